@@ -1,0 +1,130 @@
+"""What a comparison found: one result per arm, as a table for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from diffkern.bench.arms import Arm
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far an arm's result is from the stock arm's with the same seed.
+
+    Attributes:
+        latents: Relative L2 distance of the final latents.
+        frames: Relative L2 distance of the decoded frames.
+        psnr: Of the decoded frames, in dB; inf if they are equal.
+    """
+
+    latents: float
+    frames: float
+    psnr: float
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What one arm took, and how far from the stock arm its result is.
+
+    Attributes:
+        arm: The arm.
+        seconds: Seconds of each timed run, from the call of the pipeline to its result.
+        steps_per_second: Denoising steps per second of each timed run, or None if it had one step only.
+        first_call_seconds: Seconds of the first call, with compilation and verification, or None if
+            there was no warm-up.
+        peak_memory_bytes: Most memory allocated during the timed runs, or None where it is not counted.
+        difference: From the stock arm, or None if that did not run or is this one.
+        calls: Calls per site served by a kernel and by the stock code, if the arm injects any.
+    """
+
+    arm: Arm
+    seconds: tuple[float, ...]
+    steps_per_second: float | None
+    first_call_seconds: float | None
+    peak_memory_bytes: int | None
+    difference: Difference | None = None
+    calls: Mapping[str, Any] | None = None
+
+    @property
+    def median_seconds(self) -> float:
+        """The median of :attr:`seconds`."""
+        return median(self.seconds)
+
+    def to_dict(self, baseline: ArmResult | None) -> dict[str, Any]:
+        """The result as plain data, with its speed-up over ``baseline``."""
+        difference = None if self.difference is None else asdict(self.difference)
+        if difference is not None and math.isinf(difference["psnr"]):
+            difference["psnr"] = None  # JSON has no infinity; frames == 0 says the same
+        return {
+            "name": self.arm.name,
+            "injected": self.arm.injected,
+            "compiled": self.arm.compiled,
+            "seconds": list(self.seconds),
+            "median_seconds": self.median_seconds,
+            "steps_per_second": self.steps_per_second,
+            "first_call_seconds": self.first_call_seconds,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "speedup": speedup(self, baseline),
+            "difference_from_stock": difference,
+            "calls": None if self.calls is None else dict(self.calls),
+        }
+
+
+def speedup(result: ArmResult, baseline: ArmResult | None) -> float | None:
+    """How many times faster than ``baseline`` the whole call was, or None without a baseline."""
+    return None if baseline is None else baseline.median_seconds / result.median_seconds
+
+
+def baseline_of(results: Sequence[ArmResult]) -> ArmResult | None:
+    """The result of the stock arm, if it ran."""
+    return next((result for result in results if not (result.arm.injected or result.arm.compiled)), None)
+
+
+def table(results: Sequence[ArmResult], title: str) -> Table:
+    """The results as a table to print with rich, one row per arm."""
+    from rich.table import Table
+
+    rendered = Table(title=title, title_justify="left")
+    rendered.add_column("arm")
+    for column in ("s total", "it/s", "first call s", "peak memory", "speed-up"):
+        rendered.add_column(column, justify="right")
+    for column in ("latents", "frames", "PSNR"):
+        rendered.add_column(f"{column}\nvs stock", justify="right")
+    baseline = baseline_of(results)
+    for result in results:
+        difference = result.difference
+        rendered.add_row(
+            result.arm.name,
+            f"{result.median_seconds:.2f}",
+            _number(result.steps_per_second, ".2f"),
+            _number(result.first_call_seconds, ".2f"),
+            "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 2**30:.2f} GiB",
+            _number(speedup(result, baseline), ".2f", "x"),
+            _number(difference and difference.latents, ".1e"),
+            _number(difference and difference.frames, ".1e"),
+            _number(difference and difference.psnr, ".1f", " dB"),
+        )
+    return rendered
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes ``content`` to ``path``, making its folder first.
+
+    Raises:
+        ValueError: a number is infinite or not a number, which JSON cannot hold.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"

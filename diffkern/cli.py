@@ -1,0 +1,64 @@
+"""The command line: ``diffkern doctor`` and ``diffkern build``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Fused kernels for diffusers pipelines: see what runs, and build it."
+)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List every provider on every device of this machine: available, or why not and what to do about it."""
+    from diffkern.doctor import examine
+
+    checkup = examine()
+    if as_json:
+        typer.echo(json.dumps(checkup.to_dict(), indent=2))
+        return
+    console = Console()
+    console.print(", ".join(f"{name} {version}" for name, version in checkup.versions.items()))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("device", "provider", "serves", "why not, and what to do"):
+        table.add_column(heading, overflow="fold")
+    for row in checkup.rows:
+        table.add_row(row.device, row.provider, ", ".join(row.ops) or "-", row.reason)
+    console.print(table)
+
+
+@app.command()
+def build(
+    cpu: Annotated[bool, typer.Option("--cpu", help="Build for this machine's CPU family.")] = False,
+    cuda: Annotated[bool, typer.Option("--cuda", help="Build for NVIDIA GPUs; needs nvcc.")] = False,
+    rocm: Annotated[bool, typer.Option("--rocm", help="Build for AMD GPUs; needs hipcc.")] = False,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="GPU architecture, e.g. sm_90 or gfx942; may be repeated; 'all' for the full list."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory to build into; default: inside the package.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the compiler commands.")] = False,
+) -> None:
+    """Compile the kernels. Without a choice of platform, everything this machine has a compiler for."""
+    from diffkern.build import BuildError, build_kernels
+
+    backends = [name for name, wanted in (("cpu", cpu), ("cuda", cuda), ("rocm", rocm)) if wanted]
+    try:
+        for built in build_kernels(backends or None, archs=arch or None, output=output, verbose=verbose):
+            typer.echo(built.describe())
+    except BuildError as error:
+        typer.echo(f"diffkern build: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    app()

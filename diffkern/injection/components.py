@@ -1,0 +1,64 @@
+"""Which modules of a pipeline are looked at: its components by name, or the model itself."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+#: Denoisers, VAEs, text and image encoders, ControlNets and their like, with any numbered suffix.
+_DEFAULT = re.compile(
+    r"(transformer|unet|prior|prior_prior|decoder|decoder_pipe|denoiser|dit|vae|audio_vae|vqvae|vqgan|movq|vocoder"
+    r"|text_encoder|image_encoder|prior_text_encoder|prior_image_encoder|controlnet|adapter|connectors?|motion_adapter"
+    r"|latent_upsampler|language_model|vision_encoder|text_model|video_processor_model)(_\d+)?"
+)
+
+
+def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Splits a pipeline or model into the modules to work on and those left out.
+
+    Args:
+        target: A diffusers pipeline, a modular pipeline, or any module.
+        names: Component names, or None for the default ones. For a single module only None makes sense.
+
+    Returns:
+        The modules by component name (the empty name for a single module), and the reasons of the others.
+
+    Raises:
+        TypeError: ``target`` is neither a pipeline nor a module.
+        ValueError: a name is no component that holds a module.
+    """
+    if isinstance(target, nn.Module):
+        if names is not None:
+            raise ValueError(
+                f"components={sorted(names)} makes sense for a pipeline, but this is a single {type(target).__name__}: "
+                "leave components out, or choose modules with config"
+            )
+        return {"": target}, {}
+    components = getattr(target, "components", None)
+    if not isinstance(components, Mapping):
+        raise TypeError(
+            f"expected a diffusers pipeline or a torch.nn.Module, got {type(target).__name__}: "
+            "pass the pipeline itself, or one of its models such as pipe.transformer"
+        )
+    modules = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    if isinstance(names, str):
+        names = [names]
+    if names is not None:
+        wanted = list(dict.fromkeys(names))
+        for name in wanted:
+            if name not in modules:
+                close = difflib.get_close_matches(name, modules, n=1)
+                hint = f": did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"the pipeline has no model {name!r} (it has {', '.join(sorted(modules))}){hint}")
+    else:
+        wanted = [name for name in modules if _DEFAULT.fullmatch(name)]
+    left_out = {
+        name: "not asked for" if names is not None else f"not touched by default: pass components=[{name!r}, ...]"
+        for name in modules
+        if name not in wanted
+    }
+    return {name: modules[name] for name in wanted}, left_out

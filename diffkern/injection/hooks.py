@@ -1,0 +1,85 @@
+"""Where a module's forward lives once accelerate or diffusers have put hooks around it.
+
+Both libraries replace the instance's ``forward`` by a wrapper and keep the function they wrapped:
+accelerate in ``module._old_forward``, diffusers in the ``HookFunctionReference`` objects of
+``module._diffusers_hook``. A patch on ``module.forward`` over such a wrapper would bypass the hook, and
+would be lost when the hook goes. So a patch goes into every place that holds the *innermost* function,
+and comes out of every such place, wherever hooks were added or removed in between.
+
+Nothing here imports accelerate or diffusers: their attributes are read where they are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One attribute that holds a forward: ``getattr(owner, name)``."""
+
+    owner: Any
+    name: str
+
+    @property
+    def forward(self) -> Forward | None:
+        """The function held, or None."""
+        found: Forward | None = self.owner.__dict__.get(self.name)
+        return found
+
+    def put(self, forward: Forward) -> None:
+        """Replaces the function held."""
+        # nn.Module.__setattr__ has nothing to add for a plain callable, so all owners are treated alike.
+        object.__setattr__(self.owner, self.name, forward)
+
+
+def slots(module: nn.Module) -> Iterator[Slot]:
+    """Yields every place that holds a forward of ``module``, its class excepted."""
+    candidates = [Slot(module, "forward"), Slot(module, "_old_forward")]
+    registry = module.__dict__.get("_diffusers_hook")
+    for reference in getattr(registry, "_fn_refs", ()):
+        candidates += [Slot(reference, "forward"), Slot(reference, "original_forward")]
+    for slot in candidates:
+        while slot.forward is not None:
+            yield slot
+            # Wrappers made with functools.update_wrapper also keep what they wrap.
+            if "__wrapped__" not in getattr(slot.forward, "__dict__", {}):
+                break
+            slot = Slot(slot.forward, "__wrapped__")
+
+
+def stock_forward(module: nn.Module) -> MethodType:
+    """The forward of the module's class, bound to the module."""
+    return MethodType(type(module).forward, module)
+
+
+def is_bound(forward: Forward | None, function: Forward, module: nn.Module) -> bool:
+    """Whether ``forward`` is ``function`` as a method of ``module``."""
+    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is function
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """Says who replaced the forward of ``module``, or returns None if it still ends in the class's own."""
+    if "forward" not in module.__dict__:
+        return None
+    if any(is_bound(slot.forward, type(module).forward, module) for slot in slots(module)):
+        return None
+    forward = module.__dict__["forward"]
+    function = getattr(forward, "func", getattr(forward, "__func__", forward))
+    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+    return f"its forward was replaced by {name}, which diffkern does not know"
+
+
+def replace(module: nn.Module, old: Forward, new: MethodType) -> int:
+    """Replaces function ``old``, bound to ``module``, in every slot that holds it; returns how many did."""
+    holders = [slot for slot in slots(module) if is_bound(slot.forward, old, module)]
+    for slot in holders:
+        slot.put(new)
+    return len(holders)

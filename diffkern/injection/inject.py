@@ -1,0 +1,313 @@
+"""plan -> verify -> apply -> report, and the way back."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffkern.blocks.norm import choose_provider
+from diffkern.hub import KernelConfig
+from diffkern.injection import hooks
+from diffkern.injection.components import select_components
+from diffkern.injection.proof import Verifier
+from diffkern.injection.report import InjectionReport, Site
+from diffkern.injection.state import PatchState, patch, patch_state, unpatch
+from diffkern.matching import NormSemantics, match
+from diffkern.matching.semantics import full_name
+from diffkern.providers import KERNEL_DTYPES, NoProviderError
+
+NUMERICS = ("exact", "fast", "fp8")
+
+
+class InjectionError(RuntimeError):
+    """A strict injection met something it would have had to fall back from. Nothing was changed."""
+
+
+@dataclass
+class _Candidate:
+    """A module that can be patched: what it computes, who shall do it, and where it may run."""
+
+    module: nn.Module
+    site: Site
+    semantics: NormSemantics
+    provider: str | None
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+    choice_is_fallback: bool = False
+
+
+def inject_optimized_kernels(
+    pipe_or_module: Any,
+    *,
+    components: Iterable[str] | None = None,
+    numerics: str = "fast",
+    config: KernelConfig | Mapping[str, str | None] | None = None,
+    verify: bool = True,
+    strict: bool = False,
+    dry_run: bool = False,
+) -> InjectionReport:
+    """Makes a pipeline or model run on fused kernels, in place, and says what it did.
+
+    Works before or after offloading, LoRA loading and ``torch.compile``. Weights, buffers, state dict keys
+    and what ``save_pretrained`` writes stay as they are. A module that was patched already is left as it is.
+    If anything raises half-way, everything is taken back before the error reaches the caller.
+
+    Args:
+        pipe_or_module: A diffusers pipeline, a modular pipeline, or any module of diffusers or transformers.
+        components: Names of the pipeline's components to touch; None takes denoisers, VAEs, encoders and
+            ControlNets.
+        numerics: ``"fast"`` keeps the error against float64 within 1.05 times that of the stock module;
+            ``"exact"`` patches only what is bit-identical to the stock module on this device;
+            ``"fp8"`` has no site in this version, and says so.
+        config: Who serves what; see :class:`diffkern.KernelConfig`.
+        verify: Whether every kind of site is proven before it is patched, and again at first use on a device
+            or dtype that was not there yet. Without it nothing is measured.
+        strict: Whether everything that would make a matched module run stock, or with another provider than
+            the first choice, raises. Then nothing is changed.
+        dry_run: Only plan: nothing is measured and nothing is changed.
+
+    Returns:
+        What was patched, left alone, and failed, with reasons; ``report.restore()`` takes it back.
+
+    Raises:
+        TypeError: the target is neither a pipeline nor a module.
+        ValueError: an argument names something that does not exist; the message says what does.
+        InjectionError: ``strict`` and something would fall back.
+    """
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics={numerics!r}: choose one of {', '.join(NUMERICS)}")
+    started = time.perf_counter()
+    report = InjectionReport(type(pipe_or_module).__name__, numerics, dry_run)
+    candidates = _plan(pipe_or_module, components, KernelConfig.of(config), report)
+    candidates = _choose_providers(candidates, report)
+    verifier = Verifier(numerics) if verify else None
+    states = {id(c.module): PatchState(c.semantics, c.provider, verifier, strict) for c in candidates}
+    if verifier is not None and not dry_run:
+        candidates = _verify(candidates, states, verifier, report)
+    if strict:
+        _refuse_fallbacks(candidates, report)
+    if not dry_run:
+        _apply(candidates, states)
+    for candidate in candidates:
+        candidate.site._state = None if dry_run else states[id(candidate.module)]
+        report.patched.append(candidate.site)
+    report._undo = _restore_sites
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def plan(pipe_or_module: Any, **options: Any) -> InjectionReport:
+    """Says what :func:`inject_optimized_kernels` would do with the same options, and does nothing."""
+    return inject_optimized_kernels(pipe_or_module, **{**options, "dry_run": True})
+
+
+def restore(pipe_or_module: Any) -> int:
+    """Takes back every patch of diffkern in a pipeline or module, whoever made it.
+
+    Afterwards the stock forwards run again, bit for bit as before, under whatever hooks there are by then.
+
+    Args:
+        pipe_or_module: A pipeline (all its components), a model, or a part of a model.
+
+    Returns:
+        How many modules were restored; 0 if none was patched.
+
+    Raises:
+        TypeError: the target is neither a pipeline nor a module.
+    """
+    every = None if isinstance(pipe_or_module, nn.Module) else _module_names(pipe_or_module)
+    modules, _ = select_components(pipe_or_module, every)
+    return sum(unpatch(module) for _, module in _walk(modules))
+
+
+@contextmanager
+def optimized(pipe_or_module: Any, **options: Any) -> Iterator[InjectionReport]:
+    """Injects for the length of a ``with`` block; takes back what it patched, and no more, at its end.
+
+    Args:
+        pipe_or_module: As in :func:`inject_optimized_kernels`.
+        options: As in :func:`inject_optimized_kernels`.
+    """
+    report = inject_optimized_kernels(pipe_or_module, **options)
+    try:
+        yield report
+    finally:
+        report.restore()
+
+
+# --- plan ----------------------------------------------------------------------------------------------
+
+
+def _plan(
+    target: Any, components: Iterable[str] | None, config: KernelConfig, report: InjectionReport
+) -> list[_Candidate]:
+    modules, left_out = select_components(target, components)
+    report.notes += [f"component {name!r}: {reason}" for name, reason in left_out.items()]
+    candidates: list[_Candidate] = []
+    seen: list[Site] = []
+    for path, module in _walk(modules):
+        matched = match(module)
+        if matched is None:
+            continue
+        site = Site(path, full_name(module), how=matched.how, _module=weakref.ref(module))
+        seen.append(site)
+        if matched.semantics is None:
+            site.reason = matched.reason or ""
+            report.skipped.append(site)
+            continue
+        site.op = matched.semantics.op
+        provider = config.choose(path, type(module).__name__, site.op)
+        reason = _reason_to_leave(module, provider, report.numerics)
+        if reason is not None:
+            site.reason = reason
+            report.skipped.append(site)
+            continue
+        component = modules[path.partition(".")[0]] if "" not in modules else modules[""]
+        candidates.append(
+            _Candidate(
+                module,
+                site,
+                matched.semantics,
+                None if provider == "auto" else provider,
+                _likely_dtypes(module, component),
+                _likely_devices(module, component),
+            )
+        )
+    config.check((site.path for site in seen), (site.class_name.rpartition(".")[2] for site in seen))
+    already = sum(site.reason == _ALREADY for site in report.skipped)
+    if already:
+        report.notes.append(f"{already} modules were patched before and stay as they are: restore() first to change them")
+    return candidates
+
+
+_ALREADY = "already patched by diffkern"
+
+
+def _reason_to_leave(module: nn.Module, provider: str | None, numerics: str) -> str | None:
+    if provider is None:
+        return "left alone by config"
+    if numerics == "fp8":
+        return "no site supports numerics='fp8' yet: use 'fast' or 'exact'"
+    if patch_state(module) is not None:
+        return _ALREADY
+    return hooks.foreign_forward(module)
+
+
+def _walk(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields every module once, with its path from the component's name on."""
+    seen: set[int] = set()
+    for name, root in modules.items():
+        for path, module in root.named_modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield ".".join(part for part in (name, path) if part), module
+
+
+def _module_names(pipeline: Any) -> list[str] | None:
+    components = getattr(pipeline, "components", None)
+    if not isinstance(components, Mapping):
+        return None
+    return [name for name, part in components.items() if isinstance(part, nn.Module)]
+
+
+def _likely_dtypes(module: nn.Module, component: nn.Module) -> tuple[torch.dtype, ...]:
+    """Dtypes that inputs will probably have: the weights', the component's, and float32 where models upcast."""
+    own = [p.dtype for p in module.parameters()]
+    whole = next((p.dtype for p in component.parameters() if p.dtype in KERNEL_DTYPES), torch.float32)
+    return tuple(dict.fromkeys(dtype for dtype in (*own, whole, torch.float32) if dtype in KERNEL_DTYPES))
+
+
+def _likely_devices(module: nn.Module, component: nn.Module) -> tuple[torch.device, ...]:
+    """Devices the module will probably run on, the likeliest first.
+
+    Weights on the CPU or on meta may be offloaded, or not moved yet: then the GPU is likelier still.
+    """
+    tensors = (*module.parameters(), *component.parameters(), *component.buffers())
+    home = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    if home.type == "cpu" and torch.cuda.is_available():
+        return (torch.device("cuda", torch.cuda.current_device()), home)
+    return (home,)
+
+
+# --- verify --------------------------------------------------------------------------------------------
+
+
+def _choose_providers(candidates: list[_Candidate], report: InjectionReport) -> list[_Candidate]:
+    kept = []
+    for candidate in candidates:
+        try:
+            choice = choose_provider(
+                candidate.semantics, candidate.module, candidate.devices[0], candidate.dtypes[0], candidate.provider
+            )
+        except NoProviderError as error:
+            candidate.site.reason = str(error)
+            report.failed.append(candidate.site)
+            continue
+        candidate.site.provider = choice.provider
+        candidate.site.reason = choice.describe_declined()
+        candidate.choice_is_fallback = choice.is_fallback
+        kept.append(candidate)
+    return kept
+
+
+def _verify(
+    candidates: list[_Candidate], states: dict[int, PatchState], verifier: Verifier, report: InjectionReport
+) -> list[_Candidate]:
+    kept = []
+    for candidate in candidates:
+        with torch.no_grad():
+            for device in candidate.devices:
+                for dtype in candidate.dtypes:
+                    proof = verifier.prove(candidate.module, candidate.semantics, candidate.provider, device, dtype)
+                    if proof is None:
+                        continue
+                    candidate.site.measurements.append(proof)
+                    if proof.passed:
+                        states[id(candidate.module)].proven.add((device, dtype))
+        broken = [proof for proof in candidate.site.measurements if not proof.passed]
+        if broken:
+            candidate.site.reason = "; ".join(f"{proof.dtype} on {proof.device}: {proof.reason}" for proof in broken)
+            report.failed.append(candidate.site)
+        else:
+            kept.append(candidate)
+    return kept
+
+
+def _refuse_fallbacks(candidates: list[_Candidate], report: InjectionReport) -> None:
+    problems = [f"{site.path}: {site.reason}" for site in report.failed]
+    problems += [f"{c.site.path}: served by {c.site.provider} ({c.site.reason})" for c in candidates if c.choice_is_fallback]
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise InjectionError("strict injection refused, nothing was changed: " + "; ".join(problems[:5]) + more)
+
+
+# --- apply, and back -----------------------------------------------------------------------------------
+
+
+def _apply(candidates: list[_Candidate], states: dict[int, PatchState]) -> None:
+    done: list[nn.Module] = []
+    try:
+        for candidate in candidates:
+            done.append(candidate.module)
+            patch(candidate.module, states[id(candidate.module)])
+    except BaseException:
+        for module in reversed(done):
+            unpatch(module)
+        raise
+
+
+def _restore_sites(sites: Sequence[Site]) -> int:
+    """Restores the modules of ``sites`` that still carry the very patch these sites speak of."""
+    count = 0
+    for site in sites:
+        module = site._module() if site._module is not None else None
+        if module is not None and site._state is not None and patch_state(module) is site._state:
+            count += unpatch(module)
+    return count

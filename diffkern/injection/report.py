@@ -1,0 +1,171 @@
+"""What an injection did, and why not elsewhere: for people, for machines, and to take it back."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from diffkern.injection.state import PatchState
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One proof: how far the fused and the stock forward are from a float64 reference.
+
+    Errors are relative, ``‖y − y_ref‖₂ / ‖y_ref‖₂``, over at least 64 random rows.
+
+    Attributes:
+        device: Device the proof ran on.
+        dtype: Dtype of the input.
+        provider: Who computed the fused result.
+        fused: Error of the fused forward.
+        stock: Error of the stock forward.
+        bit_identical: Whether both results were equal bit for bit.
+        passed: Whether the fused forward kept the contract.
+        reason: Why it did not, or "".
+    """
+
+    device: str
+    dtype: str
+    provider: str
+    fused: float
+    stock: float
+    bit_identical: bool
+    passed: bool
+    reason: str = ""
+
+
+@dataclass
+class Site:
+    """One module that was looked at.
+
+    Attributes:
+        path: Where it sits, from the pipeline's component on: ``"transformer.transformer_blocks.0.norm1"``.
+        class_name: Full name of its class.
+        op: The op that computes it, or None if it was not understood.
+        provider: Who serves the op on the device the model is on, or None.
+        how: ``"table"`` (the class is known), ``"probe"`` (its forward was compared), or None.
+        reason: Why it was left alone or failed; for a patched site why the provider is not the first choice.
+        measurements: The proofs that speak for this site; those made at first use are added as they run.
+    """
+
+    path: str
+    class_name: str
+    op: str | None = None
+    provider: str | None = None
+    how: str | None = None
+    reason: str = ""
+    measurements: list[Measurement] = field(default_factory=list)
+    _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    _state: PatchState | None = field(default=None, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the public fields as plain data."""
+        return {
+            "path": self.path,
+            "class_name": self.class_name,
+            "op": self.op,
+            "provider": self.provider,
+            "how": self.how,
+            "reason": self.reason,
+            "measurements": [asdict(measurement) for measurement in self.measurements],
+        }
+
+
+@dataclass
+class InjectionReport:
+    """The result of :func:`diffkern.inject_optimized_kernels`.
+
+    Attributes:
+        target: Class of the pipeline or model.
+        numerics: The contract that was asked for.
+        dry_run: Whether this is only a plan; ``patched`` then lists what would be patched.
+        patched: Sites that run fused now.
+        skipped: Norms that were looked at and left alone, each with its reason.
+        failed: Sites that should have been patched but broke the contract or have no provider.
+        notes: Sentences about the whole, for example components that were not touched.
+        seconds: Time the injection took, in seconds.
+    """
+
+    target: str
+    numerics: str
+    dry_run: bool = False
+    patched: list[Site] = field(default_factory=list)
+    skipped: list[Site] = field(default_factory=list)
+    failed: list[Site] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    _undo: Callable[[Sequence[Site]], int] | None = field(default=None, repr=False, compare=False)
+
+    def restore(self) -> int:
+        """Takes back what this injection patched, and nothing else; returns how many modules that was."""
+        return self._undo(self.patched) if self._undo is not None else 0
+
+    def calls(self) -> dict[str, dict[str, Any]]:
+        """Counts the calls so far, by path: ``{"fused": n, "stock": m, "stock_reasons": {reason: m}}``.
+
+        Calls inside a graph of ``torch.compile`` or a CUDA graph run without Python and are not counted. A
+        site that lost its proof at first use counts as stock from then on, with the reason.
+        """
+        counts = {}
+        for site in self.patched:
+            if site._state is not None:
+                counts[site.path] = {
+                    "fused": site._state.fused_calls,
+                    "stock": sum(site._state.stock_calls.values()),
+                    "stock_reasons": dict(site._state.stock_calls),
+                }
+        return counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain data."""
+        return {
+            "target": self.target,
+            "numerics": self.numerics,
+            "dry_run": self.dry_run,
+            "seconds": self.seconds,
+            "patched": [site.to_dict() for site in self.patched],
+            "skipped": [site.to_dict() for site in self.skipped],
+            "failed": [site.to_dict() for site in self.failed],
+            "notes": list(self.notes),
+            "calls": self.calls(),
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns :meth:`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def summary(self) -> str:
+        """Returns one sentence: how many sites, by whom, and how many not."""
+        verb = "would patch" if self.dry_run else "patched"
+        by = Counter(f"{site.provider}" for site in self.patched)
+        served = ", ".join(f"{count} by {name}" for name, count in by.most_common())
+        parts = [f"{verb} {len(self.patched)} modules of {self.target}" + (f" ({served})" if served else "")]
+        parts.append(f"left {len(self.skipped)} alone")
+        if self.failed:
+            parts.append(f"{len(self.failed)} failed")
+        return ", ".join(parts) + f"; numerics {self.numerics!r}"
+
+    def __str__(self) -> str:
+        from diffkern.injection.table import render_text
+
+        return render_text(self)
+
+    def _repr_html_(self) -> str:
+        from diffkern.injection.table import render_html
+
+        return render_html(self)
+
+    def __rich__(self) -> RenderableType:
+        from diffkern.injection.table import render
+
+        return render(self)

@@ -1,0 +1,140 @@
+"""The patch itself: the forward that replaces the stock one, and what it knows of its module."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.blocks.norm import apply, declines
+from diffkern.injection import hooks
+from diffkern.matching import NormSemantics
+
+if TYPE_CHECKING:
+    from diffkern.injection.proof import Verifier
+
+#: The one attribute that a patched module has besides its forward. It holds no tensor and no module.
+ATTRIBUTE = "_diffkern"
+
+
+class StrictModeError(RuntimeError):
+    """Raised in place of a fall back to the stock forward when the injection was strict."""
+
+
+class PatchState:
+    """What a patched module's forward needs to know, and what it counts.
+
+    Attributes:
+        semantics: What the module computes.
+        provider: The provider that the configuration forces, or None to choose.
+        verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
+        strict: Whether a fall back to the stock forward raises.
+        fused_calls: Calls that ran fused.
+        stock_calls: Calls that ran the stock forward, by reason.
+    """
+
+    def __init__(
+        self, semantics: NormSemantics, provider: str | None, verifier: Verifier | None, strict: bool
+    ) -> None:
+        self.semantics = semantics
+        self.provider = provider
+        self.verifier = verifier
+        self.strict = strict
+        self.had_instance_forward = False
+        self.proven: set[tuple[torch.device, torch.dtype]] = set()
+        self.revoked: str | None = None
+        self.fused_calls = 0
+        self.stock_calls: Counter[str] = Counter()
+
+    def admits(self, module: nn.Module, x: Any) -> bool:
+        """Whether this call may run fused. Counts it, and proves it the first time."""
+        if torch.compiler.is_compiling():
+            # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
+            return declines(self.semantics, module, x) is None and self._is_proven(x)
+        reason = self.revoked or declines(self.semantics, module, x)
+        if reason is None and not self._is_proven(x):
+            reason = self._prove(module, x)
+        if reason is None:
+            self.fused_calls += 1
+            return True
+        if self.strict:
+            raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
+        self.stock_calls[reason] += 1
+        return False
+
+    def _is_proven(self, x: Tensor) -> bool:
+        return self.verifier is None or (self.revoked is None and (x.device, x.dtype) in self.proven)
+
+    def _prove(self, module: nn.Module, x: Tensor) -> str | None:
+        """Proves a device and dtype that injection did not see, on real weights and the real input."""
+        assert self.verifier is not None
+        if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "not proven yet, and a proof cannot run while a CUDA graph is captured: run one call before"
+        measurement = self.verifier.prove_call(module, self.semantics, self.provider, x)
+        if measurement.passed:
+            self.proven.add((x.device, x.dtype))
+            return None
+        self.revoked = f"lost its proof at first use: {measurement.reason}"
+        warnings.warn(f"diffkern: {type(module).__name__} {self.revoked}; it runs stock from now on", stacklevel=4)
+        return self.revoked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
+        """A copy of the module counts for itself, and shares the proofs."""
+        copy = PatchState(self.semantics, self.provider, self.verifier, self.strict)
+        copy.had_instance_forward = self.had_instance_forward
+        copy.proven = set(self.proven)
+        copy.revoked = self.revoked
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled module comes back unpatched: pickle stores a bound ``forward`` by its name alone."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs fused where the guards allow it, and the class's own forward everywhere else."""
+    state: PatchState = self._diffkern  # type: ignore[assignment]
+    if len(args) == 1 and not kwargs:
+        x = args[0]
+    else:
+        x = kwargs.get(state.semantics.argument) if len(kwargs) == 1 and not args else None
+    if state.admits(self, x):
+        return apply(state.semantics, self, x, provider=state.provider)
+    return type(self).forward(self, *args, **kwargs)
+
+
+def patch_state(module: nn.Module) -> PatchState | None:
+    """Returns the state of a patched module, or None if the module is not patched."""
+    state = module.__dict__.get(ATTRIBUTE)
+    held = any(hooks.is_bound(slot.forward, forward, module) for slot in hooks.slots(module))
+    return state if isinstance(state, PatchState) and held else None
+
+
+def patch(module: nn.Module, state: PatchState) -> None:
+    """Puts :func:`forward` under whatever hooks sit on ``module``."""
+    state.had_instance_forward = "forward" in module.__dict__
+    object.__setattr__(module, ATTRIBUTE, state)
+    fused = MethodType(forward, module)
+    if not state.had_instance_forward:
+        object.__setattr__(module, "forward", fused)
+    elif not hooks.replace(module, type(module).forward, fused):
+        del module.__dict__[ATTRIBUTE]
+        raise RuntimeError(f"cannot patch {type(module).__name__}: {hooks.foreign_forward(module)}")
+
+
+def unpatch(module: nn.Module) -> bool:
+    """Takes :func:`forward` out from under all hooks; returns whether it was there."""
+    state = module.__dict__.pop(ATTRIBUTE, None)
+    found = hooks.replace(module, forward, hooks.stock_forward(module)) > 0
+    plain = hooks.is_bound(module.__dict__.get("forward"), type(module).forward, module)
+    if found and plain and not (isinstance(state, PatchState) and state.had_instance_forward):
+        del module.__dict__["forward"]
+    return found

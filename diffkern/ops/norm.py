@@ -1,0 +1,332 @@
+r"""RMS and layer normalisation, with every rounding order that diffusion and language models use.
+
+Numerical contract (``docs/numerics.md`` has the table):
+
+* input, weight and bias in float32, float16 or bfloat16, in any mix; float64 by the eager provider;
+* the sum of squares, the mean and all arithmetic in float32;
+* rounds once, to the output dtype; with ``round_dtype`` also right after the normalisation and before the
+  bias is added, as the classes do that normalise, cast, and only then multiply.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.providers import registry
+from diffkern.providers.eager import compute_dtype
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    dim: int = -1,
+    weight_offset: float = 0.0,
+    round_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    clamp_eps: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Root mean square normalisation.
+
+    .. math:: y = x \cdot \left(\tfrac1D \sum_i x_i^2 + \epsilon\right)^{-1/2} \cdot (w + o) + b
+
+    Args:
+        x: Input of any rank from 1 up, any strides; float32, float16, bfloat16 or float64.
+        weight: ``w`` of shape ``[D]``, or of the shape of the last dimensions of ``x`` to normalise over
+            all of those at once, or None. With ``dim != -1`` anything with ``D`` elements, e.g. ``[C,1,1]``.
+        bias: ``b``, like ``weight``; needs no weight.
+        eps: ``ε``; None means the machine epsilon of the precision computed in (float32's for half
+            inputs), as in :class:`torch.nn.RMSNorm`.
+        dim: The dimension to normalise over, of size ``D``. Nothing is copied for a channel dimension.
+        weight_offset: ``o``, added to the weight in float32; 1 for the zero-centred weights of Gemma.
+        round_dtype: Rounds ``x · rsqrt(...)`` to this dtype before it is multiplied (and the product to
+            ``out_dtype`` before ``b`` is added); None rounds only the result.
+        out_dtype: Dtype of the result; None means that of ``x``.
+        clamp_eps: ``x / max(‖x‖₂, ε) · √D`` instead: ε bounds the length and is not added.
+        memory_format: ``torch.contiguous_format``, as ``F.rms_norm`` writes, or ``torch.preserve_format``
+            for the strides a pointwise op would give.
+        provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
+
+    Returns:
+        A new tensor of the shape of ``x``. Differentiable in ``x``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: shapes or devices do not fit together.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    if eps is None:
+        eps = torch.finfo(torch.float32 if x.dtype in _HALF else x.dtype).eps
+    rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
+    preserve = dim not in (-1, x.ndim - 1) or memory_format is torch.preserve_format
+    call = _rms_norm_op if needs_dispatcher(x, weight, bias) else _rms_norm
+    y = call(rows, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve, provider)
+    return _from_rows(y, x, dim)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dim: int = -1,
+    out_dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Layer normalisation.
+
+    .. math:: y = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot w + b,
+        \quad \mu = \tfrac1D \sum_i x_i, \quad \sigma^2 = \tfrac1D \sum_i (x_i - \mu)^2
+
+    Args:
+        x: Input of any rank from 1 up, any strides; float32, float16, bfloat16 or float64.
+        weight: ``w``, as in :func:`rms_norm`, or None.
+        bias: ``b``, like ``weight``, or None; each may be given without the other.
+        eps: ``ε``, added to the variance.
+        dim: The dimension to normalise over, of size ``D``.
+        out_dtype: Dtype of the result; None means that of ``x``.
+        memory_format: As in :func:`rms_norm`.
+        provider: As in :func:`rms_norm`.
+
+    Returns:
+        A new tensor of the shape of ``x``. Differentiable in ``x``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: shapes or devices do not fit together.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
+    preserve = dim not in (-1, x.ndim - 1) or memory_format is torch.preserve_format
+    call = _layer_norm_op if needs_dispatcher(x, weight, bias) else _layer_norm
+    y = call(rows, weight, bias, eps, out_dtype, preserve, provider)
+    return _from_rows(y, x, dim)
+
+
+# --- from the caller's layout to rows along the last dimension, and back -------------------------------
+
+
+def _as_rows(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dim: int, memory_format: torch.memory_format
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Views ``x`` with the normalised dimension last and flattens the parameters to ``[D]``."""
+    if not x.is_floating_point():
+        raise TypeError(f"a norm needs a floating point input, got {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError("a norm needs an input of at least one dimension, got a scalar")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim {dim} is out of range for an input of {x.ndim} dimensions")
+    if dim not in (-1, x.ndim - 1):
+        if memory_format is not torch.preserve_format:
+            x = x.contiguous()
+        x = x.movedim(dim, -1)
+        weight = None if weight is None else weight.reshape(-1)
+        bias = None if bias is None else bias.reshape(-1)
+    else:
+        shape = weight.shape if weight is not None else None if bias is None else bias.shape
+        if shape is not None and len(shape) > 1:
+            if x.shape[-len(shape) :] != shape:
+                raise ValueError(f"the weight of shape {tuple(shape)} does not fit an input of shape {tuple(x.shape)}")
+            x = x.flatten(-len(shape))
+            weight = None if weight is None else weight.reshape(-1)
+            bias = None if bias is None else bias.reshape(-1)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"the {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
+            )
+        if parameter.device != x.device:
+            raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
+    return x, weight, bias
+
+
+def _from_rows(y: Tensor, x: Tensor, dim: int) -> Tensor:
+    if dim not in (-1, x.ndim - 1):
+        return y.movedim(-1, dim)
+    return y if y.shape == x.shape else y.view(x.shape)
+
+
+def _empty_output(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool) -> Tensor:
+    memory_format = torch.preserve_format if preserve_strides else torch.contiguous_format
+    return torch.empty_like(x, dtype=out_dtype or x.dtype, memory_format=memory_format)
+
+
+def _dtypes(*tensors: Tensor | None, out_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """The distinct float dtypes of a call, in a stable order: the key by which a provider is chosen."""
+    found = [tensor.dtype for tensor in tensors if tensor is not None]
+    if out_dtype is not None:
+        found.append(out_dtype)
+    return tuple(dict.fromkeys(found))
+
+
+# --- rms_norm as a torch op ----------------------------------------------------------------------------
+
+
+def _rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    clamp_eps: bool = False,
+    preserve_strides: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    choice = registry.select("rms_norm", x.device, _dtypes(x, weight, bias, out_dtype=out_dtype), provider)
+    return choice.kernel(
+        x, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve_strides
+    )
+
+
+def _rms_norm_fake(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    clamp_eps: bool = False,
+    preserve_strides: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    return _empty_output(x, out_dtype, preserve_strides)
+
+
+def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.eps, ctx.weight_offset, _, _, ctx.clamp_eps, _, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Backward of the unrounded formula; 1/rms is computed again rather than kept."""
+    x, weight = ctx.saved_tensors
+    dtype = compute_dtype(x)
+    wide, grad = x.to(dtype), grad.to(dtype)
+    size = max(x.shape[-1], 1)
+    if ctx.clamp_eps:
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = size**0.5 / length.clamp_min(ctx.eps)
+        # Below the bound the length is a constant, and only the direct term is left.
+        curvature = torch.where(length > ctx.eps, scale.pow(3) / size, 0.0)
+    else:
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+        curvature = scale.pow(3) / size
+    weighted = grad if weight is None else grad * (weight.to(dtype) + ctx.weight_offset)
+    needs_x, needs_weight, needs_bias = _needs_grad(ctx)
+    grad_x = grad_weight = grad_bias = None
+    if needs_x:
+        grad_x = (scale * weighted - wide * curvature * (weighted * wide).sum(-1, keepdim=True)).to(x.dtype)
+    if needs_weight:
+        grad_weight = _sum_rows(grad * wide * scale).to(weight.dtype)
+    if needs_bias:
+        grad_bias = _sum_rows(grad).to(ctx.bias_dtype)
+    return (grad_x, grad_weight, grad_bias, *(None,) * 7)
+
+
+def _needs_grad(ctx: Any) -> tuple[bool, bool, bool]:
+    """Whether x, weight and bias want a gradient; torch leaves trailing arguments out when not given."""
+    x, weight, bias = (*ctx.needs_input_grad, False, False)[:3]
+    return x, weight, bias
+
+
+def _sum_rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).sum(0)
+
+
+_rms_norm_op = register(
+    "rms_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, float weight_offset=0.0, "
+    "ScalarType? round_dtype=None, ScalarType? out_dtype=None, bool clamp_eps=False, "
+    "bool preserve_strides=False, str? provider=None) -> Tensor",
+    _rms_norm,
+    _rms_norm_fake,
+    _rms_norm_setup_context,
+    _rms_norm_backward,
+)
+
+
+# --- layer_norm as a torch op --------------------------------------------------------------------------
+
+
+def _layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+    preserve_strides: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    choice = registry.select("layer_norm", x.device, _dtypes(x, weight, bias, out_dtype=out_dtype), provider)
+    return choice.kernel(x, weight, bias, eps, out_dtype, preserve_strides)
+
+
+def _layer_norm_fake(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+    preserve_strides: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    return _empty_output(x, out_dtype, preserve_strides)
+
+
+def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.eps, _, _, _ = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Backward of the unrounded formula; mean and 1/std are computed again rather than kept."""
+    x, weight = ctx.saved_tensors
+    dtype = compute_dtype(x)
+    wide, grad = x.to(dtype), grad.to(dtype)
+    centred = wide - wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + ctx.eps)
+    normed = centred * scale
+    needs_x, needs_weight, needs_bias = _needs_grad(ctx)
+    grad_x = grad_weight = grad_bias = None
+    if needs_x:
+        weighted = grad if weight is None else grad * weight.to(dtype)
+        mean = weighted.mean(-1, keepdim=True)
+        along = (weighted * normed).mean(-1, keepdim=True)
+        grad_x = (scale * (weighted - mean - normed * along)).to(x.dtype)
+    if needs_weight:
+        grad_weight = _sum_rows(grad * normed).to(weight.dtype)
+    if needs_bias:
+        grad_bias = _sum_rows(grad).to(ctx.bias_dtype)
+    return (grad_x, grad_weight, grad_bias, *(None,) * 4)
+
+
+_layer_norm_op = register(
+    "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, ScalarType? out_dtype=None, "
+    "bool preserve_strides=False, str? provider=None) -> Tensor",
+    _layer_norm,
+    _layer_norm_fake,
+    _layer_norm_setup_context,
+    _layer_norm_backward,
+)

@@ -1,0 +1,58 @@
+"""How an op enters torch: one registration for schema, fake and autograd, whoever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "diffkern"
+
+
+def register(
+    schema: str,
+    implementation: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> torch._ops.OpOverload:
+    """Registers ``torch.ops.diffkern.<name>`` and returns its overload.
+
+    The op is opaque to ``torch.compile``: the graph does not depend on who will compute it. A second copy
+    of diffkern in one process takes the name over, and both copies go on computing the same thing.
+
+    Args:
+        schema: Name and signature, for example ``"rms_norm(Tensor x, float eps=1e-6) -> Tensor"``.
+        implementation: Computes it; chooses the provider at run time.
+        fake: Gives shape, dtype and strides of the result, without data.
+        setup_context: Saves for the backward pass; called only when a gradient is needed.
+        backward: One gradient per argument of the schema, None where there is none.
+    """
+    name, arrow = schema.split("(", 1)
+    op = torch.library.custom_op(
+        f"{NAMESPACE}::{name}", implementation, mutates_args=(), schema="(" + arrow
+    )
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=setup_context)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default  # type: ignore[no-any-return]
+
+
+def needs_dispatcher(*tensors: Tensor | None) -> bool:
+    """Whether a call must go through the registered op and not straight to the provider's kernel.
+
+    It must where somebody looks at the call instead of running it (tracing, fake tensors, functorch) and
+    where a gradient is wanted. The direct way saves about half of the host time of a call.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    grad = torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if grad and tensor.requires_grad:
+            return True
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            return True
+    return torch._C._are_functorch_transforms_active()

@@ -1,0 +1,19 @@
+"""WHO computes an op: eager, compiled, Triton. See :mod:`diffkern.providers.registry` for the choice."""
+
+from diffkern.providers.base import KERNEL_DTYPES, Kernel, Provider, Request, Support
+from diffkern.providers.registry import ORDER, Choice, NoProviderError, explain, get_provider, select, use_provider
+
+__all__ = [
+    "KERNEL_DTYPES",
+    "ORDER",
+    "Choice",
+    "Kernel",
+    "NoProviderError",
+    "Provider",
+    "Request",
+    "Support",
+    "explain",
+    "get_provider",
+    "select",
+    "use_provider",
+]

@@ -1,0 +1,74 @@
+"""What a provider is: a named set of kernels, with its limits as data and its refusals as sentences.
+
+A provider never decides on behalf of the caller and never falls back by itself. It answers two
+questions, both with a reason that a user can act on, and hands out callables:
+
+* is it there at all on this device (:meth:`Provider.unavailable_reason`), and
+* does it serve this op for these dtypes (:meth:`Provider.refusal`).
+
+:mod:`diffkern.providers.registry` asks them in order and remembers the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+Kernel = Callable[..., torch.Tensor]
+
+#: The dtypes that every fused kernel of diffkern reads and writes. float64 is the reference's alone.
+KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call needs, as far as it can change the choice of provider.
+
+    Attributes:
+        op: Name of the op in :mod:`diffkern.ops`, for example ``"rms_norm"``.
+        device: Device of the input.
+        dtypes: Every floating dtype that the call reads or writes (input, parameters, output).
+    """
+
+    op: str
+    device: torch.device
+    dtypes: frozenset[torch.dtype]
+
+
+@dataclass(frozen=True)
+class Support:
+    """What one provider can do for one op, as data."""
+
+    device_types: frozenset[str]
+    dtypes: frozenset[torch.dtype] = KERNEL_DTYPES
+
+    def refusal(self, request: Request) -> str | None:
+        """Returns why ``request`` is not served, or None when it is."""
+        if request.device.type not in self.device_types:
+            served = ", ".join(sorted(self.device_types))
+            return f"no {request.op} for {request.device.type} (serves {served})"
+        unserved = request.dtypes - self.dtypes
+        if unserved:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in unserved))
+            return f"no {request.op} for {names}"
+        return None
+
+
+@runtime_checkable
+class Provider(Protocol):
+    """One implementation family: ``compiled``, ``triton``, ``eager``."""
+
+    name: str
+    support: Mapping[str, Support]
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Returns why nothing of this provider runs on ``device`` (and what to do), or None.
+
+        May load a library the first time it is asked; must not raise and must not touch the network.
+        """
+
+    def kernel(self, op: str) -> Kernel:
+        """Returns the callable for ``op``; it takes the arguments of the op's schema, in order."""

@@ -1,0 +1,123 @@
+"""The ops in plain PyTorch: the reference that defines what every other provider must compute.
+
+It runs on any device and in float64, where it is the yardstick of the proofs and of the tests. Half
+inputs are computed in float32 and rounded once, or where ``round_dtype`` says. When a single native
+torch function computes the very same thing, that one is called, since it is faster than the chain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The precision an op computes in for input ``x``: float64 for float64, float32 for all else."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    clamp_eps: bool,
+    preserve_strides: bool,
+) -> Tensor:
+    """Computes :func:`diffkern.ops.rms_norm` over the last dimension."""
+    out_dtype = out_dtype or x.dtype
+    plain = bias is None and weight_offset == 0.0 and round_dtype is None and not clamp_eps
+    if plain and _native_fits(x, (weight,), out_dtype, preserve_strides):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    wide = x.to(compute_dtype(x))
+    if clamp_eps:
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        y = wide / length.clamp_min(eps) * math.sqrt(x.shape[-1])
+    else:
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if round_dtype is not None:
+        y = y.to(round_dtype).to(wide.dtype)
+    if weight is not None:
+        y = y * (weight.to(wide.dtype) + weight_offset)
+    if bias is not None:
+        if round_dtype is not None:
+            y = y.to(out_dtype).to(wide.dtype)
+        y = y + bias.to(wide.dtype)
+    return _finish(y, x, out_dtype, preserve_strides)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    preserve_strides: bool,
+) -> Tensor:
+    """Computes :func:`diffkern.ops.layer_norm` over the last dimension."""
+    out_dtype = out_dtype or x.dtype
+    if _native_fits(x, (weight, bias), out_dtype, preserve_strides):
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    wide = x.to(compute_dtype(x))
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight.to(wide.dtype)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    return _finish(y, x, out_dtype, preserve_strides)
+
+
+def _native_fits(x: Tensor, params: tuple[Tensor | None, ...], out_dtype: torch.dtype, preserve_strides: bool) -> bool:
+    """Whether torch's own fused norm, which is uniform in dtype and writes contiguously, gives the same."""
+    uniform = out_dtype == x.dtype and all(p is None or p.dtype == x.dtype for p in params)
+    return uniform and (not preserve_strides or x.is_contiguous())
+
+
+def _finish(y: Tensor, x: Tensor, out_dtype: torch.dtype, preserve_strides: bool) -> Tensor:
+    if not preserve_strides:
+        return y.to(out_dtype, memory_format=torch.contiguous_format).contiguous()
+    out = torch.empty_like(x, dtype=out_dtype)
+    return y.to(out_dtype) if y.stride() == out.stride() else out.copy_(y)
+
+
+_ALL_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu", "npu", "meta", "privateuseone"})
+_ALL_DTYPES = KERNEL_DTYPES | {torch.float64}
+
+
+class _AnyDevice(Support):
+    """Plain PyTorch runs wherever torch does."""
+
+    def refusal(self, request: Request) -> str | None:
+        return Support(frozenset({request.device.type}), self.dtypes).refusal(request)
+
+
+class EagerProvider:
+    """Plain PyTorch: always there, on every device."""
+
+    name = "eager"
+    support: Mapping[str, Support] = {
+        op: _AnyDevice(_ALL_DEVICES, _ALL_DTYPES) for op in ("rms_norm", "layer_norm")
+    }
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Returns None: plain PyTorch runs wherever the input tensor lives."""
+        return None
+
+    def kernel(self, op: str) -> Kernel:
+        """Returns the function of this module that is named like the op."""
+        return {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
+
+
+PROVIDER = EagerProvider()

@@ -1,0 +1,138 @@
+"""Chooses who computes an op: once per (op, device, dtypes), visibly, and as the user overrides it.
+
+The order is compiled, Triton, eager. A provider that cannot serve gives its reason and the next one is
+asked; every reason is kept in the :class:`Choice`, for reports and for ``diffkern doctor``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+import torch
+
+from diffkern.providers.base import Kernel, Provider, Request
+
+#: Preference order. Each module of this package with such a name holds a ``PROVIDER``.
+ORDER = ("compiled", "triton", "eager")
+
+#: Environment variable that names the one provider to use, like ``use_provider`` for a whole process.
+ENVIRONMENT_VARIABLE = "DIFFKERN_PROVIDER"
+
+_override: contextvars.ContextVar[str | None] = contextvars.ContextVar("diffkern_provider", default=None)
+
+
+class NoProviderError(RuntimeError):
+    """No provider, or not the one that was asked for, can serve a request. The message says why."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The provider that serves a request, and why those before it do not."""
+
+    provider: str
+    kernel: Kernel
+    declined: tuple[tuple[str, str], ...]
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether a provider earlier in the order declined."""
+        return bool(self.declined)
+
+    def describe_declined(self) -> str:
+        """The reasons of the providers that declined, in one line; empty if there are none."""
+        return "; ".join(f"{name}: {reason}" for name, reason in self.declined)
+
+
+@cache
+def get_provider(name: str) -> Provider:
+    """Returns the provider called ``name``.
+
+    Raises:
+        ValueError: ``name`` is none of :data:`ORDER`.
+    """
+    if name not in ORDER:
+        raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(ORDER)} (or 'auto')")
+    return import_module(f"diffkern.providers.{name}").PROVIDER  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def use_provider(name: str | None) -> Iterator[None]:
+    """Makes one provider serve every op inside the block, in this thread; None or ``"auto"`` lifts it.
+
+    Raises:
+        ValueError: ``name`` is no provider.
+        NoProviderError: raised by the op, if the provider cannot serve the call.
+    """
+    name = _normalise(name)
+    token = _override.set(name)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], provider: str | None = None) -> Choice:
+    """Chooses the provider for a call.
+
+    Args:
+        op: Name of the op.
+        device: Device of the input.
+        dtypes: Every floating dtype the call reads or writes.
+        provider: Provider that must serve, or None (or ``"auto"``) for the first that can. A name given
+            here wins over :func:`use_provider`, which wins over ``DIFFKERN_PROVIDER``.
+
+    Raises:
+        NoProviderError: the named provider declined, or all of them did.
+        ValueError: the name is no provider.
+    """
+    return _select(op, device, dtypes, _normalise(provider) or _override.get() or _environment())
+
+
+def reset() -> None:
+    """Forgets all choices, so that a provider which became available is asked again."""
+    _select.cache_clear()
+    _environment.cache_clear()
+
+
+def explain(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> dict[str, str | None]:
+    """Returns, for every provider, why it does not serve the request, or None if it does."""
+    request = Request(op, device, frozenset(dtypes))
+    return {name: _refusal(get_provider(name), request) for name in ORDER}
+
+
+def _normalise(name: str | None) -> str | None:
+    if name is None or name == "auto":
+        return None
+    get_provider(name)
+    return name
+
+
+@cache
+def _environment() -> str | None:
+    return _normalise(os.environ.get(ENVIRONMENT_VARIABLE) or None)
+
+
+@cache
+def _select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], forced: str | None) -> Choice:
+    request = Request(op, device, frozenset(dtypes))
+    declined: list[tuple[str, str]] = []
+    for name in (forced,) if forced else ORDER:
+        provider = get_provider(name)
+        reason = _refusal(provider, request)
+        if reason is None:
+            return Choice(name, provider.kernel(op), tuple(declined))
+        declined.append((name, reason))
+    raise NoProviderError("; ".join(f"{name}: {reason}" for name, reason in declined))
+
+
+def _refusal(provider: Provider, request: Request) -> str | None:
+    support = provider.support.get(request.op)
+    if support is None:
+        return f"has no {request.op}"
+    return support.refusal(request) or provider.unavailable_reason(request.device)
