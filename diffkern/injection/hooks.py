@@ -11,6 +11,7 @@ Nothing here imports accelerate or diffusers: their attributes are read where th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -82,4 +83,9 @@ def replace(module: nn.Module, old: Forward, new: MethodType) -> int:
     holders = [slot for slot in slots(module) if is_bound(slot.forward, old, module)]
     for slot in holders:
         slot.put(new)
+    if holders:
+        # Wrappers also carry name and module of what they wrap: tell them anew, from the inside out.
+        for slot in reversed(list(slots(module))):
+            if slot.name == "__wrapped__" and slot.forward is not None:
+                functools.update_wrapper(slot.owner, slot.forward)
     return len(holders)

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffkern.blocks.norm import choose_provider
 from diffkern.hub import KernelConfig
 from diffkern.injection import hooks
 from diffkern.injection.components import select_components
-from diffkern.injection.proof import Verifier
+from diffkern.injection.proof import Verifier, choose_provider
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import PatchState, patch, patch_state, unpatch
-from diffkern.matching import NormSemantics, match
-from diffkern.matching.semantics import full_name
+from diffkern.matching import NormSemantics, full_name, match
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 
 NUMERICS = ("exact", "fast", "fp8")
@@ -156,7 +154,7 @@ def _plan(
         matched = match(module)
         if matched is None:
             continue
-        site = Site(path, full_name(module), how=matched.how, _module=weakref.ref(module))
+        site = Site(path, full_name(type(module)), how=matched.how, _module=weakref.ref(module))
         seen.append(site)
         if matched.semantics is None:
             site.reason = matched.reason or ""
@@ -244,7 +242,7 @@ def _choose_providers(candidates: list[_Candidate], report: InjectionReport) -> 
     for candidate in candidates:
         try:
             choice = choose_provider(
-                candidate.semantics, candidate.module, candidate.devices[0], candidate.dtypes[0], candidate.provider
+                candidate.module, candidate.semantics, candidate.provider, candidate.devices[0], candidate.dtypes[0]
             )
         except NoProviderError as error:
             candidate.site.reason = str(error)

@@ -12,17 +12,16 @@ The reference is computed in float64 from the module's semantics. Three things m
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diffkern.blocks.norm import apply, declines
 from diffkern.injection.report import Measurement
-from diffkern.matching import NormSemantics
-from diffkern.matching.semantics import full_name, sample_shape
-from diffkern.providers import NoProviderError, use_provider
+from diffkern.injection.samples import random_input, sample_shape, stand_in
+from diffkern.matching import NormSemantics, apply, declines, full_name
+from diffkern.providers import KERNEL_DTYPES, Choice, NoProviderError, select, use_provider
 
 #: error(fused) may be this much of error(stock), ...
 RATIO = 1.05
@@ -53,15 +52,15 @@ class Verifier:
     ) -> Measurement | None:
         """Proves a site on random input; None if such input would run stock anyway (a dtype mix, say)."""
         shape = sample_shape(semantics, module, self._rows(semantics, module))
-        key = (full_name(module), semantics, shape, _parameter_dtypes(module), device, dtype, provider)
+        key = (full_name(type(module)), semantics, shape, _parameter_dtypes(module), device, dtype, provider)
         if key in self._ledger:
             return self._ledger[key]
-        stand_in = _stand_in(module, device)
-        x = _random_input(shape, device, dtype)
-        if declines(semantics, stand_in, x) is not None:
+        copy = stand_in(module, device)
+        x = random_input(shape, device, dtype)
+        if declines(semantics, copy, x) is not None:
             return None
-        reason = self._check_semantics(stand_in, semantics, shape)
-        measurement = self._measure(stand_in, semantics, provider, x, reason)
+        reason = self._check_semantics(copy, semantics, shape)
+        measurement = self._measure(copy, semantics, provider, x, reason)
         self._ledger[key] = measurement
         return measurement
 
@@ -71,7 +70,7 @@ class Verifier:
             random = self.prove(module, semantics, provider, x.device, x.dtype)
             if random is not None and not random.passed:
                 return random
-            return self._measure(_stand_in(module, x.device), semantics, provider, x.detach(), None)
+            return self._measure(stand_in(module, x.device), semantics, provider, x.detach(), None)
 
     def _rows(self, semantics: NormSemantics, module: nn.Module) -> int:
         if not self.exact:
@@ -79,11 +78,11 @@ class Verifier:
         shape = sample_shape(semantics, module, 1)
         return max(ROWS, EXACT_ELEMENTS // max(shape.numel(), 1))
 
-    def _check_semantics(self, stand_in: nn.Module, semantics: NormSemantics, shape: torch.Size) -> str | None:
-        key = (full_name(stand_in), semantics, shape)
+    def _check_semantics(self, module: nn.Module, semantics: NormSemantics, shape: torch.Size) -> str | None:
+        key = (full_name(type(module)), semantics, shape)
         if key not in self._semantics:
-            module = _stand_in(stand_in, torch.device("cpu"), torch.float32)
-            x = _random_input(shape, torch.device("cpu"), torch.float32)
+            module = stand_in(module, torch.device("cpu"), torch.float32)
+            x = random_input(shape, torch.device("cpu"), torch.float32)
             error = _error(_stock(module, x), _reference(module, semantics, x))
             self._semantics[key] = (
                 None
@@ -97,12 +96,12 @@ class Verifier:
     ) -> Measurement:
         stock = _stock(module, x)
         reference = _reference(module, semantics, x)
-        chosen = provider or "auto"
         try:
+            chosen = choose_provider(module, semantics, provider, x.device, x.dtype).provider
             fused = apply(semantics, module, x, provider=provider)
-            chosen = semantics.chosen_provider(module, x, provider)
         except NoProviderError as error:
-            return Measurement(str(x.device), _name(x.dtype), chosen, float("nan"), float("nan"), False, False, str(error))
+            none = float("nan")
+            return Measurement(str(x.device), _name(x.dtype), provider or "auto", none, none, False, False, str(error))
         fused_error, stock_error = _error(fused, reference), _error(stock, reference)
         identical = fused.dtype == stock.dtype and torch.equal(fused, stock)
         reason = reason or self._verdict(fused, stock, fused_error, stock_error, identical)
@@ -128,14 +127,29 @@ class Verifier:
         return None
 
 
+def choose_provider(
+    module: nn.Module, semantics: NormSemantics, provider: str | None, device: torch.device, dtype: torch.dtype
+) -> Choice:
+    """Says who will compute the module for inputs of ``dtype`` on ``device``.
+
+    Raises:
+        NoProviderError: nobody can, or the one asked for cannot.
+    """
+    parameters = (parameter.dtype for parameter in module.parameters() if parameter.dtype in KERNEL_DTYPES)
+    return select(semantics.op, device, tuple(dict.fromkeys((dtype, *parameters))), provider)
+
+
 def _stock(module: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = type(module).forward(module, x)
+    with warnings.catch_warnings():
+        # torch warns where a mix of dtypes is slow; the user did not ask for this call.
+        warnings.simplefilter("ignore")
+        result: Tensor = type(module).forward(module, x)
     return result
 
 
 def _reference(module: nn.Module, semantics: NormSemantics, x: Tensor) -> Tensor:
     with use_provider("eager"):
-        return apply(semantics, _stand_in(module, x.device, torch.float64), x.double())
+        return apply(semantics, stand_in(module, x.device, torch.float64), x.double())
 
 
 def _error(y: Tensor, reference: Tensor) -> float:
@@ -145,44 +159,6 @@ def _error(y: Tensor, reference: Tensor) -> float:
     difference = torch.where(finite, y - reference, 0.0)
     length = torch.linalg.vector_norm(torch.where(finite, reference, 0.0))
     return (torch.linalg.vector_norm(difference) / length.clamp_min(1e-30)).item()
-
-
-def _stand_in(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of ``module`` on ``device`` that shares nothing a run could change, and no hooks.
-
-    A deep copy would drag hooks and their offload maps along. Weights on the meta device have no values;
-    random ones take their place.
-    """
-    copy = type(module).__new__(type(module))
-    skipped = ("forward", "_diffkern", "_old_forward", "_hf_hook", "_diffusers_hook")
-    state: dict[str, Any] = {key: value for key, value in module.__dict__.items() if key not in skipped}
-    for group in ("_parameters", "_buffers"):
-        state[group] = {
-            name: None if tensor is None else _materialise(tensor, device, dtype)
-            for name, tensor in state[group].items()
-        }
-    state["_parameters"] = {
-        name: None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-        for name, tensor in state["_parameters"].items()
-    }
-    copy.__dict__.update(state)
-    return copy
-
-
-def _materialise(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.is_meta:
-        generator = torch.Generator().manual_seed(0)
-        tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(torch.randn(tensor.shape, generator=generator) + 1)
-    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-
-
-def _random_input(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Rows of different scales around a mean that is not zero, drawn without touching the global state."""
-    generator = torch.Generator().manual_seed(20)
-    x = torch.randn(shape, generator=generator) + 0.3
-    scale = torch.exp2(torch.empty(shape[0], *(1,) * (len(shape) - 1)).uniform_(-3, 3, generator=generator))
-    return (x * scale).to(device=device, dtype=dtype)
 
 
 def _parameter_dtypes(module: nn.Module) -> tuple[torch.dtype | None, ...]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from diffkern.blocks.norm import apply, declines
 from diffkern.injection import hooks
-from diffkern.matching import NormSemantics
+from diffkern.matching import NormSemantics, apply, declines
 
 if TYPE_CHECKING:
     from diffkern.injection.proof import Verifier

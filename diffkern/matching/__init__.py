@@ -1,0 +1,7 @@
+"""WHAT A MODULE IS: the exact class of a norm -> what it computes, as data."""
+
+from diffkern.matching.forward import apply, declines
+from diffkern.matching.match import TABLE, full_name, match
+from diffkern.matching.semantics import Entry, LeftAlone, Match, NormSemantics
+
+__all__ = ["TABLE", "Entry", "LeftAlone", "Match", "NormSemantics", "apply", "declines", "full_name", "match"]

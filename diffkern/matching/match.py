@@ -1,0 +1,70 @@
+"""Which modules are norms, and what each of them computes."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from diffkern.matching import diffusers, torch_nn, transformers
+from diffkern.matching.semantics import Entry, LeftAlone, Match, NormSemantics
+
+#: Every known norm class: full name -> what it computes, or why it is left alone.
+TABLE: dict[str, Entry] = {**torch_nn.TABLE, **diffusers.TABLE, **transformers.TABLE}
+
+_SCALES = ("weight", "gamma", "scale")
+
+
+def full_name(cls: type) -> str:
+    """Returns the name under which the tables know a class: its module and qualified name."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def match(module: nn.Module) -> Match | None:
+    """Says what a module computes if it is, or looks like, a norm.
+
+    The tables are asked by exact class, never by part of the name and never by base class: classes of one
+    name differ in rounding, dimension, eps and offset, and a subclass exists because it differs. A class
+    they do not know is compared with the candidates on random input, see :func:`probe`.
+
+    Only the class is judged. Whether the instance has hooks or a replaced forward is for the caller to see.
+
+    Args:
+        module: Any module. Not changed.
+
+    Returns:
+        The match, with semantics or with a reason to leave the module alone; None if the module has
+        nothing to do with norms.
+    """
+    cls = type(module)
+    entry = TABLE.get(full_name(cls))
+    if entry is not None:
+        if isinstance(entry, LeftAlone):
+            return Match(None, "table", entry.reason)
+        if not _has_own_forward(cls):
+            forward = cls.forward
+            replaced = f"{getattr(forward, '__module__', '?')}.{getattr(forward, '__qualname__', '?')}"
+            return Match(None, "table", f"the forward of its class was replaced by {replaced}")
+        return Match(entry, "table")
+    if not _looks_like_norm(module):
+        return None
+    if "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule" in map(full_name, cls.__mro__):
+        return Match(None, None, "sharded by FSDP, which gathers its parameters around its own forward")
+    if next(module.children(), None) is not None:
+        known = next((base for base in cls.__mro__ if isinstance(TABLE.get(full_name(base)), NormSemantics)), None)
+        if known is None:
+            return None
+        return Match(None, None, f"a {known.__qualname__} with modules inside, for example a parametrization")
+    return Match(None, None, f"{full_name(cls)} is not in the tables")
+
+
+def _has_own_forward(cls: type[nn.Module]) -> bool:
+    """Whether the forward is the one that the class, or a base of it, was defined with."""
+    name = f"{getattr(cls.forward, '__module__', None)}.{getattr(cls.forward, '__qualname__', None)}"
+    return any(name == f"{full_name(base)}.forward" for base in cls.__mro__)
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    """Whether the class is named like a norm, or has a norm's one scale vector and an eps."""
+    if "norm" in type(module).__qualname__.lower():
+        return True
+    scale = next((p for name in _SCALES if (p := module._parameters.get(name)) is not None), None)
+    return scale is not None and scale.ndim == 1 and any("eps" in name for name in vars(module))

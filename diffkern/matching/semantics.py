@@ -1,0 +1,82 @@
+"""The vocabulary in which the tables say what a norm class computes, by data alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class NormSemantics:
+    r"""All that is needed to compute the forward of a norm class with :mod:`diffkern.ops`.
+
+    Attributes hold names, not values: weight, bias and eps are read from the module at every call, since
+    loading, offloading, casting and fine-tuning change them.
+
+    Attributes:
+        op: The function of :mod:`diffkern.ops` that computes it.
+        argument: Name of the one tensor parameter of the class's forward.
+        weight: Name of the multiplier; None for a class that has none. The attribute may be None or missing.
+        bias: Name of the summand, or None. The attribute may be None, missing, or the number 0.0.
+        eps: Name of the attribute, or the constant itself.
+        optional_eps: Whether the attribute may be None, for the machine epsilon of the precision computed in.
+        dim: The dimension normalised over, or the name of the attribute that says it: an int, a tuple (so
+            many trailing dimensions together, as ``normalized_shape``), or a bool (``channel_first``: True
+            is dimension 1, False the last one).
+        rounding: Where the class rounds. ``"once"``: only the result. ``"weight"``: the normalised value is
+            rounded to the dtype of the weight if that is half, and then multiplied (T5). ``"input"``: it is
+            rounded to the dtype of the input first (Llama).
+        output: Dtype of the result: that of the ``"input"``; that of the ``"weight"``, or of the input
+            without one; or what torch's type promotion makes of both (``"promote"``).
+        weight_offset: Added to the weight in float32; 1.0 for zero-centred weights.
+        clamp_eps: Whether eps bounds the vector's length from below (``F.normalize``) and is not added.
+        layout: Strides of the result. ``"contiguous"``: as the torch.nn norms write. ``"preserve"``: as a
+            chain of pointwise ops gives. ``"channels_last"``: NCHW is permuted to NHWC, normalised over the
+            last dimension, written contiguously and permuted back.
+        mixed_dtypes: Whether parameters of another dtype than the input belong to the class's contract.
+            ``F.layer_norm`` accepts some mixes on some devices only, and raises for the rest.
+    """
+
+    op: Literal["rms_norm", "layer_norm"]
+    argument: str = "hidden_states"
+    weight: str | None = "weight"
+    bias: str | None = None
+    eps: str | float = "eps"
+    optional_eps: bool = False
+    dim: int | str = -1
+    rounding: Literal["once", "weight", "input"] = "once"
+    output: Literal["input", "weight", "promote"] = "input"
+    weight_offset: float = 0.0
+    clamp_eps: bool = False
+    layout: Literal["contiguous", "preserve", "channels_last"] = "preserve"
+    mixed_dtypes: bool = True
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A known class that stays as it is.
+
+    Attributes:
+        reason: Why, as a sentence that the report can show.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is known about one module that is, or looks like, a norm.
+
+    Attributes:
+        semantics: What it computes; None if it is left alone.
+        how: ``"table"`` if its exact class is known, ``"probe"`` if its forward was compared with the
+            candidates on random input, None if neither was possible.
+        reason: Why it is left alone; None if it is not.
+    """
+
+    semantics: NormSemantics | None
+    how: Literal["table", "probe"] | None
+    reason: str | None = None
+
+
+Entry = NormSemantics | LeftAlone

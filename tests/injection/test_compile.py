@@ -1,0 +1,126 @@
+"""Patched models under torch.compile, autocast and torch.export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+from models import ltx_inputs, run, tiny_ltx
+from torch import nn
+
+from diffkern import inject_optimized_kernels, restore
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def count_graphs(model: nn.Module, *inputs: dict[str, object]) -> int:
+    """Compiles the model's blocks as diffusers does and counts the graphs that its calls need."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    model.compile_repeated_blocks(backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for arguments in inputs:
+            model(**arguments)
+    return len(graphs)
+
+
+def test_dk40_no_more_graphs_than_the_stock_model() -> None:
+    inputs = ltx_inputs(), ltx_inputs(frames=3), ltx_inputs(frames=5)
+    with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=8):
+        expected = count_graphs(tiny_ltx(layers=12), *inputs)
+        torch._dynamo.reset()
+        model = tiny_ltx(layers=12)
+        inject_optimized_kernels(model)
+        assert count_graphs(model, *inputs) == expected
+
+
+def test_compiled_and_injected_gives_the_same_and_uses_the_ops() -> None:
+    stock = run(tiny_ltx())
+    model = tiny_ltx()
+    inject_optimized_kernels(model)
+    targets: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> object:
+        targets.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        result = compiled(**ltx_inputs())[0]
+    torch.testing.assert_close(result, stock, rtol=1e-4, atol=1e-5)
+    assert {"diffkern.rms_norm.default", "diffkern.layer_norm.default"} <= targets
+
+
+def test_a_patch_after_a_compiled_call_is_picked_up_and_restore_too() -> None:
+    model = tiny_ltx(layers=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        stock = compiled(**ltx_inputs())[0]
+        report = inject_optimized_kernels(model)
+        torch.testing.assert_close(compiled(**ltx_inputs())[0], stock, rtol=1e-4, atol=1e-5)
+        report.restore()
+        assert torch.equal(compiled(**ltx_inputs())[0], stock)
+
+
+def test_training_under_compile_gives_the_stock_gradients() -> None:
+    gradients = []
+    for inject in (False, True):
+        torch._dynamo.reset()
+        layer = nn.Sequential(nn.Linear(32, 32), nn.RMSNorm(32, eps=1e-6), nn.LayerNorm(32))
+        torch.manual_seed(0)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+        if inject:
+            inject_optimized_kernels(layer)
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+    for expected, actual in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dk48_autocast_keeps_the_output_dtype(dtype: torch.dtype) -> None:
+    for layer in (nn.LayerNorm(32), nn.RMSNorm(32)):
+        x = torch.randn(4, 32).to(dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            stock = layer(x)
+            inject_optimized_kernels(layer)
+            patched = layer(x)
+        assert patched.dtype == stock.dtype and torch.equal(patched, stock)
+        assert restore(layer) == 1
+
+
+def test_export_of_a_patched_model() -> None:
+    layer = nn.Sequential(nn.RMSNorm(32, eps=1e-6), nn.LayerNorm(32)).eval()
+    inject_optimized_kernels(layer)
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,), strict=True)
+        torch.testing.assert_close(program.module()(x), layer(x))
+    assert "diffkern.rms_norm" in str(program.graph)
+
+
+def test_dk49_train_and_eval_and_grad_in_eval() -> None:
+    stock = nn.RMSNorm(32, eps=1e-6)
+    patched = nn.RMSNorm(32, eps=1e-6)
+    report = inject_optimized_kernels(patched)
+    x = torch.randn(4, 32)
+    for mode in (True, False):
+        results = []
+        for layer in (stock, patched):
+            layer.train(mode)
+            layer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            (layer(leaf) * x).sum().backward()
+            results.append((leaf.grad, layer.weight.grad))
+        for expected, actual in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
+    assert report.calls()[""]["fused"] == 2

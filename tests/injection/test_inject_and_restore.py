@@ -1,0 +1,344 @@
+"""One call patches, the report says what, and restore gives everything back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+from diffusers import LTXVideoTransformer3DModel
+from models import ltx_inputs, randomise, run, tiny_ltx
+from torch import nn
+
+import diffkern.injection.inject as inject_module
+from diffkern import InjectionError, KernelConfig, inject_optimized_kernels, optimized, plan, restore
+
+
+def snapshot(model: nn.Module) -> list[tuple[str, dict[str, object], list[str]]]:
+    """Everything an injection could leave behind: attributes, hooks and state dict keys of each module."""
+    return [
+        (name, {key: id(value) for key, value in module.__dict__.items()}, list(module.state_dict()))
+        for name, module in model.named_modules()
+    ]
+
+
+def test_counts_on_the_real_ltx_configuration() -> None:
+    with torch.device("meta"):
+        model = LTXVideoTransformer3DModel()
+    report = plan(model)
+    by_class = {}
+    for site in report.patched:
+        by_class[site.class_name] = by_class.get(site.class_name, 0) + 1
+    assert by_class == {
+        "diffusers.models.normalization.RMSNorm": 56,
+        "torch.nn.modules.normalization.RMSNorm": 112,
+        "torch.nn.modules.normalization.LayerNorm": 1,
+    }
+    assert all(site.how == "table" for site in report.patched)
+
+
+def test_injection_runs_fused_and_restore_is_bit_identical() -> None:
+    model = tiny_ltx()
+    before, stock = snapshot(model), run(model)
+    report = inject_optimized_kernels(model)
+    fused = run(model)
+    assert len(report.patched) == 4 + 8 + 1 and not report.failed
+    counts = report.calls()
+    assert all(count["fused"] > 0 and count["stock"] == 0 for count in counts.values()), counts
+    torch.testing.assert_close(fused, stock, rtol=1e-4, atol=1e-5)
+    assert report.restore() == 13
+    assert snapshot(model) == before
+    assert torch.equal(run(model), stock)
+
+
+def test_a_second_call_adds_nothing_and_says_so() -> None:
+    model = tiny_ltx()
+    first = inject_optimized_kernels(model)
+    second = inject_optimized_kernels(model)
+    assert not second.patched
+    assert sum(site.reason == "already patched by diffkern" for site in second.skipped) == 13
+    assert any("patched before" in note for note in second.notes)
+    assert second.restore() == 0
+    assert first.restore() == 13
+
+
+def test_nested_and_partial_restores() -> None:
+    model = tiny_ltx()
+    stock = run(model)
+    inner = inject_optimized_kernels(model.transformer_blocks[0])
+    outer = inject_optimized_kernels(model)
+    assert len(inner.patched) + len(outer.patched) == 13
+    assert outer.restore() == len(outer.patched)
+    assert sum("fused" in count for count in inner.calls().values()) == len(inner.patched)
+    with optimized(model) as around:
+        assert len(around.patched) == len(outer.patched)
+    assert restore(model.transformer_blocks[0].attn1) == 2
+    assert restore(model) == len(inner.patched) - 2
+    assert restore(model) == 0
+    assert torch.equal(run(model), stock)
+
+
+def test_restoring_one_report_leaves_a_later_patch_of_the_same_module() -> None:
+    model = tiny_ltx()
+    first = inject_optimized_kernels(model)
+    restore(model)
+    second = inject_optimized_kernels(model)
+    assert first.restore() == 0
+    assert second.restore() == 13
+
+
+def test_dk53_a_failure_half_way_rolls_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_ltx()
+    before, stock = snapshot(model), run(model)
+    real, calls = inject_module.patch, []
+
+    def patch(module: nn.Module, state: object) -> None:
+        calls.append(module)
+        real(module, state)
+        if len(calls) == 7:
+            raise RuntimeError("power cut")
+
+    monkeypatch.setattr(inject_module, "patch", patch)
+    with pytest.raises(RuntimeError, match="power cut"):
+        inject_optimized_kernels(model)
+    assert len(calls) == 7
+    assert snapshot(model) == before
+    assert torch.equal(run(model), stock)
+
+
+def test_dk53_only_the_injected_model_changes() -> None:
+    one, other = tiny_ltx(), tiny_ltx()
+    shared = one.transformer_blocks[1]
+    other.transformer_blocks[1] = shared
+    stock, class_forward = run(other), type(shared.norm1).forward
+    before = snapshot(other.transformer_blocks[0])
+    report = inject_optimized_kernels(one.transformer_blocks[0])
+    assert snapshot(other.transformer_blocks[0]) == before
+    assert torch.equal(run(other), stock)
+    assert type(shared.norm1).forward is class_forward and nn.LayerNorm.forward.__module__ == "torch.nn.modules.normalization"
+    report.restore()
+
+
+def test_dk50_a_deep_copy_uses_its_own_weights_and_is_restored_alone() -> None:
+    model = tiny_ltx()
+    inject_optimized_kernels(model)
+    norm = model.transformer_blocks[0].attn1.norm_q
+    twin = copy.deepcopy(model)
+    twin_norm = twin.transformer_blocks[0].attn1.norm_q
+    with torch.no_grad():
+        twin_norm.weight.fill_(5)
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(twin_norm(x), 5 * nn.functional.rms_norm(x, (32,), None, norm.eps))
+    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (32,), norm.weight, norm.eps))
+    assert restore(twin) == 13
+    assert "forward" in norm.__dict__ and "forward" not in twin_norm.__dict__
+    assert restore(model) == 13
+
+
+def test_a_pickled_model_comes_back_stock() -> None:
+    model = tiny_ltx()
+    stock = run(model)
+    inject_optimized_kernels(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(run(loaded), stock)
+    assert inject_optimized_kernels(loaded).patched
+    assert restore(loaded) == 13
+    assert torch.equal(run(loaded), stock)
+
+
+def test_weights_keys_and_saved_files_are_untouched(tmp_path: object) -> None:
+    model = tiny_ltx()
+    model.save_pretrained(f"{tmp_path}/before")
+    parameters, keys = {name: id(p) for name, p in model.named_parameters()}, list(model.state_dict())
+    inject_optimized_kernels(model)
+    run(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == parameters
+    assert list(model.state_dict()) == keys
+    model.save_pretrained(f"{tmp_path}/during")
+    for file in ("diffusion_pytorch_model.safetensors", "config.json"):
+        before, during = (open(f"{tmp_path}/{when}/{file}", "rb").read() for when in ("before", "during"))
+        assert before == during, file
+    assert torch.equal(run(LTXVideoTransformer3DModel.from_pretrained(f"{tmp_path}/during").eval()), run(tiny_ltx()))
+
+
+def test_weights_loaded_later_are_used() -> None:
+    model, other = tiny_ltx(seed=0), tiny_ltx(seed=5)
+    inject_optimized_kernels(model)
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(run(model), run(other), rtol=1e-4, atol=1e-5)
+
+
+def test_the_report_speaks_to_people_and_machines() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.GroupNorm(2, 16), nn.Linear(16, 16))
+    report = inject_optimized_kernels(model)
+    text = str(report)
+    assert "LayerNorm" in text and "GroupNorm" in text and "group normalisation" in text
+    assert "patched 1 modules of Sequential" in text
+    data = json.loads(report.to_json())
+    assert data["patched"][0]["path"] == "0" and data["patched"][0]["op"] == "layer_norm"
+    assert data["patched"][0]["measurements"][0]["passed"] is True
+    assert data["skipped"][0]["class_name"] == "torch.nn.modules.normalization.GroupNorm"
+    assert "<pre" in report._repr_html_()
+
+
+def test_config_chooses_leaves_alone_and_names_the_nearest_key() -> None:
+    model = tiny_ltx()
+    report = inject_optimized_kernels(
+        model, config={"rms_norm": "eager", "transformer_blocks.0.*": None, "transformer_blocks.0.norm1": "eager"}
+    )
+    by_path = {site.path: site for site in report.patched}
+    assert by_path["transformer_blocks.1.norm1"].provider == "eager"
+    assert "transformer_blocks.0.norm2" not in by_path and "transformer_blocks.0.norm1" in by_path
+    assert sum(site.reason == "left alone by config" for site in report.skipped) == 5
+    report.restore()
+    with pytest.raises(ValueError, match="Did you mean 'rms_norm'"):
+        inject_optimized_kernels(model, config={"rmsnorm": "eager"})
+    with pytest.raises(ValueError, match="Did you mean 'eager'"):
+        KernelConfig({"rms_norm": "eagre"})
+    assert restore(model) == 0
+
+
+def test_bad_arguments_say_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"pass the pipeline itself"):
+        inject_optimized_kernels([1, 2])
+    with pytest.raises(ValueError, match="exact, fast, fp8"):
+        inject_optimized_kernels(tiny_ltx(), numerics="bf8")
+    with pytest.raises(ValueError, match="single LTXVideoTransformer3DModel"):
+        inject_optimized_kernels(tiny_ltx(), components=["vae"])
+
+
+def test_fp8_says_that_no_site_supports_it() -> None:
+    report = inject_optimized_kernels(tiny_ltx(), numerics="fp8")
+    assert not report.patched and sum("fp8" in site.reason for site in report.skipped) == 13
+
+
+def test_exact_patches_only_what_is_bit_identical() -> None:
+    model = tiny_ltx()
+    stock = run(model)
+    report = inject_optimized_kernels(model, numerics="exact")
+    assert all(m.bit_identical for site in report.patched for m in site.measurements)
+    assert torch.equal(run(model), stock)
+    assert all("not bit-identical" in site.reason for site in report.failed)
+    assert len(report.patched) + len(report.failed) == 13
+
+
+def test_strict_refuses_a_fallback_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.LayerNorm(16))
+    before = snapshot(model)
+    with pytest.raises(InjectionError, match="triton"):
+        inject_optimized_kernels(model, strict=True, config={"layer_norm": "triton"})
+    assert snapshot(model) == before
+
+
+def test_a_wrong_forward_upstream_is_caught_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that changes its meaning must not be patched, whatever the table says."""
+    model = nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16))
+    randomise(model)
+
+    def forward(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x, (16,), 1 + self.weight, self.eps)
+
+    forward.__module__, forward.__qualname__ = nn.RMSNorm.forward.__module__, nn.RMSNorm.forward.__qualname__
+    monkeypatch.setattr(nn.RMSNorm, "forward", forward)
+    report = inject_optimized_kernels(model)
+    assert [site.path for site in report.patched] == ["0"]
+    assert "away from what its class is known to compute" in report.failed[0].reason
+
+
+def test_first_use_on_a_new_dtype_is_proven_then() -> None:
+    model = nn.Sequential(nn.LayerNorm(64))
+    report = inject_optimized_kernels(model)
+    assert {m.dtype for m in report.patched[0].measurements} == {"float32"}
+    model.half()
+    with torch.no_grad():
+        model(torch.randn(2, 64).half())
+    assert report.calls()["0"]["fused"] == 1
+
+
+def test_a_site_that_loses_its_proof_at_first_use_goes_back_to_stock_and_says_so() -> None:
+    class Odd(nn.LayerNorm):
+        pass
+
+    model = nn.Sequential(nn.LayerNorm(64))
+    report = inject_optimized_kernels(model)
+    state = model[0]._diffkern
+    state.proven.clear()
+    state.verifier._semantics.clear()
+    state.verifier._ledger.clear()
+    forward = nn.LayerNorm.forward
+    try:
+        nn.LayerNorm.forward = lambda self, input: forward(self, input) * 2
+        x = torch.randn(3, 64)
+        with pytest.warns(UserWarning, match="lost its proof at first use"):
+            y = model[0](x)
+        assert torch.equal(y, model[0](x)) and torch.equal(y, forward(model[0], x) * 2)
+    finally:
+        nn.LayerNorm.forward = forward
+    counts = report.calls()["0"]
+    assert counts["fused"] == 0 and counts["stock"] == 2 and "lost its proof" in next(iter(counts["stock_reasons"]))
+
+
+def test_errors_of_the_users_making_look_as_in_stock() -> None:
+    model = nn.Sequential(nn.LayerNorm(64))
+    x = torch.randn(2, 32)
+    with pytest.raises(RuntimeError) as stock:
+        model(x)
+    inject_optimized_kernels(model)
+    with pytest.raises(RuntimeError) as patched:
+        model(x)
+    assert str(stock.value) == str(patched.value)
+    with pytest.raises(TypeError):
+        model[0](x, x)
+
+
+def test_no_warning_and_no_random_state_is_consumed() -> None:
+    model = tiny_ltx()
+    state = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inject_optimized_kernels(model)
+        run(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dk44_the_report_keeps_no_model_alive() -> None:
+    import gc
+    import weakref
+
+    model = tiny_ltx()
+    report = inject_optimized_kernels(model)
+    alive = weakref.ref(model.transformer_blocks[0].norm1)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert report.restore() == 0
+
+
+def test_dk43_lora_trains_with_the_same_gradients() -> None:
+    peft = pytest.importorskip("peft")
+    gradients = []
+    for inject in (False, True):
+        model = tiny_ltx()
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k"], init_lora_weights="gaussian"))
+        randomise_lora(model)
+        if inject:
+            report = inject_optimized_kernels(model)
+        model.train()
+        model(**ltx_inputs())[0].square().mean().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+    assert all(count["fused"] > 0 for count in report.calls().values())
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) == 2 * 2 * 2 * 2
+    for name, expected in gradients[0].items():
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-6)
+
+
+def randomise_lora(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
