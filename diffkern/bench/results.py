@@ -43,7 +43,8 @@ class ArmResult:
             there was no warm-up.
         peak_memory_bytes: Most memory allocated during the timed runs, or None where it is not counted.
         difference: From the stock arm, or None if that did not run or is this one.
-        calls: Calls per site served by a kernel and by the stock code, if the arm injects any.
+        calls: Calls that a kernel served and calls that the stock code of a patched module served, outside
+            of compiled graphs; None if the arm injects nothing.
     """
 
     arm: Arm
@@ -52,7 +53,7 @@ class ArmResult:
     first_call_seconds: float | None
     peak_memory_bytes: int | None
     difference: Difference | None = None
-    calls: Mapping[str, Any] | None = None
+    calls: Mapping[str, int] | None = None
 
     @property
     def median_seconds(self) -> float:
@@ -61,9 +62,6 @@ class ArmResult:
 
     def to_dict(self, baseline: ArmResult | None) -> dict[str, Any]:
         """The result as plain data, with its speed-up over ``baseline``."""
-        difference = None if self.difference is None else asdict(self.difference)
-        if difference is not None and math.isinf(difference["psnr"]):
-            difference["psnr"] = None  # JSON has no infinity; frames == 0 says the same
         return {
             "name": self.arm.name,
             "injected": self.arm.injected,
@@ -74,7 +72,7 @@ class ArmResult:
             "first_call_seconds": self.first_call_seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
             "speedup": speedup(self, baseline),
-            "difference_from_stock": difference,
+            "difference_from_stock": None if self.difference is None else asdict(self.difference),
             "calls": None if self.calls is None else dict(self.calls),
         }
 
@@ -90,15 +88,17 @@ def baseline_of(results: Sequence[ArmResult]) -> ArmResult | None:
 
 
 def table(results: Sequence[ArmResult], title: str) -> Table:
-    """The results as a table to print with rich, one row per arm."""
+    """The results as a table to print with rich, one row per arm.
+
+    Error and PSNR are those of the frames against the stock arm's; ``first s`` is the first warm-up call.
+    """
+    from rich import box
     from rich.table import Table
 
-    rendered = Table(title=title, title_justify="left")
-    rendered.add_column("arm")
-    for column in ("s total", "it/s", "first call s", "peak memory", "speed-up"):
+    rendered = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    rendered.add_column("arm", no_wrap=True)
+    for column in ("s total", "it/s", "first s", "peak mem", "speed-up", "error", "PSNR dB"):
         rendered.add_column(column, justify="right")
-    for column in ("latents", "frames", "PSNR"):
-        rendered.add_column(f"{column}\nvs stock", justify="right")
     baseline = baseline_of(results)
     for result in results:
         difference = result.difference
@@ -109,9 +109,8 @@ def table(results: Sequence[ArmResult], title: str) -> Table:
             _number(result.first_call_seconds, ".2f"),
             "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 2**30:.2f} GiB",
             _number(speedup(result, baseline), ".2f", "x"),
-            _number(difference and difference.latents, ".1e"),
             _number(difference and difference.frames, ".1e"),
-            _number(difference and difference.psnr, ".1f", " dB"),
+            _number(difference and difference.psnr, ".1f"),
         )
     return rendered
 
@@ -119,11 +118,20 @@ def table(results: Sequence[ArmResult], title: str) -> Table:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes ``content`` to ``path``, making its folder first.
 
-    Raises:
-        ValueError: a number is infinite or not a number, which JSON cannot hold.
+    JSON has neither infinity nor NaN: such numbers become null, as the PSNR of equal frames does.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -100,10 +100,10 @@ def main(
     negative_prompt: Annotated[str, typer.Option(help="What it does not show.")] = (
         "worst quality, inconsistent motion, blurry, jittery, distorted"
     ),
-    num_frames: Annotated[Optional[int], typer.Option(min=1, help="8 k + 1.  [default: 161; tiny: 17]")] = None,
-    height: Annotated[Optional[int], typer.Option(min=32, help="Pixels, 32 k.  [default: 512; tiny: 128]")] = None,
-    width: Annotated[Optional[int], typer.Option(min=32, help="Pixels, 32 k.  [default: 768; tiny: 128]")] = None,
-    steps: Annotated[Optional[int], typer.Option(min=1, help="Denoising steps.  [default: 50; tiny: 8]")] = None,
+    num_frames: Annotated[Optional[int], typer.Option(min=1, help="Of the form 8 k + 1. Default: 161, or 25 for tiny.")] = None,
+    height: Annotated[Optional[int], typer.Option(min=32, help="Pixels, a multiple of 32. Default: 512, or 256 for tiny.")] = None,
+    width: Annotated[Optional[int], typer.Option(min=32, help="Pixels, a multiple of 32. Default: 768, or 256 for tiny.")] = None,
+    steps: Annotated[Optional[int], typer.Option(min=1, help="Denoising steps. Default: 50, or 10 for tiny.")] = None,
     guidance_scale: Annotated[float, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = 4.5,
     seed: Annotated[int, typer.Option(help="Of the initial noise, and of random weights.")] = 42,
     batch_size: Annotated[int, typer.Option(min=1, help="Videos per call.")] = 1,
@@ -111,7 +111,7 @@ def main(
         int, typer.Option(min=0, help=f"Calls of {WARMUP_STEPS} steps before the clock starts.")
     ] = 2,
     iterations: Annotated[
-        Optional[int], typer.Option(min=1, help="Timed calls; the median counts.  [default: 1; --compare: 3]")
+        Optional[int], typer.Option(min=1, help="Timed calls; the median counts. Default: 1, or 3 with --compare.")
     ] = None,
     use_optimized_kernels: Annotated[
         bool, typer.Option("--use-optimized-kernels/--no-optimized-kernels", help="Inject diffkern's kernels.")
@@ -133,10 +133,10 @@ def main(
     video = Video(
         prompt=prompt,
         negative_prompt=negative_prompt,
-        num_frames=num_frames or (17 if tiny else 161),
-        height=height or (128 if tiny else 512),
-        width=width or (128 if tiny else 768),
-        steps=steps or (8 if tiny else 50),
+        num_frames=num_frames or (25 if tiny else 161),
+        height=height or (256 if tiny else 512),
+        width=width or (256 if tiny else 768),
+        steps=steps or (10 if tiny else 50),
         guidance_scale=guidance_scale,
         seed=seed,
         batch_size=batch_size,
@@ -162,10 +162,10 @@ def main(
         with applied(arm, pipe, pipe.transformer) as injection:
             result, generation = run_arm(arm, pipe, video, device, warmup_iterations, timed)
             if injection is not None:
-                result = replace(result, calls=injection.calls())
+                result = replace(result, calls=total_calls(injection.calls()))
                 if report is None:
                     report = injection.to_dict()
-                    console.print(str(injection), markup=False, highlight=False)
+                    console.print(injection)
         if stock is not None:
             result = replace(result, difference=difference(generation, stock))
         measured.append(result)
@@ -317,7 +317,7 @@ def run_arm(
     ) as progress:
         for index in range(warmup_iterations):
             seconds = generate(pipe, warmup, device, progress, f"{arm.name}: warm-up {index + 1}").seconds
-            first_call = first_call or seconds
+            first_call = seconds if first_call is None else first_call
         measure.reset_peak_memory(device)
         for index in range(iterations):
             generations.append(generate(pipe, video, device, progress, f"{arm.name}: run {index + 1}"))
@@ -368,11 +368,16 @@ def generate(
     seconds = measure.wall_clock(device) - start
     frames = output.frames.float().cpu()
     if not bool(frames.isfinite().all()):
-        raise typer.BadParameter(
+        raise FloatingPointError(
             f"{description} gave frames that are not finite numbers: try --dtype bfloat16 or float32, "
             "and report it if --no-optimized-kernels gives finite ones."
         )
     return Generation(latents["final"].float().cpu(), frames, seconds, clock.intervals_per_second())
+
+
+def total_calls(calls: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Adds up the calls of all sites."""
+    return {kind: sum(site[kind] for site in calls.values()) for kind in ("fused", "stock")}
 
 
 def difference(generation: Generation, stock: Generation) -> results.Difference:

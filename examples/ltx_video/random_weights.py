@@ -46,8 +46,8 @@ def build_pipeline(size: Size, device: torch.device, dtype: torch.dtype, seed: i
         else:
             transformer = LTXVideoTransformer3DModel(
                 num_attention_heads=4,
-                attention_head_dim=16,
-                cross_attention_dim=64,
+                attention_head_dim=32,
+                cross_attention_dim=128,
                 num_layers=2,
                 caption_channels=64,
                 in_channels=16,
@@ -63,13 +63,14 @@ def build_pipeline(size: Size, device: torch.device, dtype: torch.dtype, seed: i
         text_encoder = T5EncoderModel(_text_encoder_config(size, len(tokenizer)))
         for model in (transformer, vae, text_encoder):
             randomize_constants(model)
-            model.eval().requires_grad_(False)
+            # nn.Module's own cast: diffusers' warns about modules to keep in float32, of which LTX has none.
+            nn.Module.to(model.eval().requires_grad_(False), dtype)
     return LTXPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=vae.to(dtype),
-        text_encoder=text_encoder.to(dtype),
+        vae=vae,
+        text_encoder=text_encoder,
         tokenizer=tokenizer,
-        transformer=transformer.to(dtype),
+        transformer=transformer,
     )
 
 
