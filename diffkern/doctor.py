@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from diffkern.providers import ORDER, explain
-
-_OPS = ("rms_norm", "layer_norm")
+from diffkern.providers import OPS, ORDER, explain
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,11 @@ def _devices() -> list[torch.device]:
 
 def _rows(device: torch.device) -> list[Row]:
     label = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-    refusals = {op: explain(op, device, (torch.bfloat16,)) for op in _OPS}
+    refusals = {op: explain(op, device, (torch.bfloat16,)) for op in OPS}
     rows = []
     for provider in ORDER:
-        served = tuple(op for op in _OPS if refusals[op][provider] is None)
-        reasons = dict.fromkeys(reason for op in _OPS if (reason := refusals[op][provider]) is not None)
+        served = tuple(op for op in OPS if refusals[op][provider] is None)
+        reasons = dict.fromkeys(reason for op in OPS if (reason := refusals[op][provider]) is not None)
         rows.append(Row(label, provider, served, "; ".join(reasons)))
     return rows
 

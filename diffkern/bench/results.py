@@ -109,8 +109,8 @@ def table(results: Sequence[ArmResult], title: str) -> Table:
             _number(result.first_call_seconds, ".2f"),
             "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 2**30:.2f} GiB",
             _number(speedup(result, baseline), ".2f", "x"),
-            _number(difference and difference.frames, ".1e"),
-            _number(difference and difference.psnr, ".1f"),
+            _number(None if difference is None else difference.frames, ".1e"),
+            _number(None if difference is None else difference.psnr, ".1f"),
         )
     return rendered
 

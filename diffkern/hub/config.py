@@ -7,10 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from diffkern.providers import ORDER
-
-#: Ops that a rule may name.
-OPS = ("layer_norm", "rms_norm")
+from diffkern.providers import OPS, ORDER
 
 _CHOICES = ("auto", *ORDER)
 

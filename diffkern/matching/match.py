@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from diffkern.matching import diffusers, torch_nn, transformers
+from diffkern.matching.probe import probe
 from diffkern.matching.semantics import Entry, LeftAlone, Match, NormSemantics
 
 #: Every known norm class: full name -> what it computes, or why it is left alone.
@@ -44,16 +46,17 @@ def match(module: nn.Module) -> Match | None:
             replaced = f"{getattr(forward, '__module__', '?')}.{getattr(forward, '__qualname__', '?')}"
             return Match(None, "table", f"the forward of its class was replaced by {replaced}")
         return Match(entry, "table")
-    if not _looks_like_norm(module):
+    # A scripted module has no Python forward to replace, whatever it was scripted from.
+    if isinstance(module, torch.jit.ScriptModule) or not _looks_like_norm(module):
         return None
-    if "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule" in map(full_name, cls.__mro__):
+    if any(base.__qualname__ == "FSDPModule" and base.__module__.startswith("torch.") for base in cls.__mro__):
         return Match(None, None, "sharded by FSDP, which gathers its parameters around its own forward")
     if next(module.children(), None) is not None:
         known = next((base for base in cls.__mro__ if isinstance(TABLE.get(full_name(base)), NormSemantics)), None)
         if known is None:
             return None
         return Match(None, None, f"a {known.__qualname__} with modules inside, for example a parametrization")
-    return Match(None, None, f"{full_name(cls)} is not in the tables")
+    return probe(module)
 
 
 def _has_own_forward(cls: type[nn.Module]) -> bool:

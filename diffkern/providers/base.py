@@ -70,5 +70,5 @@ class Provider(Protocol):
         May load a library the first time it is asked; must not raise and must not touch the network.
         """
 
-    def kernel(self, op: str) -> Kernel:
-        """Returns the callable for ``op``; it takes the arguments of the op's schema, in order."""
+    def kernel(self, op: str, device: torch.device) -> Kernel:
+        """Returns the callable for ``op`` on ``device``; it takes the arguments of the op's schema, in order."""

@@ -1,1 +1,191 @@
-PROVIDER = None
+"""The kernels of ``csrc``, compiled ahead of time: for the CPU, for CUDA and for ROCm.
+
+A build is checked against this machine before it is loaded: torch version, CPU architecture, CUDA or ROCm
+version and GPU architecture. What does not fit is said in terms of both sides, in place of the loader's
+"undefined symbol" or a crash at the first launch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import platform
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+from diffkern.build.archs import cuda_covers
+from diffkern.build.installed import KERNELS_VARIABLE, Build, failure_reason, find_builds, search_directories
+from diffkern.providers import eager
+from diffkern.providers.base import Kernel, Support
+
+#: The ops of a build, and the reference functions whose arguments they take in the same order.
+_OPS = MappingProxyType({op: eager.PROVIDER.kernel(op, torch.device("cpu")) for op in ("rms_norm", "layer_norm")})
+
+
+class CompiledProvider:
+    """Finds, checks and loads the builds, each once per process and only when asked."""
+
+    name = "compiled"
+    support: Mapping[str, Support] = dict.fromkeys(_OPS, Support(frozenset({"cpu", "cuda"})))
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outcomes: dict[torch.device, Build | str] = {}
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Returns why no build serves ``device``, or None; loads the library the first time."""
+        outcome = self._outcome(device)
+        return outcome if isinstance(outcome, str) else None
+
+    def build(self, device: torch.device) -> Build | None:
+        """Returns the build that serves ``device``, or None; for reports."""
+        outcome = self._outcome(device)
+        return None if isinstance(outcome, str) else outcome
+
+    def kernel(self, op: str, device: torch.device) -> Kernel:
+        """Returns the torch op itself, which has the lowest host cost.
+
+        Raises:
+            RuntimeError: nothing serves ``device``; the message is that of :meth:`unavailable_reason`.
+        """
+        outcome = self._outcome(device)
+        if isinstance(outcome, str):
+            raise RuntimeError(f"the compiled {op} does not run on {device}: {outcome}")
+        return _overload(outcome, op)
+
+    def reset(self) -> None:
+        """Forgets what was found, so that a build made in the meantime is seen. Nothing is unloaded."""
+        with self._lock:
+            self._outcomes.clear()
+
+    def _outcome(self, device: torch.device) -> Build | str:
+        outcome = self._outcomes.get(device)
+        if outcome is None:
+            with self._lock:
+                outcome = self._outcomes.get(device)
+                if outcome is None:
+                    outcome = self._outcomes[device] = _find_and_load(device)
+        return outcome
+
+
+def refusal(build: Build, device: torch.device) -> str | None:
+    """Returns why ``build`` cannot run on ``device`` of this machine, or None. Loads nothing."""
+    variant = build.variant
+    built_for = f"{variant.abi[0]}.{variant.abi[1]}"
+    if _version(torch.__version__) < variant.abi:
+        return f"built for torch {built_for} or newer, and this is torch {torch.__version__}"
+    if variant.machine != platform.machine():
+        return f"built for {variant.machine} processors, and this is {platform.machine()}"
+    if variant.system != sys.platform:
+        return f"built for {variant.system}, and this is {sys.platform}"
+    if variant.toolkit is None:
+        return None
+    name, torch_toolkit = ("ROCm", torch.version.hip) if variant.backend == "rocm" else ("CUDA", torch.version.cuda)
+    needed = ".".join(map(str, variant.toolkit))
+    if torch_toolkit is None:
+        return f"built for {name} {needed}, and torch {torch.__version__} has no {name}"
+    # Within one major version of CUDA any minor one will do; ROCm makes no such promise.
+    significant = 1 if name == "CUDA" else 2
+    if _version(torch_toolkit)[:significant] != variant.toolkit[:significant]:
+        return f"built for {name} {needed}, and torch {torch.__version__} uses {name} {torch_toolkit}"
+    return _arch_refusal(build, device)
+
+
+def _arch_refusal(build: Build, device: torch.device) -> str | None:
+    if build.variant.backend == "rocm":
+        arch = str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+        fits = arch in build.archs
+    else:
+        capability = torch.cuda.get_device_capability(device)
+        arch = f"sm_{capability[0]}{capability[1]}"
+        fits = cuda_covers(build.archs, capability)
+    if fits:
+        return None
+    return (
+        f"built for {', '.join(build.archs)}, and {torch.cuda.get_device_name(device)} is {arch}: "
+        f"run `diffkern build --arch {arch}`"
+    )
+
+
+def _find_and_load(device: torch.device) -> Build | str:
+    if device.type not in ("cpu", "cuda"):
+        return f"there are no compiled kernels for {device.type}"
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU"
+    backend = "cpu" if device.type == "cpu" else "cuda" if torch.version.hip is None else "rocm"
+    reasons = []
+    for build in find_builds(backend):
+        reason = refusal(build, device) or _load(build)
+        if reason is None:
+            return build
+        reasons.append(f"{build.directory.name} does not fit: {reason}")
+    if reasons:
+        return "; ".join(reasons)
+    return _why_not_built(backend)
+
+
+def _why_not_built(backend: str) -> str:
+    directories = search_directories()
+    if len(directories) == 1 and not directories[0].is_dir():
+        return f"{KERNELS_VARIABLE} is {directories[0]}, which is no directory"
+    failure = failure_reason(backend)
+    if failure is not None:
+        return f"the build for {backend} failed; try again with `diffkern build --{backend}`. {failure}"
+    return f"not built for {backend}: run `diffkern build --{backend}`"
+
+
+def _load(build: Build) -> str | None:
+    """Imports a build; returns why that did not work, or None."""
+    try:
+        _import(build.namespace, build.directory / "__init__.py")
+        for op, reference in _OPS.items():
+            expected = list(inspect.signature(reference).parameters)
+            arguments = [argument.name for argument in _overload(build, op)._schema.arguments]
+            if arguments != expected:
+                return f"its {op} takes other arguments than this diffkern gives: run `diffkern build` again"
+    except Exception as error:  # whatever a foreign binary comes up with is a reason, not a crash
+        return f"loading it failed ({type(error).__name__}: {error}): run `diffkern build` again"
+    return None
+
+
+def _import(name: str, path: Path) -> ModuleType:
+    """Imports a package under the name that the ``kernels`` package would give it as well."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _overload(build: Build, op: str) -> Any:
+    return getattr(getattr(torch.ops, build.namespace), op).default
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(_leading_int(part) for part in text.split(".")[:2])
+
+
+def _leading_int(text: str) -> int:
+    digits = ""
+    for character in text:
+        if not character.isdigit():
+            break
+        digits += character
+    return int(digits or 0)
+
+
+PROVIDER = CompiledProvider()

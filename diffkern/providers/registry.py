@@ -16,10 +16,14 @@ from importlib import import_module
 
 import torch
 
+from diffkern.providers import eager
 from diffkern.providers.base import Kernel, Provider, Request
 
 #: Preference order. Each module of this package with such a name holds a ``PROVIDER``.
 ORDER = ("compiled", "triton", "eager")
+
+#: Every op. The eager provider, being the reference, serves them all.
+OPS = tuple(eager.PROVIDER.support)
 
 #: Environment variable that names the one provider to use, like ``use_provider`` for a whole process.
 ENVIRONMENT_VARIABLE = "DIFFKERN_PROVIDER"
@@ -126,7 +130,7 @@ def _select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], forc
         provider = get_provider(name)
         reason = _refusal(provider, request)
         if reason is None:
-            return Choice(name, provider.kernel(op), tuple(declined))
+            return Choice(name, provider.kernel(op, device), tuple(declined))
         declined.append((name, reason))
     raise NoProviderError("; ".join(f"{name}: {reason}" for name, reason in declined))
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -90,9 +90,12 @@ class Generation:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Hub id or local folder of the pipeline.")] = "Lightricks/LTX-Video",
+    model: Annotated[
+        str, typer.Option(help="Hub id or local folder of the pipeline.")
+    ] = "Lightricks/LTX-Video",
     random_weights: Annotated[
-        Optional[Size], typer.Option(help="Build the pipeline with random weights instead; downloads nothing.")
+        Size | None,
+        typer.Option(help="Build the pipeline with random weights instead; downloads nothing."),
     ] = None,
     prompt: Annotated[str, typer.Option(help="What the video shows.")] = (
         "A lighthouse on a cliff in a storm, waves breaking on the rocks, gulls in the wind, film grain"
@@ -100,10 +103,18 @@ def main(
     negative_prompt: Annotated[str, typer.Option(help="What it does not show.")] = (
         "worst quality, inconsistent motion, blurry, jittery, distorted"
     ),
-    num_frames: Annotated[Optional[int], typer.Option(min=1, help="Of the form 8 k + 1. Default: 161, or 25 for tiny.")] = None,
-    height: Annotated[Optional[int], typer.Option(min=32, help="Pixels, a multiple of 32. Default: 512, or 256 for tiny.")] = None,
-    width: Annotated[Optional[int], typer.Option(min=32, help="Pixels, a multiple of 32. Default: 768, or 256 for tiny.")] = None,
-    steps: Annotated[Optional[int], typer.Option(min=1, help="Denoising steps. Default: 50, or 10 for tiny.")] = None,
+    num_frames: Annotated[
+        int | None, typer.Option(min=1, help="Of the form 8 k + 1. Default: 161, or 25 for tiny.")
+    ] = None,
+    height: Annotated[
+        int | None, typer.Option(min=32, help="Pixels, a multiple of 32. Default: 512, or 256 for tiny.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(min=32, help="Pixels, a multiple of 32. Default: 768, or 256 for tiny.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps. Default: 50, or 10 for tiny.")
+    ] = None,
     guidance_scale: Annotated[float, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = 4.5,
     seed: Annotated[int, typer.Option(help="Of the initial noise, and of random weights.")] = 42,
     batch_size: Annotated[int, typer.Option(min=1, help="Videos per call.")] = 1,
@@ -111,12 +122,14 @@ def main(
         int, typer.Option(min=0, help=f"Calls of {WARMUP_STEPS} steps before the clock starts.")
     ] = 2,
     iterations: Annotated[
-        Optional[int], typer.Option(min=1, help="Timed calls; the median counts. Default: 1, or 3 with --compare.")
+        int | None,
+        typer.Option(min=1, help="Timed calls; the median counts. Default: 1, or 3 with --compare."),
     ] = None,
     use_optimized_kernels: Annotated[
-        bool, typer.Option("--use-optimized-kernels/--no-optimized-kernels", help="Inject diffkern's kernels.")
+        bool,
+        typer.Option("--use-optimized-kernels/--no-optimized-kernels", help="Inject diffkern's kernels."),
     ] = True,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer's blocks.")] = False,  # noqa: A002
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer's blocks.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run every arm: stock, compiled, injected, injected + compiled.")
     ] = False,
@@ -126,7 +139,7 @@ def main(
     offload: Annotated[Offload, typer.Option(help="Keep weights on the CPU until needed.")] = Offload.NONE,
     dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16 on a GPU, float32 on a CPU.")] = Dtype.AUTO,
     output: Annotated[Path, typer.Option(help="The mp4 to write.")] = Path("outputs/ltx_video.mp4"),
-    json: Annotated[Optional[Path], typer.Option(help="Write everything measured here, too.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything measured here, too.")] = None,
 ) -> None:
     """Generate a video with LTX-Video on diffkern's kernels and show what they change."""
     tiny = random_weights is Size.TINY
@@ -146,7 +159,12 @@ def main(
     check_placement(offload, device)
     check_video_writer()
     arms, left_out = choose_arms(
-        compare=compare, baseline=baseline, injected=use_optimized_kernels, compiled=compile, offload=offload, device=device
+        compare=compare,
+        baseline=baseline,
+        injected=use_optimized_kernels,
+        compiled=compile,
+        offload=offload,
+        device=device,
     )
 
     pipe = load_pipeline(model, random_weights, device, dtype.on(device), seed)
@@ -245,14 +263,16 @@ def check_video_writer() -> None:
 def choose_arms(
     *, compare: bool, baseline: bool, injected: bool, compiled: bool, offload: Offload, device: torch.device
 ) -> tuple[list[Arm], dict[str, str]]:
-    """Returns the arms to run, the stock one first, and the arms of a comparison that cannot run, with reasons."""
+    """Returns the arms to run, the stock one first, and those of a comparison that cannot run, with reasons."""
     wanted = arm_of(injected=injected, compiled=compiled)
     if compare:
         arms = [arm for arm in ARMS if injected or not arm.injected]
     else:
         arms = [STOCK, wanted] if baseline and wanted != STOCK else [wanted]
     if offload is Offload.SEQUENTIAL:
-        reason: str | None = "torch.compile does not see weights that --offload sequential moves; use model or group"
+        reason: str | None = (
+            "torch.compile does not see weights that --offload sequential moves; use model or group"
+        )
     else:
         reason = compiler_unavailable_reason(device)
     if reason is None:
@@ -278,7 +298,8 @@ def load_pipeline(
         from huggingface_hub.constants import HF_HUB_CACHE
 
         console.print(
-            f"Loading {model} from the Hugging Face Hub. Files that are not yet in {HF_HUB_CACHE} are downloaded now.",
+            f"Loading {model} from the Hugging Face Hub. "
+            f"Files that are not yet in {HF_HUB_CACHE} are downloaded now.",
             highlight=False,
         )
     try:
@@ -286,7 +307,7 @@ def load_pipeline(
     except OSError as error:
         raise typer.BadParameter(
             f"could not load {model}: {error}\n"
-            "Give --model a folder with a saved LTXPipeline, or use --random-weights, which needs no download."
+            "Give --model the folder of a saved LTXPipeline, or use --random-weights, which needs no download."
         ) from error
 
 
@@ -313,7 +334,11 @@ def run_arm(
     first_call: float | None = None
     generations = []
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
     ) as progress:
         for index in range(warmup_iterations):
             seconds = generate(pipe, warmup, device, progress, f"{arm.name}: warm-up {index + 1}").seconds
@@ -345,7 +370,9 @@ def generate(
     clock = measure.StepClock(device)
     latents: dict[str, torch.Tensor] = {}
 
-    def on_step_end(_pipe: Any, _step: int, _timestep: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def on_step_end(
+        _pipe: Any, _step: int, _timestep: Any, state: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         clock.mark()
         latents["final"] = state["latents"]
         progress.advance(task)

@@ -1,25 +1,18 @@
-"""The ops in plain PyTorch: the reference that defines what every other provider must compute.
+"""rms_norm and layer_norm in plain PyTorch.
 
-It runs on any device and in float64, where it is the yardstick of the proofs and of the tests. Half
-inputs are computed in float32 and rounded once, or where ``round_dtype`` says. When a single native
+Half inputs are computed in float32 and rounded once, or where ``round_dtype`` says. When a single native
 torch function computes the very same thing, that one is called, since it is faster than the chain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The precision an op computes in for input ``x``: float64 for float64, float32 for all else."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+from diffkern.providers.eager.precision import compute_dtype
 
 
 def rms_norm(
@@ -90,34 +83,3 @@ def _finish(y: Tensor, x: Tensor, out_dtype: torch.dtype, preserve_strides: bool
         return y.to(out_dtype, memory_format=torch.contiguous_format).contiguous()
     out = torch.empty_like(x, dtype=out_dtype)
     return y.to(out_dtype) if y.stride() == out.stride() else out.copy_(y)
-
-
-_ALL_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu", "npu", "meta", "privateuseone"})
-_ALL_DTYPES = KERNEL_DTYPES | {torch.float64}
-
-
-class _AnyDevice(Support):
-    """Plain PyTorch runs wherever torch does."""
-
-    def refusal(self, request: Request) -> str | None:
-        return Support(frozenset({request.device.type}), self.dtypes).refusal(request)
-
-
-class EagerProvider:
-    """Plain PyTorch: always there, on every device."""
-
-    name = "eager"
-    support: Mapping[str, Support] = {
-        op: _AnyDevice(_ALL_DEVICES, _ALL_DTYPES) for op in ("rms_norm", "layer_norm")
-    }
-
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """Returns None: plain PyTorch runs wherever the input tensor lives."""
-        return None
-
-    def kernel(self, op: str) -> Kernel:
-        """Returns the function of this module that is named like the op."""
-        return {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
-
-
-PROVIDER = EagerProvider()

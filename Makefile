@@ -1,0 +1,57 @@
+# make demo   a tiny video pipeline on this machine, stock and with kernels, and a video of it
+# make test   the tests that this machine can run
+#
+# Both make a virtual environment, install what they need and build the kernels this machine has
+# compilers for. Variables:
+#   PYTHON=python3.12           the interpreter of the virtual environment
+#   TORCH='torch==2.11.0'       the torch to install
+#   VENV=.venv                  where the virtual environment lives
+#   TESTS='tests/ops -k norm'   what `make test` runs
+
+PYTHON ?= python3
+TORCH ?= torch>=2.11
+VENV ?= .venv
+TESTS ?= tests
+
+BIN := $(VENV)/bin
+BUILD_TOOLS := 'setuptools>=77' wheel ninja
+EXTRAS := diffusers,examples,hub,test,dev
+
+# Another TORCH is another installation; the stamp carries its name.
+INSTALLED := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+BUILD_INPUTS := $(wildcard pyproject.toml setup.py) $(shell find csrc diffkern/build -type f -not -name '*.pyc' 2>/dev/null)
+
+.PHONY: demo test test-gpu lint format install clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/ltx_video/generate_video.py --random-weights tiny --compare \
+		--output outputs/demo.mp4 --json outputs/demo.json
+
+# One thread per process: the processes already fill the cores.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m 'not gpu' $(TESTS)
+
+# In one process: the tests measure and share one card.
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED)
+
+$(INSTALLED): $(BUILD_INPUTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(BUILD_TOOLS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]' '$(TORCH)'
+	rm -f $(VENV)/installed-*
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist outputs *.egg-info diffkern/_kernels

@@ -1,0 +1,100 @@
+// What every op family's torch binding shares. Only *_binding.cpp files include this: torch's stable ABI
+// stays out of the kernels, which are plain C++ behind a struct of pointers.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#if defined(DIFFKERN_GPU)
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "dtypes.h"
+
+// Every build has an op namespace of its own, so that several builds can live in one process.
+#if !defined(DIFFKERN_OPS)
+#define DIFFKERN_OPS TORCH_EXTENSION_NAME
+#endif
+#define DIFFKERN_LIBRARY_(ns, m) STABLE_TORCH_LIBRARY_FRAGMENT(ns, m)
+#define DIFFKERN_LIBRARY(ns, m) DIFFKERN_LIBRARY_(ns, m)
+#define DIFFKERN_LIBRARY_IMPL_(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
+#define DIFFKERN_LIBRARY_IMPL(ns, key, m) DIFFKERN_LIBRARY_IMPL_(ns, key, m)
+
+#if defined(DIFFKERN_GPU)
+#define DIFFKERN_DISPATCH_KEY CUDA
+#else
+#define DIFFKERN_DISPATCH_KEY CPU
+#endif
+
+namespace diffkern {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline Dtype dtype_of(ScalarType type, const char* op, const char* name) {
+  switch (type) {
+    case ScalarType::Float: return Dtype::kFloat32;
+    case ScalarType::Half: return Dtype::kFloat16;
+    case ScalarType::BFloat16: return Dtype::kBFloat16;
+    default:
+      STD_TORCH_CHECK(false, op, ": ", name, " is ", torch::headeronly::toString(type),
+                      "; the compiled kernels compute float32, float16 and bfloat16");
+      return Dtype::kNone;
+  }
+}
+
+// A parameter of `size` elements next to x, laid out contiguously.
+inline std::optional<Tensor> checked_parameter(const std::optional<Tensor>& parameter, const Tensor& x, int64_t size,
+                                               const char* op, const char* name) {
+  if (!parameter.has_value()) return std::nullopt;
+  STD_TORCH_CHECK(parameter->dim() == 1 && parameter->size(0) == size, op, ": ", name, " must have shape [", size,
+                  "], the size of the last dimension of x, but has ", parameter->dim(), " dimensions and ",
+                  parameter->numel(), " elements");
+  STD_TORCH_CHECK(parameter->is_cuda() == x.is_cuda() && parameter->is_cpu() == x.is_cpu() &&
+                      parameter->get_device_index() == x.get_device_index(),
+                  op, ": ", name, " and x are on different devices");
+  return parameter->stride(0) == 1 || size < 2 ? *parameter : torch::stable::contiguous(*parameter);
+}
+
+// aten::empty_like(x, dtype, memory_format), without the dispatcher where the strides are plain to see.
+inline Tensor empty_output(const Tensor& x, ScalarType dtype, bool preserve_strides) {
+  const int64_t rank = x.dim();
+  const auto sizes = x.sizes();
+  std::vector<int64_t> strides(rank);
+  if (!preserve_strides) {
+    int64_t stride = 1;
+    for (int64_t dim = rank - 1; dim >= 0; --dim) {
+      strides[dim] = stride;
+      stride *= sizes[dim] > 1 ? sizes[dim] : 1;
+    }
+  } else if (x.numel() > 0 && x.is_contiguous()) {
+    for (int64_t dim = 0; dim < rank; ++dim) strides[dim] = x.strides()[dim];
+  } else {
+    std::array<StableIValue, 6> stack{
+        torch::stable::detail::from(x),
+        torch::stable::detail::from(std::optional(dtype)),
+        torch::stable::detail::from(std::nullopt),
+        torch::stable::detail::from(std::nullopt),
+        torch::stable::detail::from(std::nullopt),
+        torch::stable::detail::from(std::nullopt),
+    };
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+  }
+  AtenTensorHandle handle = nullptr;
+  int32_t device_type = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      rank, sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
+      device_type, x.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+}  // namespace diffkern

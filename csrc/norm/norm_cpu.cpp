@@ -1,0 +1,292 @@
+// CPU kernels for rms_norm and layer_norm, compiled once per instruction set (DIFFKERN_CPU_LEVEL).
+//
+// Rows are walked in short chunks that are widened to float32 in a buffer of the first-level cache, so
+// that each step is one plain loop over floats, whatever the dtypes are.
+#include <algorithm>
+#include <cmath>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "norm.h"
+
+#ifndef DIFFKERN_CPU_LEVEL
+#define DIFFKERN_CPU_LEVEL baseline
+#endif
+
+namespace diffkern {
+namespace {
+
+constexpr int kChunk = 256;
+constexpr int kLanes = 32;      // partial sums side by side: for vector units, and for accuracy
+constexpr int kTileRows = 64;   // rows normalised together when the normalised dimension is strided
+constexpr int kFlushEvery = 64; // float32 additions in a row before a sum moves on to float64
+
+void widen(const BFloat16* from, int n, float* to) {
+  for (int i = 0; i < n; ++i) to[i] = bfloat16_to_float(from[i].bits);
+}
+
+void narrow(const float* from, int n, BFloat16* to) {
+  for (int i = 0; i < n; ++i) to[i].bits = float_to_bfloat16(from[i]);
+}
+
+void widen(const Half* from, int n, float* to) {
+  int i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= n; i += 8) {
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(packed));
+  }
+#endif
+  for (; i < n; ++i) to[i] = half_to_float(from[i].bits);
+}
+
+void narrow(const float* from, int n, Half* to) {
+  int i = 0;
+#if defined(__F16C__)
+  for (; i + 8 <= n; i += 8) {
+    const __m128i packed = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), packed);
+  }
+#endif
+  for (; i < n; ++i) to[i].bits = float_to_half(from[i]);
+}
+
+void widen(const float* from, int n, float* to) { std::memcpy(to, from, n * sizeof(float)); }
+
+void narrow(const float* from, int n, float* to) { std::memcpy(to, from, n * sizeof(float)); }
+
+// Elements `stride` apart, from base[offset] on.
+template <typename T>
+void load_as(const void* base, int64_t offset, int64_t stride, int n, float* to) {
+  const T* from = static_cast<const T*>(base) + offset;
+  if (stride == 1) return widen(from, n, to);
+  T gathered[kChunk];
+  for (int i = 0; i < n; ++i) gathered[i] = from[i * stride];
+  widen(gathered, n, to);
+}
+
+template <typename T>
+void store_as(const float* from, int n, void* base, int64_t offset, int64_t stride) {
+  T* to = static_cast<T*>(base) + offset;
+  if (stride == 1) return narrow(from, n, to);
+  T scattered[kChunk];
+  narrow(from, n, scattered);
+  for (int i = 0; i < n; ++i) to[i * stride] = scattered[i];
+}
+
+void load(const void* base, Dtype dtype, int64_t offset, int64_t stride, int n, float* to) {
+  switch (dtype) {
+    case Dtype::kFloat16: return load_as<Half>(base, offset, stride, n, to);
+    case Dtype::kBFloat16: return load_as<BFloat16>(base, offset, stride, n, to);
+    default: return load_as<float>(base, offset, stride, n, to);
+  }
+}
+
+void store(const float* from, int n, void* base, Dtype dtype, int64_t offset, int64_t stride) {
+  switch (dtype) {
+    case Dtype::kFloat16: return store_as<Half>(from, n, base, offset, stride);
+    case Dtype::kBFloat16: return store_as<BFloat16>(from, n, base, offset, stride);
+    default: return store_as<float>(from, n, base, offset, stride);
+  }
+}
+
+void round_to(Dtype dtype, float* values, int n) {
+  if (dtype == Dtype::kFloat16) {
+    Half rounded[kChunk];
+    narrow(values, n, rounded);
+    widen(rounded, n, values);
+  } else if (dtype == Dtype::kBFloat16) {
+    BFloat16 rounded[kChunk];
+    narrow(values, n, rounded);
+    widen(rounded, n, values);
+  }
+}
+
+// The sum of a row's values and that of their squares.
+struct Sums {
+  double plain = 0.0;
+  double squares = 0.0;
+};
+
+// How x becomes the normalised value: ((x - mean) - mean_rest) * scale. What rounding left out of the mean
+// comes to light as the mean of x - mean; without it the whole row would be shifted.
+struct Normaliser {
+  float mean = 0.0f;
+  float mean_rest = 0.0f;
+  float scale = 0.0f;
+};
+
+float scale_of(const NormParams& p, double sum_of_squares) {
+  const double size = static_cast<double>(p.size);
+  if (p.clamp_eps) {
+    const double length = std::sqrt(sum_of_squares);
+    const double bound = p.eps;
+    return static_cast<float>(std::sqrt(size) / (length < bound ? bound : length));  // lets NaN through
+  }
+  return static_cast<float>(1.0 / std::sqrt(sum_of_squares / size + static_cast<double>(p.eps)));
+}
+
+// Sets the scale, and the rest of the mean, from the sums over x - mean.
+void finish(const NormParams& p, Sums sums, Normaliser* norm) {
+  if (p.layer_norm) {
+    const double rest = sums.plain / static_cast<double>(p.size);
+    norm->mean_rest = static_cast<float>(rest);
+    sums.squares -= rest * sums.plain;
+  }
+  norm->scale = scale_of(p, sums.squares);
+}
+
+// --- rows along contiguous memory ----------------------------------------------------------------------
+
+// Adds one chunk to the sums; `values` has room for a multiple of kLanes.
+void accumulate(float* values, int n, Sums* sums) {
+  while (n % kLanes != 0) values[n++] = 0.0f;
+  float plain[kLanes] = {};
+  float squares[kLanes] = {};
+  for (int i = 0; i < n; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      plain[lane] += values[i + lane];
+      squares[lane] += values[i + lane] * values[i + lane];
+    }
+  }
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) {
+      plain[lane] += plain[lane + width];
+      squares[lane] += squares[lane + width];
+    }
+  }
+  sums->plain += plain[0];
+  sums->squares += squares[0];
+}
+
+void norm_row(const NormParams& p, RowOffsets row) {
+  alignas(64) float values[kChunk];
+  alignas(64) float params[kChunk];
+  const auto load_chunk = [&](int64_t at, int n) { load(p.x, p.x_dtype, row.x + at, 1, n, values); };
+  const auto each_chunk = [&](auto&& body) {
+    for (int64_t at = 0; at < p.size; at += kChunk) {
+      body(at, static_cast<int>(std::min<int64_t>(kChunk, p.size - at)));
+    }
+  };
+
+  Normaliser norm;
+  Sums sums;
+  const auto sum_row = [&] {
+    sums = Sums{};
+    each_chunk([&](int64_t at, int n) {
+      load_chunk(at, n);
+      for (int i = 0; i < n; ++i) values[i] -= norm.mean;
+      accumulate(values, n, &sums);
+    });
+  };
+  sum_row();
+  if (p.layer_norm) {
+    norm.mean = static_cast<float>(sums.plain / static_cast<double>(p.size));
+    sum_row();
+  }
+  finish(p, sums, &norm);
+
+  each_chunk([&](int64_t at, int n) {
+    load_chunk(at, n);
+    for (int i = 0; i < n; ++i) values[i] = ((values[i] - norm.mean) - norm.mean_rest) * norm.scale;
+    round_to(p.round_dtype, values, n);
+    if (p.weight != nullptr) {
+      load(p.weight, p.weight_dtype, at, 1, n, params);
+      for (int i = 0; i < n; ++i) values[i] *= params[i] + p.weight_offset;
+    }
+    if (p.bias != nullptr) {
+      if (p.round_dtype != Dtype::kNone) round_to(p.out_dtype, values, n);
+      load(p.bias, p.bias_dtype, at, 1, n, params);
+      for (int i = 0; i < n; ++i) values[i] += params[i];
+    }
+    store(values, n, p.out, p.out_dtype, row.out + at, 1);
+  });
+}
+
+// --- rows across memory: a tile of neighbouring rows, one element of each at a time ---------------------
+
+// Sums over x - mean, for each row of the tile.
+void sum_tile(const NormParams& p, RowOffsets tile, int rows, const Normaliser* norms, Sums* sums) {
+  float means[kTileRows];
+  float values[kTileRows];
+  for (int r = 0; r < rows; ++r) means[r] = norms[r].mean;
+  std::fill_n(sums, rows, Sums{});
+  for (int64_t begin = 0; begin < p.size; begin += kFlushEvery) {
+    const int64_t end = std::min(begin + kFlushEvery, p.size);
+    float plain[kTileRows] = {};
+    float squares[kTileRows] = {};
+    for (int64_t i = begin; i < end; ++i) {
+      load(p.x, p.x_dtype, tile.x + i * p.x_stride, p.map.x_strides[0], rows, values);
+      for (int r = 0; r < rows; ++r) {
+        const float centred = values[r] - means[r];
+        plain[r] += centred;
+        squares[r] += centred * centred;
+      }
+    }
+    for (int r = 0; r < rows; ++r) {
+      sums[r].plain += plain[r];
+      sums[r].squares += squares[r];
+    }
+  }
+}
+
+void norm_tile(const NormParams& p, RowOffsets tile, int rows) {
+  Normaliser norms[kTileRows];
+  Sums sums[kTileRows];
+  sum_tile(p, tile, rows, norms, sums);
+  if (p.layer_norm) {
+    for (int r = 0; r < rows; ++r) norms[r].mean = static_cast<float>(sums[r].plain / static_cast<double>(p.size));
+    sum_tile(p, tile, rows, norms, sums);
+  }
+  float means[kTileRows];
+  float mean_rests[kTileRows];
+  float scales[kTileRows];
+  for (int r = 0; r < rows; ++r) {
+    finish(p, sums[r], &norms[r]);
+    means[r] = norms[r].mean;
+    mean_rests[r] = norms[r].mean_rest;
+    scales[r] = norms[r].scale;
+  }
+
+  float values[kTileRows];
+  for (int64_t i = 0; i < p.size; ++i) {
+    load(p.x, p.x_dtype, tile.x + i * p.x_stride, p.map.x_strides[0], rows, values);
+    for (int r = 0; r < rows; ++r) values[r] = ((values[r] - means[r]) - mean_rests[r]) * scales[r];
+    round_to(p.round_dtype, values, rows);
+    if (p.weight != nullptr) {
+      float weight;
+      load(p.weight, p.weight_dtype, i, 1, 1, &weight);
+      weight += p.weight_offset;
+      for (int r = 0; r < rows; ++r) values[r] *= weight;
+    }
+    if (p.bias != nullptr) {
+      if (p.round_dtype != Dtype::kNone) round_to(p.out_dtype, values, rows);
+      float bias;
+      load(p.bias, p.bias_dtype, i, 1, 1, &bias);
+      for (int r = 0; r < rows; ++r) values[r] += bias;
+    }
+    store(values, rows, p.out, p.out_dtype, tile.out + i * p.out_stride, p.map.out_strides[0]);
+  }
+}
+
+}  // namespace
+
+namespace DIFFKERN_CPU_LEVEL {
+
+void norm_cpu(const NormParams& p, int64_t begin, int64_t end) {
+  if (p.x_stride == 1 && p.out_stride == 1) {
+    for (int64_t row = begin; row < end; ++row) norm_row(p, locate(p.map, row));
+    return;
+  }
+  const int64_t run = p.map.sizes[0];  // rows that are equally spaced
+  for (int64_t row = begin; row < end;) {
+    const int64_t rows = std::min({static_cast<int64_t>(kTileRows), run - row % run, end - row});
+    norm_tile(p, locate(p.map, row), static_cast<int>(rows));
+    row += rows;
+  }
+}
+
+}  // namespace DIFFKERN_CPU_LEVEL
+}  // namespace diffkern

@@ -1,0 +1,135 @@
+"""Runs the compilers: all object files side by side, then the link."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from diffkern.build.archs import Archs
+from diffkern.build.sources import COMMON_FLAGS, TORCH_FLAGS, Unit
+from diffkern.build.toolchain import Tool
+
+_HIP_ENVIRONMENT = {"HIP_PLATFORM": "amd"}
+
+
+class BuildError(RuntimeError):
+    """The kernels could not be built. The message holds the reason, down to the compiler's own words."""
+
+
+def compile_library(
+    units: Sequence[Unit],
+    directory: Path,
+    work: Path,
+    library: Path,
+    namespace: str,
+    cxx: Tool,
+    device: Tool | None = None,
+    archs: Archs | None = None,
+    defines: Sequence[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Compiles ``units`` and links them into ``library``.
+
+    Args:
+        units: The object files.
+        directory: Where their sources are; the compilers run there, so that no absolute path gets in.
+        work: Where the object files go.
+        library: The shared library to write.
+        namespace: Op namespace of this build.
+        cxx: The C++ compiler, which also links.
+        device: nvcc or hipcc, for units of kind ``"device"``.
+        archs: GPU architectures.
+        defines: Macros for every unit, ``NAME`` or ``NAME=VALUE``.
+        say: Receives every command line.
+
+    Raises:
+        BuildError: a compiler failed.
+    """
+    import torch.utils.cpp_extension  # only for the places of torch's headers and libraries
+
+    macros = tuple(f"-D{define}" for define in defines)
+    includes = [f"-isystem{path}" for path in torch.utils.cpp_extension.include_paths()]
+    jobs = _jobs()
+
+    def command(unit: Unit) -> list[str]:
+        output = ["-c", unit.source, "-o", str(work / unit.object_name)]
+        if unit.kind == "device":
+            assert device is not None and archs is not None
+            return [*device.command, *_device_flags(device, jobs), *archs.flags, *macros, *unit.flags, *output]
+        own = [*TORCH_FLAGS, f"-DDIFFKERN_OPS={namespace}", *includes] if unit.kind == "torch" else []
+        return [*cxx.command, *COMMON_FLAGS, *macros, *unit.flags, *own, *output]
+
+    # The slow ones first: nvcc and hipcc take far longer than the rest together.
+    ordered = sorted(units, key=lambda unit: unit.kind != "device")
+    with ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(lambda unit: _run(command(unit), directory, say), ordered):
+            pass
+
+    search = [f"-L{path}" for path in torch.utils.cpp_extension.library_paths()]
+    _run(
+        [
+            *cxx.command,
+            "-shared",
+            *(str(work / unit.object_name) for unit in units),
+            *search,
+            # Named though nothing seems to need them at link time: they must be there when this is loaded.
+            "-Wl,--no-as-needed",
+            "-ltorch",
+            "-ltorch_cpu",
+            "-Wl,--as-needed",
+            *_runtime_libraries(device),
+            "-Wl,-s",
+            "-o",
+            str(library),
+        ],
+        directory,
+        say,
+    )
+
+
+def _jobs() -> int:
+    return int(os.environ.get("MAX_JOBS") or min(os.cpu_count() or 1, 8))
+
+
+def _device_flags(device: Tool, jobs: int) -> list[str]:
+    if device.name == "nvcc":
+        host = "-fPIC,-fvisibility=hidden"
+        return ["-O3", "-std=c++17", f"-Xcompiler={host}", f"--threads={jobs}"]
+    return [*COMMON_FLAGS, "-x", "hip"]
+
+
+def _runtime_libraries(device: Tool | None) -> list[str]:
+    if device is None:
+        return []
+    root = device.path.parents[1]
+    if device.name == "nvcc":
+        # Linked in, so that the library asks nothing of the machine but its driver.
+        found = [path for path in (root / "lib64", root / "lib") if (path / "libcudart_static.a").is_file()]
+        return [*(f"-L{path}" for path in found), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    return [f"-L{root / 'lib'}", "-lamdhip64"]
+
+
+def _run(command: list[str], directory: Path, say: Callable[[str], None]) -> None:
+    say(shlex.join(command))
+    environment = {**os.environ, **_HIP_ENVIRONMENT} if "-x" in command else None
+    try:
+        run = subprocess.run(
+            command,
+            cwd=directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    if run.returncode != 0:
+        tail = "\n".join(run.stdout.strip().splitlines()[-30:])
+        raise BuildError(f"{Path(command[0]).name} failed with exit status {run.returncode}:\n{shlex.join(command)}\n{tail}")
+    if run.stdout.strip():
+        say(run.stdout.strip())

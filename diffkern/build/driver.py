@@ -1,0 +1,217 @@
+"""Plans and runs a build: which backends, for which architectures, into which directory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffkern.build import installed
+from diffkern.build.archs import Archs, cuda_archs, rocm_archs
+from diffkern.build.compiling import BuildError, compile_library
+from diffkern.build.layout import exclusively, library_name, staged, up_to_date, write_python
+from diffkern.build.sources import source_directory, source_hash, units
+from diffkern.build.toolchain import Tool, ToolchainError, check_toolkit, find_cxx, find_hipcc, find_nvcc
+from diffkern.build.variant import TORCH_ABI, Variant
+
+BACKENDS = ("cpu", "cuda", "rocm")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What became of one backend.
+
+    Attributes:
+        backend: ``"cpu"``, ``"cuda"`` or ``"rocm"``.
+        directory: The variant directory, or None if the build failed.
+        archs: GPU architectures in it.
+        reason: Why it failed, or None.
+        notes: What else there is to say, for example about architectures that were left out.
+        fresh: Whether anything was compiled; False if the same build was there already.
+        seconds: How long it took.
+    """
+
+    backend: str
+    directory: Path | None
+    archs: tuple[str, ...] = ()
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+    fresh: bool = False
+    seconds: float = 0.0
+
+
+def build_kernels(
+    backends: Sequence[str] | str = "auto",
+    archs: Sequence[str] | str | None = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    force: bool = False,
+    strict: bool | None = None,
+    defines: Sequence[str] = (),
+    verbose: bool | Callable[[str], None] = False,
+) -> tuple[BuildResult, ...]:
+    """Builds the kernels.
+
+    Args:
+        backends: Any of ``"cpu"``, ``"cuda"`` and ``"rocm"``; ``"auto"`` takes all for which there is a
+            compiler (:func:`available_backends`).
+        archs: GPU architectures, such as ``"sm_90"`` or ``"gfx942"``; ``"all"`` for the full list;
+            ``"native"`` for the GPU of this machine. None means native if there is a GPU, all otherwise.
+        output: Directory; ``build/<variant>`` comes below it. None means ``_kernels`` inside the package,
+            or the user's cache if that cannot be written to.
+        force: Compiles even if the same build is there already.
+        strict: Raises at the first failure in place of reporting it; None does so for named backends.
+        defines: Macros for the compilers, ``NAME`` or ``NAME=VALUE``.
+        verbose: True prints every command; a callable receives it.
+
+    Returns:
+        One result per backend. Failures are kept in ``build_log.json`` in the output directory, where the
+        compiled provider finds the reason.
+
+    Raises:
+        BuildError, ToolchainError: a backend cannot be built, if ``strict``.
+        ValueError: a backend is unknown.
+    """
+    say = verbose if callable(verbose) else print if verbose else (lambda line: None)
+    if strict is None:
+        strict = backends != "auto"
+    names = available_backends() if backends == "auto" else (backends,) if isinstance(backends, str) else tuple(backends)
+    for name in names:
+        if name not in BACKENDS:
+            raise ValueError(f"unknown backend {name!r}: choose from {', '.join(BACKENDS)}")
+    wanted = (archs,) if isinstance(archs, str) else None if archs is None else tuple(archs)
+    root = Path(output).absolute() if output is not None else default_output()
+
+    results = []
+    for name in names:
+        started = time.monotonic()
+        try:
+            result = _build(name, wanted, root, force, tuple(defines), say)
+        except (BuildError, ToolchainError) as error:
+            installed.record(root, {name: str(error)})
+            if strict:
+                raise
+            result = BuildResult(name, None, reason=str(error), seconds=time.monotonic() - started)
+        else:
+            installed.record(root, {name: None})
+        results.append(result)
+    return tuple(results)
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends that ``"auto"`` builds: the CPU always, a GPU's if its compiler is there.
+
+    ROCm needs a torch built for it as well, since hipcc alone is on many machines without an AMD GPU.
+    """
+    import torch
+
+    backends = ["cpu"]
+    if torch.version.hip is None and _finds(find_nvcc):
+        backends.append("cuda")
+    if torch.version.hip is not None and _finds(find_hipcc):
+        backends.append("rocm")
+    return tuple(backends)
+
+
+def default_output() -> Path:
+    """The directory inside the package, or the user's cache if the package cannot be written to."""
+    package = installed.package_directory()
+    existing = package if package.exists() else package.parent
+    return package if os.access(existing, os.W_OK) else installed.cache_directory()
+
+
+def _build(
+    backend: str,
+    wanted: tuple[str, ...] | None,
+    root: Path,
+    force: bool,
+    defines: tuple[str, ...],
+    say: Callable[[str], None],
+) -> BuildResult:
+    import torch
+
+    started = time.monotonic()
+    _check_torch(torch.__version__)
+    cxx = find_cxx()
+    device, archs = None, Archs((), ())
+    if backend == "cuda":
+        device = find_nvcc()
+        check_toolkit(device, torch.__version__, torch.version.cuda)
+        archs = _resolve(cuda_archs, device, wanted)
+    elif backend == "rocm":
+        device = find_hipcc()
+        check_toolkit(device, torch.__version__, torch.version.hip)
+        archs = _resolve(rocm_archs, device, wanted)
+
+    sources = source_directory()
+    namespace = f"_diffkern_{backend}_{source_hash(sources, backend, defines)}"
+    variant = Variant(backend, None if device is None else device.version, platform.machine())
+    target = root / "build" / variant.name
+    with exclusively(root):
+        fresh = force or up_to_date(target, namespace, archs.names) is None
+        if fresh:
+            with staged(target) as stage, tempfile.TemporaryDirectory(prefix="diffkern-") as work:
+                write_python(stage, sources, namespace, variant, archs.names)
+                compile_library(
+                    units(backend),
+                    sources,
+                    Path(work),
+                    stage / library_name(namespace),
+                    namespace,
+                    cxx,
+                    device,
+                    archs,
+                    defines,
+                    say,
+                )
+    return BuildResult(backend, target, archs.names, None, archs.notes, fresh, time.monotonic() - started)
+
+
+def _check_torch(version: str) -> None:
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if (major, minor) < TORCH_ABI:
+        raise ToolchainError(
+            f"the kernels are built with torch {TORCH_ABI[0]}.{TORCH_ABI[1]} or newer, and this is torch {version}"
+        )
+
+
+def _resolve(
+    resolve: Callable[[Tool, Sequence[str] | None], Archs], tool: Tool, wanted: tuple[str, ...] | None
+) -> Archs:
+    """Turns "native", and no wish at all, into the architectures of the GPUs that are here."""
+    native = None
+    if wanted is None or "native" in wanted:
+        native = _native_archs(tool)
+        if wanted is not None and not native:
+            raise ToolchainError('"native" needs a GPU that torch can see, and there is none: name the architectures')
+    archs = resolve(tool, native or wanted)
+    if wanted is None and native:
+        note = f"built for the GPU of this machine, {', '.join(archs.names)}, only: \"all\" builds for every GPU"
+        return Archs(archs.names, archs.flags, (*archs.notes, note))
+    return archs
+
+
+def _native_archs(tool: Tool) -> tuple[str, ...]:
+    import torch
+
+    if not torch.cuda.is_available() or (torch.version.hip is not None) != (tool.name == "hipcc"):
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        if tool.name == "hipcc":
+            found.append(torch.cuda.get_device_properties(index).gcnArchName.split(":")[0])
+        else:
+            found.append("{}.{}".format(*torch.cuda.get_device_capability(index)))
+    return tuple(dict.fromkeys(found))
+
+
+def _finds(find: Callable[[], Tool]) -> bool:
+    try:
+        find()
+    except ToolchainError:
+        return False
+    return True

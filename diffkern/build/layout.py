@@ -1,0 +1,95 @@
+"""Lays a build out as a Hub kernel: ``build/<variant>/`` with metadata, the library and its Python face."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from diffkern.build.installed import METADATA_FILE, Build, read_build
+from diffkern.build.variant import Variant
+
+#: The name of the kernel on the Hub, and its version there.
+KERNEL_NAME = "diffkern"
+KERNEL_VERSION = 1
+
+_OPS = '''"""Loads the library of this build and gives its ops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+NAMESPACE = "{namespace}"
+
+ops = getattr(torch.ops, NAMESPACE)
+
+# Loading a second copy of the same build would define the same ops again, which torch does not allow.
+if not hasattr(ops, "rms_norm"):
+    torch.ops.load_library(str(Path(__file__).with_name(f"{{NAMESPACE}}.abi3.so")))
+
+
+def add_op_namespace_prefix(name: str) -> str:
+    """Returns the full name of an op of this build."""
+    return f"{{NAMESPACE}}::{{name}}"
+'''
+
+
+def library_name(namespace: str) -> str:
+    """The file name of a build's shared library."""
+    return f"{namespace}.abi3.so"
+
+
+def write_python(directory: Path, sources: Path, namespace: str, variant: Variant, archs: Sequence[str]) -> None:
+    """Writes everything of a build but the library into ``directory``."""
+    for path in (sources / "torch-ext" / KERNEL_NAME).glob("*.py"):
+        shutil.copyfile(path, directory / path.name)
+    (directory / "_ops.py").write_text(_OPS.format(namespace=namespace), encoding="utf-8")
+    backend: dict[str, object] = {"type": variant.backend}
+    if archs:
+        backend["archs"] = list(archs)
+    metadata = {
+        "name": KERNEL_NAME,
+        "id": namespace,
+        "version": KERNEL_VERSION,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": backend,
+    }
+    (directory / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+
+
+def up_to_date(directory: Path, namespace: str, archs: Sequence[str]) -> Build | None:
+    """Returns the build in ``directory`` if it is the very one that would be built."""
+    build = read_build(directory)
+    if build is None or build.namespace != namespace or build.archs != tuple(archs):
+        return None
+    return build
+
+
+@contextlib.contextmanager
+def exclusively(root: Path) -> Iterator[None]:
+    """Keeps other processes from building below ``root`` meanwhile."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Gives an empty directory to fill, and renames it to ``target`` if all went well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".staging-", dir=target.parent) as holder:
+        stage = Path(holder) / "new"
+        stage.mkdir()
+        yield stage
+        if target.exists():
+            os.rename(target, Path(holder) / "old")
+        os.rename(stage, target)

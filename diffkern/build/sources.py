@@ -1,0 +1,79 @@
+"""What is compiled, and with which options. ``csrc/build.toml`` says the same to the Hub's builder."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffkern.build.toolchain import ToolchainError
+from diffkern.build.variant import TORCH_ABI
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One object file.
+
+    Attributes:
+        source: Path below the source directory.
+        flags: Options of this file alone.
+        object_name: Name of the object file.
+        kind: ``"cpp"``; ``"torch"``, C++ that includes torch's headers; or ``"device"``, for nvcc or hipcc.
+    """
+
+    source: str
+    object_name: str
+    flags: tuple[str, ...] = ()
+    kind: str = "cpp"
+
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+
+COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden")
+#: The oldest torch whose stable ABI is used, as its headers want to be told.
+TORCH_FLAGS = (f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI[0]:02x}{TORCH_ABI[1]:02x}000000000000",)
+
+
+def units(backend: str, machine: str = platform.machine()) -> tuple[Unit, ...]:
+    """Lists the object files of a backend: ``"cpu"``, ``"cuda"`` or ``"rocm"``."""
+    if backend == "cpu":
+        levels: dict[str, tuple[str, ...]] = {"baseline": ()}
+        if machine == "x86_64":
+            levels |= {"avx2": _AVX2, "avx512": _AVX512}
+        return (
+            Unit("norm/norm_binding.cpp", "norm_binding.o", kind="torch"),
+            Unit("norm/norm_cpu_dispatch.cpp", "norm_cpu_dispatch.o"),
+            *(
+                Unit("norm/norm_cpu.cpp", f"norm_cpu_{level}.o", (*flags, f"-DDIFFKERN_CPU_LEVEL={level}"))
+                for level, flags in levels.items()
+            ),
+        )
+    return (
+        Unit("norm/norm_binding.cpp", "norm_binding.o", ("-DDIFFKERN_GPU", "-DUSE_CUDA"), kind="torch"),
+        Unit("norm/norm_kernels.cu", "norm_kernels.o", kind="device"),
+    )
+
+
+def source_directory() -> Path:
+    """Where the sources are: inside the installed package, or beside it in a checkout.
+
+    Raises:
+        ToolchainError: they are in neither place.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for directory in (package / "csrc", package.parent / "csrc"):
+        if (directory / "build.toml").is_file():
+            return directory
+    raise ToolchainError(f"the kernels' sources are missing: neither {package / 'csrc'} nor ../csrc beside it holds any")
+
+
+def source_hash(directory: Path, backend: str, extra: tuple[str, ...] = ()) -> str:
+    """Eight hexadecimal digits that change when a source, or an option it is compiled with, does."""
+    digest = hashlib.sha256(repr((units(backend), COMMON_FLAGS, TORCH_FLAGS, extra)).encode())
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.suffix in {".h", ".cpp", ".cu", ".cuh", ".py"}:
+            digest.update(path.relative_to(directory).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]

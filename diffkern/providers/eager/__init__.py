@@ -1,0 +1,48 @@
+"""The ops in plain PyTorch: the reference that defines what every other provider must compute.
+
+It runs on any device and in float64, where it is the yardstick of the proofs and of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+
+from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
+from diffkern.providers.eager import norm
+from diffkern.providers.eager.precision import compute_dtype
+
+__all__ = ["PROVIDER", "compute_dtype"]
+
+#: Every op there is, and the module whose function of the same name computes it.
+_MODULES: Mapping[str, ModuleType] = {
+    "layer_norm": norm,
+    "rms_norm": norm,
+}
+
+
+class _AnyDevice(Support):
+    """Plain PyTorch runs wherever torch does."""
+
+    def refusal(self, request: Request) -> str | None:
+        return Support(frozenset({request.device.type}), self.dtypes).refusal(request)
+
+
+class EagerProvider:
+    """Plain PyTorch: always there, on every device."""
+
+    name = "eager"
+    support: Mapping[str, Support] = {op: _AnyDevice(frozenset(), KERNEL_DTYPES | {torch.float64}) for op in _MODULES}
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Returns None: plain PyTorch runs wherever the input tensor lives."""
+        return None
+
+    def kernel(self, op: str, device: torch.device) -> Kernel:
+        """Returns the function that is named like the op."""
+        return getattr(_MODULES[op], op)  # type: ignore[no-any-return]
+
+
+PROVIDER = EagerProvider()

@@ -1,0 +1,76 @@
+"""The arms of a comparison leave a model exactly as they found it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffkern.bench.arms import ARMS, INJECTED_COMPILED, STOCK, applied, arm_of, compiled
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)).sin()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).requires_grad_(False)
+
+
+def test_compiled_computes_the_same_and_leaves_no_trace() -> None:
+    model, x = make_model(), torch.randn(4, 64)
+    expected = model(x)
+    attributes = [set(module.__dict__) for module in model.modules()]
+    with compiled(model, backend="eager"):
+        assert model._compiled_call_impl is not None
+        torch.testing.assert_close(model(x), expected)
+    assert [set(module.__dict__) for module in model.modules()] == attributes
+    assert torch.equal(model(x), expected)
+
+
+def test_compiled_puts_back_what_the_user_had_compiled() -> None:
+    model = make_model()
+    model[0].compile(backend="eager")
+    mine = model[0]._compiled_call_impl
+    with compiled(model, backend="eager"):
+        pass
+    assert model[0]._compiled_call_impl is mine
+    assert model._compiled_call_impl is None
+
+
+def test_compiled_takes_only_the_repeated_blocks_of_a_diffusers_model() -> None:
+    from diffusers import LTXVideoTransformer3DModel
+
+    model = LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        num_layers=2,
+    )
+    with compiled(model, backend="eager"):
+        taken = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert taken == ["transformer_blocks.0", "transformer_blocks.1"]
+
+
+def test_the_model_is_stock_again_after_an_arm_that_raised() -> None:
+    model, x = make_model(), torch.randn(4, 64)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match="stop"), applied(INJECTED_COMPILED, model, model):
+        raise RuntimeError("stop")
+    assert "forward" not in model[0].norm.__dict__
+    assert model._compiled_call_impl is None
+    assert torch.equal(model(x), expected)
+
+
+def test_each_arm_says_what_it_does() -> None:
+    assert [arm_of(injected=arm.injected, compiled=arm.compiled) for arm in ARMS] == list(ARMS)
+    assert ARMS[0] is STOCK

@@ -1,0 +1,82 @@
+"""Providers, devices and markers for the whole suite.
+
+A test that takes ``provider`` and ``device`` runs once for each provider on the CPU and, marked ``gpu``, once
+for each on CUDA. GPU tests run only when asked for: ``pytest -m gpu``. A provider that is not there on this
+machine is skipped with its own reason, or fails the test if ``DIFFKERN_REQUIRE_PROVIDERS`` (comma-separated)
+names it. Triton serves the CPU only in its interpreter: ``TRITON_INTERPRET=1 pytest tests/ops --provider triton``,
+which ``tests/providers/test_triton_interpreter.py`` runs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+from diffkern.providers.registry import ORDER, get_provider
+
+# The same examples on every run: a failure in CI must be one that a developer can see again.
+hypothesis.settings.register_profile(
+    "diffkern",
+    deadline=None,
+    derandomize=True,
+    max_examples=25,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("diffkern")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--provider", action="append", choices=ORDER, help="test only this provider (may be given several times)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm GPU; runs only if the -m expression names it")
+    config.addinivalue_line("markers", "sanitize: runs each kernel path once, briefly enough for compute-sanitizer")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "gpu" in config.option.markexpr:
+        return
+    deselected = [item for item in items if item.get_closest_marker("gpu")]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    devices = [pytest.param("cuda", marks=pytest.mark.gpu)]
+    if not any(mark.name == "gpu" for mark in metafunc.definition.iter_markers()):
+        devices.insert(0, pytest.param("cpu"))
+    if "provider" in metafunc.fixturenames:
+        names = metafunc.config.getoption("provider") or ORDER
+        pairs = [
+            pytest.param(name, *device.values, marks=device.marks, id=f"{name}-{device.values[0]}")
+            for device in devices
+            for name in names
+            if (name, device.values[0]) != ("triton", "cpu") or os.environ.get("TRITON_INTERPRET") == "1"
+        ]
+        metafunc.parametrize(("provider", "device"), pairs, indirect=["provider"], scope="session")
+    elif "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", devices, scope="session")
+
+
+@pytest.fixture(scope="session")
+def provider(request: pytest.FixtureRequest, device: str) -> str:
+    """Name of the provider under test, which serves ``device``."""
+    name: str = request.param
+    reason = get_provider(name).unavailable_reason(torch.device(device))
+    if reason is not None:
+        if name in os.environ.get("DIFFKERN_REQUIRE_PROVIDERS", "").split(","):
+            pytest.fail(f"DIFFKERN_REQUIRE_PROVIDERS names {name}, but on {device}: {reason}")
+        pytest.skip(f"{name} on {device}: {reason}")
+    return name
