@@ -95,7 +95,7 @@ def table(results: Sequence[ArmResult], title: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    rendered = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    rendered = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
     rendered.add_column("arm", no_wrap=True)
     for column in ("s total", "it/s", "first s", "peak mem", "speed-up", "error", "PSNR dB"):
         rendered.add_column(column, justify="right")

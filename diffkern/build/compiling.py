@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Sequence
@@ -105,12 +106,14 @@ def _device_flags(device: Tool, jobs: int) -> list[str]:
 def _runtime_libraries(device: Tool | None) -> list[str]:
     if device is None:
         return []
-    root = device.path.parents[1]
     if device.name == "nvcc":
-        # Linked in, so that the library asks nothing of the machine but its driver.
-        found = [path for path in (root / "lib64", root / "lib") if (path / "libcudart_static.a").is_file()]
-        return [*(f"-L{path}" for path in found), "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-    return [f"-L{root / 'lib'}", "-lamdhip64"]
+        # Linked in, so that the library asks nothing of the machine but its driver. nvcc itself is asked
+        # where it is, since toolkits are laid out in many ways and nvcc may be a wrapper script.
+        plan = subprocess.run([*device.command, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False)
+        line = re.search(r"LIBRARIES=(.*)", plan.stdout + plan.stderr)
+        search = [] if line is None else shlex.split(line[1])
+        return [*search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    return [f"-L{device.path.parents[1] / 'lib'}", "-lamdhip64"]
 
 
 def _run(command: list[str], directory: Path, say: Callable[[str], None]) -> None:

@@ -23,6 +23,7 @@ _GEMMA = NormSemantics("rms_norm", "x", weight_offset=1.0)
 _GEMMA_4 = NormSemantics("rms_norm")
 
 _GATED = LeftAlone("multiplies by an activated gate, which it takes as a second tensor")
+_CUMULATIVE = LeftAlone("takes its statistics over all time steps so far, not along one dimension")
 
 
 def _each(entry: Entry, *classes: str) -> dict[str, Entry]:
@@ -77,4 +78,5 @@ TABLE: dict[str, Entry] = {
         "gemma4_unified.modeling_gemma4_unified.Gemma4UnifiedRMSNorm",
     ),
     **_each(_GATED, "qwen3_5.modeling_qwen3_5.Qwen3_5RMSNormGated"),
+    **_each(_CUMULATIVE, "gemma3n.modeling_gemma3n.Gemma3nAudioCumulativeGroupNorm"),
 }

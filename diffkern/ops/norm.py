@@ -15,11 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import needs_dispatcher, register
 from diffkern.providers import registry
 from diffkern.providers.eager import compute_dtype
 
 _HALF = (torch.float16, torch.bfloat16)
+
+_ANY_MIX = "float32, float16, bfloat16 in any mix"
+
+CONTRACT = (
+    ContractRow("rms_norm", "plain", _ANY_MIX, "float32", "once, to the output dtype"),
+    ContractRow("rms_norm", "offset weight", _ANY_MIX, "float32, weight + offset included", "once, to the output dtype"),
+    ContractRow(
+        "rms_norm",
+        "round_dtype",
+        "half round_dtype",
+        "float32",
+        "the normalised value to round_dtype, the product to the output dtype, the sum with the bias again",
+    ),
+    ContractRow("rms_norm", "clamp_eps", _ANY_MIX, "float32", "once, to the output dtype"),
+    ContractRow("layer_norm", "plain", _ANY_MIX, "float32, the variance from centred values", "once, to the output dtype"),
+)
 
 
 def rms_norm(

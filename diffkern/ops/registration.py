@@ -20,8 +20,8 @@ def register(
 ) -> torch._ops.OpOverload:
     """Registers ``torch.ops.diffkern.<name>`` and returns its overload.
 
-    The op is opaque to ``torch.compile``: the graph does not depend on who will compute it. A second copy
-    of diffkern in one process takes the name over, and both copies go on computing the same thing.
+    The op is opaque to ``torch.compile``: the graph does not depend on who will compute it. When another copy
+    of diffkern in the process has registered the same signature before, its op is used.
 
     Args:
         schema: Name and signature, for example ``"rms_norm(Tensor x, float eps=1e-6) -> Tensor"``.
@@ -29,14 +29,26 @@ def register(
         fake: Gives shape, dtype and strides of the result, without data.
         setup_context: Saves for the backward pass; called only when a gradient is needed.
         backward: One gradient per argument of the schema, None where there is none.
+
+    Raises:
+        RuntimeError: another copy of diffkern has registered the name with another signature.
     """
-    name, arrow = schema.split("(", 1)
-    op = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", implementation, mutates_args=(), schema="(" + arrow
-    )
-    op.register_fake(fake)
-    op.register_autograd(backward, setup_context=setup_context)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default  # type: ignore[no-any-return]
+    name, _, signature = schema.partition("(")
+    qualified = f"{NAMESPACE}::{name}"
+    packet = getattr(getattr(torch.ops, NAMESPACE), name, None)
+    if packet is None:
+        # Not torch.library.custom_op: its first call imports all of torch._dynamo, which takes a second.
+        torch.library.define(qualified, f"({signature}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(qualified, "default", implementation)
+        torch.library.register_fake(qualified, fake)
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+        packet = getattr(getattr(torch.ops, NAMESPACE), name)
+    elif str(packet.default._schema) != str(torch._C.parse_schema(f"{qualified}({signature}")):
+        raise RuntimeError(
+            f"torch.ops.{NAMESPACE}.{name} was registered by another version of diffkern in this process: "
+            "import only one of them"
+        )
+    return packet.default  # type: ignore[no-any-return]
 
 
 def needs_dispatcher(*tensors: Tensor | None) -> bool:

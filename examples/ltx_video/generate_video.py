@@ -10,6 +10,7 @@ build the pipeline in memory with random weights and download nothing.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -37,7 +38,8 @@ TEMPORAL_COMPRESSION = 8
 #: Denoising steps of a warm-up call. Every shape of the timed call occurs in each of its steps.
 WARMUP_STEPS = 3
 
-console = Console()
+#: A pipe or a file has no width of its own; the tables need this much.
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class Offload(str, Enum):

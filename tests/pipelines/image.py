@@ -23,15 +23,15 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 
-from pipelines.autoencoders import image_vae, shifted_image_vae
-from pipelines.text_encoders import (
+from tests.pipelines.autoencoders import image_vae, shifted_image_vae
+from tests.pipelines.text_encoders import (
     clip_encoder,
     clip_encoder_with_projection,
     gemma_encoder,
     qwen_encoder,
     t5_encoder,
 )
-from pipelines.tokenizers import clip_tokenizer, gemma_tokenizer, qwen_tokenizer, t5_tokenizer
+from tests.pipelines.tokenizers import clip_tokenizer, gemma_tokenizer, qwen_tokenizer, t5_tokenizer
 
 
 def flux() -> tuple[FluxPipeline, dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffkern import InjectionReport, inject_optimized_kernels
 from diffkern.bench.measure import relative_error
-from pipelines.tiny import BUILDERS, build, in_float64, models, run
+from tests.pipelines.tiny import BUILDERS, build, in_float64, models, run
 
 SEEDS = (0, 1, 2)
 
@@ -80,10 +80,8 @@ def test_the_denoiser_runs_fused_and_no_site_fails(experiment: Experiment) -> No
     denoiser = {
         path: calls for path, calls in experiment.calls.items() if path.startswith(("transformer", "unet"))
     }
-    assert denoiser
-    for path, calls in denoiser.items():
-        assert calls["fused"] > 0, path
-        assert calls["stock"] == 0, (path, calls["stock_reasons"])
+    assert sum(calls["fused"] for calls in denoiser.values()) > 0
+    assert {path: calls["stock_reasons"] for path, calls in denoiser.items() if calls["stock"]} == {}
 
 
 def test_a_restored_run_is_bit_identical_to_the_stock_run(experiment: Experiment) -> None:

@@ -14,7 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from pipelines import image, unet, video
+from tests.pipelines import image, unet, video
 
 STEPS = 2
 

@@ -12,9 +12,9 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-from pipelines.autoencoders import image_vae
-from pipelines.text_encoders import clip_encoder, clip_encoder_with_projection
-from pipelines.tokenizers import clip_tokenizer
+from tests.pipelines.autoencoders import image_vae
+from tests.pipelines.text_encoders import clip_encoder, clip_encoder_with_projection
+from tests.pipelines.tokenizers import clip_tokenizer
 
 _NOISE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 _BLOCKS: dict[str, Any] = {

@@ -25,8 +25,8 @@ from diffusers import (
     WanTransformer3DModel,
 )
 
-from pipelines.text_encoders import clip_encoder, llama_encoder, t5_encoder, umt5_encoder
-from pipelines.tokenizers import clip_tokenizer, llama_tokenizer, t5_tokenizer
+from tests.pipelines.text_encoders import clip_encoder, llama_encoder, t5_encoder, umt5_encoder
+from tests.pipelines.tokenizers import clip_tokenizer, llama_tokenizer, t5_tokenizer
 
 
 def ltx() -> tuple[LTXPipeline, dict[str, Any]]:

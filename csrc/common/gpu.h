@@ -1,0 +1,72 @@
+// What differs between CUDA and HIP: headers, names, the width of a wave, shuffles, half types.
+#pragma once
+
+#if defined(__HIP__) || defined(__HIPCC__)
+#define DIFFKERN_HIP 1
+#include <hip/hip_fp16.h>
+#include <hip/hip_runtime.h>
+#else
+#define DIFFKERN_HIP 0
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#endif
+
+#include "dtypes.h"
+
+namespace diffkern {
+
+#if DIFFKERN_HIP
+using GpuStream = hipStream_t;
+inline int last_launch_error() { return static_cast<int>(hipGetLastError()); }
+// The host does not know for which of its targets a kernel will run, so thread counts that have to be whole
+// waves are multiples of the wider one.
+constexpr int kWaveMultiple = 64;
+#if defined(__GFX8__) || defined(__GFX9__)
+constexpr int kWaveSize = 64;
+#else
+constexpr int kWaveSize = 32;
+#endif
+#else
+using GpuStream = cudaStream_t;
+inline int last_launch_error() { return static_cast<int>(cudaGetLastError()); }
+constexpr int kWaveMultiple = 32;
+constexpr int kWaveSize = 32;
+#endif
+
+constexpr int kMaxThreads = 1024;  // of a block, on every GPU
+
+// The value of the lane whose index differs in the bits of `mask`. All lanes of the wave must take part.
+__device__ __forceinline__ float shuffle_xor(float value, int mask) {
+#if DIFFKERN_HIP
+  return __shfl_xor(value, mask);
+#else
+  return __shfl_xor_sync(~0u, value, mask);
+#endif
+}
+
+// Sum over aligned groups of kLanes lanes, in each of them.
+template <int kLanes>
+__device__ __forceinline__ float group_sum(float value) {
+  static_assert(kLanes <= kWaveSize, "a group lies within one wave");
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+  return value;
+}
+
+// Sum over a block of whole waves, in each thread. `partials` has room for one float per wave; it may be
+// used again only after the block has been synchronised in between.
+__device__ __forceinline__ float block_sum(float value, float* partials) {
+  value = group_sum<kWaveSize>(value);
+  const int wave = threadIdx.x / kWaveSize;
+  const int lane = threadIdx.x % kWaveSize;
+  const int waves = blockDim.x / kWaveSize;
+  if (lane == 0) partials[wave] = value;
+  __syncthreads();
+  return group_sum<kWaveSize>(lane < waves ? partials[lane] : 0.0f);
+}
+
+constexpr int kMaxWaves = kMaxThreads / 32;  // of the narrowest wave
+static_assert(kMaxWaves <= 32, "one wave sums the partial sums of all");
+
+}  // namespace diffkern

@@ -1,0 +1,387 @@
+// CUDA and HIP kernels for rms_norm and layer_norm.
+//
+//  register kernel: contiguous aligned rows of one dtype, read once and kept in registers. The fast path.
+//  loop kernel:     any dtypes, alignment and size; reads a row again, from the caches.
+//  column kernel:   rows across memory, as in channel-first tensors; neighbouring threads take neighbouring
+//                   rows, so that accesses coalesce.
+#include <algorithm>
+#include <iterator>
+#include <type_traits>
+#include <utility>
+
+#if defined(DIFFKERN_BENCH)
+#include <cstdlib>
+#endif
+
+#include "../common/gpu_vector.h"
+#include "norm.h"
+#include "norm_config.h"
+
+namespace diffkern {
+namespace {
+
+// What a row's sums say: the normalised value is ((x - mean) - mean_rest) * scale. What rounding left out of
+// the mean comes to light as the mean of x - mean; without it the whole row would be shifted.
+struct Normaliser {
+  float mean;
+  float mean_rest;
+  float scale;
+
+  __device__ __forceinline__ float operator()(float value) const { return ((value - mean) - mean_rest) * scale; }
+};
+
+__device__ __forceinline__ float scale_of(const NormParams& p, float sum_of_squares) {
+  const float size = static_cast<float>(p.size);
+  if (p.clamp_eps) {
+    const float length = sqrtf(sum_of_squares);
+    return sqrtf(size) / (length < p.eps ? p.eps : length);  // lets NaN through
+  }
+  return rsqrtf(sum_of_squares / size + p.eps);
+}
+
+// The steps between a row's values and its Normaliser. `sum` adds a value up over the threads of the row;
+// `fold` calls its argument with every value that this thread holds.
+template <bool kLayerNorm, typename Sum, typename Fold>
+__device__ __forceinline__ Normaliser normaliser_of(const NormParams& p, Sum&& sum, Fold&& fold) {
+  float squares = 0.0f;
+  if constexpr (!kLayerNorm) {
+    fold([&](float value) { squares += value * value; });
+    return {0.0f, 0.0f, scale_of(p, sum(squares))};
+  } else {
+    const float size = static_cast<float>(p.size);
+    float plain = 0.0f;
+    fold([&](float value) { plain += value; });
+    const float mean = sum(plain) / size;
+    plain = 0.0f;
+    fold([&](float value) {
+      const float centred = value - mean;
+      plain += centred;
+      squares += centred * centred;
+    });
+    plain = sum(plain);
+    squares = sum(squares);
+    const float rest = plain / size;
+    return {mean, rest, scale_of(p, squares - rest * plain)};
+  }
+}
+
+// --- register kernel -----------------------------------------------------------------------------------
+
+// Weight, bias and the roundings, for one packet of a row.
+template <typename T, typename Param, int kCount>
+__device__ __forceinline__ void apply_parameters(const NormParams& p, int64_t at, float* values) {
+  float params[kCount];
+  if (p.round_dtype != Dtype::kNone) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = rounded<T>(values[i]);
+  }
+  if (p.weight != nullptr) {
+    load_elements<Param, kCount>(static_cast<const Param*>(p.weight) + at, params);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] *= params[i] + p.weight_offset;
+  }
+  if (p.bias != nullptr) {
+    load_elements<Param, kCount>(static_cast<const Param*>(p.bias) + at, params);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      values[i] = (p.round_dtype != Dtype::kNone ? rounded<T>(values[i]) : values[i]) + params[i];
+    }
+  }
+}
+
+// A row per kLanes threads, several rows per block; kLanes 0: a row per block. Input, output and round_dtype
+// are T, weight and bias T or float32.
+template <typename T, int kLanes, int kPackets, bool kLayerNorm>
+__global__ void __launch_bounds__(kLanes == 0 ? kMaxThreads : 128) register_kernel(const NormParams p) {
+  constexpr int kCount = kPacketSize<T>;
+  const int lanes = kLanes == 0 ? blockDim.x : kLanes;
+  const int lane = threadIdx.x;
+  const int row_packets = static_cast<int>(p.size / kCount);
+  const bool wide_params = sizeof(T) < sizeof(float) && (p.weight != nullptr ? p.weight_dtype : p.bias_dtype) == Dtype::kFloat32;
+  __shared__ float partials[3][kMaxWaves];
+
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.map.rows;
+       first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
+    // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
+    const int64_t row = first + threadIdx.y;
+    const int packets = row < p.map.rows ? row_packets : 0;
+    const RowOffsets offsets = locate(p.map, row < p.map.rows ? row : first);
+    const T* x = static_cast<const T*>(p.x) + offsets.x;
+    T* out = static_cast<T*>(p.out) + offsets.out;
+
+    uint4 held[kPackets];
+#pragma unroll
+    for (int i = 0; i < kPackets; ++i) {
+      const int packet = lane + i * lanes;
+      if (packet < packets) held[i] = load_once(x + packet * kCount);
+    }
+
+    int sums = 0;
+    const auto sum = [&](float value) {
+      if constexpr (kLanes == 0) {
+        return block_sum(value, partials[sums++]);
+      } else {
+        return group_sum<kLanes>(value);
+      }
+    };
+    const auto fold = [&](auto&& add) {
+#pragma unroll
+      for (int i = 0; i < kPackets; ++i) {
+        if (lane + i * lanes < packets) {
+          float values[kCount];
+          unpack<T>(held[i], values);
+#pragma unroll
+          for (int j = 0; j < kCount; ++j) add(values[j]);
+        }
+      }
+    };
+    const Normaliser normalise = normaliser_of<kLayerNorm>(p, sum, fold);
+
+    const auto write = [&](auto param) {
+#pragma unroll
+      for (int i = 0; i < kPackets; ++i) {
+        const int packet = lane + i * lanes;
+        if (packet < packets) {
+          float values[kCount];
+          unpack<T>(held[i], values);
+#pragma unroll
+          for (int j = 0; j < kCount; ++j) values[j] = normalise(values[j]);
+          apply_parameters<T, decltype(param), kCount>(p, packet * kCount, values);
+          *reinterpret_cast<uint4*>(out + packet * kCount) = pack_packet<T>(values);
+        }
+      }
+    };
+    if (wide_params) {
+      write(float{});
+    } else {
+      write(T{});
+    }
+    if constexpr (kLanes == 0) __syncthreads();  // before the partial sums are used again
+  }
+}
+
+// --- loop kernel ---------------------------------------------------------------------------------------
+
+// Normalises, scales and stores kCount elements, for dtypes known only at run time.
+template <int kCount>
+__device__ __forceinline__ void finish(const NormParams& p, const Normaliser& normalise, int64_t at, int64_t out_offset,
+                                       float* values) {
+  float params[kCount];
+  const bool rounds = p.round_dtype != Dtype::kNone;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) values[j] = rounded_to(p.round_dtype, normalise(values[j]));
+  if (p.weight != nullptr) {
+    load_elements<kCount>(p.weight, p.weight_dtype, at, params);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[j] *= params[j] + p.weight_offset;
+  }
+  if (p.bias != nullptr) {
+    load_elements<kCount>(p.bias, p.bias_dtype, at, params);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[j] = (rounds ? rounded_to(p.out_dtype, values[j]) : values[j]) + params[j];
+  }
+  store_elements<kCount>(values, p.out, p.out_dtype, out_offset);
+}
+
+// A row per block, or, where blockDim.y > 1, per blockDim.x lanes, a power of two within a wave.
+template <typename T, bool kVector, bool kLayerNorm>
+__global__ void __launch_bounds__(kMaxThreads) loop_kernel(const NormParams p) {
+  constexpr int kCount = kVector ? kPacketSize<T> : 1;
+  const int lanes = blockDim.x;
+  __shared__ float partials[3][kMaxWaves];
+
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.map.rows;
+       first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
+    const int64_t row = first + threadIdx.y;
+    const int64_t size = row < p.map.rows ? p.size : 0;
+    const RowOffsets offsets = locate(p.map, row < p.map.rows ? row : first);
+    const T* x = static_cast<const T*>(p.x) + offsets.x;
+    const int64_t begin = static_cast<int64_t>(threadIdx.x) * kCount;
+    const int64_t step = static_cast<int64_t>(lanes) * kCount;
+
+    int sums = 0;
+    const auto sum = [&](float value) {
+      if (blockDim.y == 1) return block_sum(value, partials[sums++]);
+      for (int mask = lanes / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+      return value;
+    };
+    const auto fold = [&](auto&& add) {
+#pragma unroll 4
+      for (int64_t at = begin; at < size; at += step) {
+        float values[kCount];
+        load_elements<T, kCount>(x + (kVector ? at : at * p.x_stride), values);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) add(values[j]);
+      }
+    };
+    const Normaliser normalise = normaliser_of<kLayerNorm>(p, sum, fold);
+
+    for (int64_t at = begin; at < size; at += step) {
+      float values[kCount];
+      load_elements<T, kCount>(x + (kVector ? at : at * p.x_stride), values);
+      finish<kCount>(p, normalise, at, offsets.out + (kVector ? at : at * p.out_stride), values);
+    }
+    if (blockDim.y == 1) __syncthreads();
+  }
+}
+
+// --- column kernel -------------------------------------------------------------------------------------
+
+// kColumnRows rows per block, one per thread along x; the threads along y share the row's elements.
+template <typename T, bool kLayerNorm>
+__global__ void __launch_bounds__(kColumnRows* kColumnSplits) column_kernel(const NormParams p) {
+  __shared__ float partials[kColumnSplits][kColumnRows];
+
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kColumnRows; first < p.map.rows;
+       first += static_cast<int64_t>(gridDim.x) * kColumnRows) {
+    const int64_t row = first + threadIdx.x;
+    const int64_t size = row < p.map.rows ? p.size : 0;
+    const RowOffsets offsets = locate(p.map, row < p.map.rows ? row : first);
+    const T* x = static_cast<const T*>(p.x) + offsets.x;
+
+    const auto sum = [&](float value) {
+      __syncthreads();  // the previous sums have been read
+      partials[threadIdx.y][threadIdx.x] = value;
+      __syncthreads();
+      float total = 0.0f;
+#pragma unroll
+      for (int split = 0; split < kColumnSplits; ++split) total += partials[split][threadIdx.x];
+      return total;
+    };
+    const auto fold = [&](auto&& add) {
+#pragma unroll 8
+      for (int64_t at = threadIdx.y; at < size; at += kColumnSplits) add(to_float(x[at * p.x_stride]));
+    };
+    const Normaliser normalise = normaliser_of<kLayerNorm>(p, sum, fold);
+
+#pragma unroll 4
+    for (int64_t at = threadIdx.y; at < size; at += kColumnSplits) {
+      float value = to_float(x[at * p.x_stride]);
+      finish<1>(p, normalise, at, offsets.out + at * p.out_stride, &value);
+    }
+  }
+}
+
+// --- launches ------------------------------------------------------------------------------------------
+
+constexpr int64_t kMaxBlocks = 0x7fffffff;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
+  return static_cast<unsigned>(std::min(kMaxBlocks, ceil_div(rows, rows_per_block)));
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kPacketBytes == 0; }
+
+// Whether x, out and the parameters can be walked in packets of 16 bytes of x.
+bool vectorisable(const NormParams& p) {
+  const int64_t x_packet = kPacketBytes / bytes_of(p.x_dtype);
+  const int64_t out_packet = kPacketBytes / bytes_of(p.out_dtype);
+  if (p.x_stride != 1 || p.out_stride != 1 || p.size % x_packet != 0) return false;
+  if (!aligned(p.x) || !aligned(p.out) || !aligned(p.weight) || !aligned(p.bias)) return false;
+  for (int dim = 0; dim < p.map.dims; ++dim) {
+    if (p.map.x_strides[dim] % x_packet != 0 || p.map.out_strides[dim] % out_packet != 0) return false;
+  }
+  return true;
+}
+
+// Whether the register kernel has code for these dtypes.
+bool uniform(const NormParams& p) {
+  const auto plain = [&](Dtype dtype) { return dtype == Dtype::kNone || dtype == p.x_dtype; };
+  const auto param = [&](Dtype dtype) { return plain(dtype) || dtype == Dtype::kFloat32; };
+  const bool same = p.weight == nullptr || p.bias == nullptr || p.weight_dtype == p.bias_dtype;
+  return plain(p.out_dtype) && plain(p.round_dtype) && param(p.weight_dtype) && param(p.bias_dtype) && same;
+}
+
+template <int kIndex, typename T, bool kLayerNorm>
+bool launch_register_kernel(const NormParams& p, int index, int64_t row_packets, GpuStream stream) {
+  if (index != kIndex) return false;
+  constexpr RowConfig config = kRowConfigs[kIndex];
+  dim3 block;
+  if constexpr (config.lanes == 0) {
+    block = dim3(static_cast<unsigned>(ceil_div(ceil_div(row_packets, config.packets), kWaveMultiple) * kWaveMultiple));
+  } else {
+    block = dim3(config.lanes, config.threads / config.lanes);
+  }
+  register_kernel<T, config.lanes, config.packets, kLayerNorm><<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
+  return true;
+}
+
+template <typename T, bool kLayerNorm, int... kIndices>
+void launch_register_kernel(const NormParams& p, int index, std::integer_sequence<int, kIndices...>, GpuStream stream) {
+  const int64_t row_packets = p.size / kPacketSize<T>;
+  (launch_register_kernel<kIndices, T, kLayerNorm>(p, index, row_packets, stream) || ...);
+}
+
+constexpr int kRowConfigCount = static_cast<int>(std::size(kRowConfigs));
+
+// The first configuration that holds the row, or -1.
+int choose_config(int64_t row_packets, int64_t rows) {
+#if defined(DIFFKERN_BENCH)
+  if (const char* chosen = std::getenv("DIFFKERN_NORM_CONFIG")) return std::atoi(chosen);
+#endif
+  const bool spread = rows < kFewRows && row_packets >= kFewRowsPackets;
+  for (int index = 0; index < kRowConfigCount; ++index) {
+    if (spread && kRowConfigs[index].lanes != 0) continue;
+    if (kRowConfigs[index].fits(row_packets, kMaxThreads)) return index;
+  }
+  return -1;
+}
+
+template <bool kVector, typename T, bool kLayerNorm>
+void launch_loop_kernel(const NormParams& p, GpuStream stream) {
+  constexpr int kItemsPerThread = 4;  // or more, in a loop
+  constexpr int kGroupThreads = 128;
+  const int64_t items = kVector ? p.size / kPacketSize<T> : p.size;
+  const int64_t wanted = ceil_div(items, kItemsPerThread);
+  dim3 block;
+  if (wanted <= 32) {
+    int lanes = 4;
+    while (lanes < wanted) lanes *= 2;
+    block = dim3(lanes, kGroupThreads / lanes);
+  } else {
+    block = dim3(static_cast<unsigned>(std::min<int64_t>(kMaxThreads, ceil_div(wanted, kWaveMultiple) * kWaveMultiple)));
+  }
+  loop_kernel<T, kVector, kLayerNorm><<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
+}
+
+template <typename T, bool kLayerNorm>
+void launch(const NormParams& p, GpuStream stream) {
+  if (vectorisable(p)) {
+    const int index = uniform(p) ? choose_config(p.size / kPacketSize<T>, p.map.rows) : -1;
+    if (index >= 0) {
+      launch_register_kernel<T, kLayerNorm>(p, index, std::make_integer_sequence<int, kRowConfigCount>{}, stream);
+    } else {
+      launch_loop_kernel<true, T, kLayerNorm>(p, stream);
+    }
+  } else if (p.x_stride <= p.map.x_strides[0] || p.map.rows < kColumnRows) {
+    launch_loop_kernel<false, T, kLayerNorm>(p, stream);
+  } else {
+    column_kernel<T, kLayerNorm>
+        <<<blocks_for(p.map.rows, kColumnRows), dim3(kColumnRows, kColumnSplits), 0, stream>>>(p);
+  }
+}
+
+template <typename T>
+void launch(const NormParams& p, GpuStream stream) {
+  if (p.layer_norm) {
+    launch<T, true>(p, stream);
+  } else {
+    launch<T, false>(p, stream);
+  }
+}
+
+}  // namespace
+
+int norm_gpu(const NormParams& p, void* stream_pointer) {
+  const GpuStream stream = static_cast<GpuStream>(stream_pointer);
+  switch (p.x_dtype) {
+    case Dtype::kFloat16: launch<Half>(p, stream); break;
+    case Dtype::kBFloat16: launch<BFloat16>(p, stream); break;
+    default: launch<float>(p, stream); break;
+  }
+  return last_launch_error();
+}
+
+}  // namespace diffkern

@@ -1,0 +1,53 @@
+"""The numerical contract: for every op and case, how it computes, where it rounds, and what is promised.
+
+``docs/numerics.md`` shows the table; ``tests/ops/test_contract.py`` tests every row on every provider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: What ``numerics="fast"`` promises unless a row says otherwise.
+FAST_BOUND = "error against float64 <= 1.05 x that of the stock chain + 1e-6"
+
+
+@dataclass(frozen=True)
+class ContractRow:
+    """One promise.
+
+    Attributes:
+        op: Name of the op.
+        case: Short name of the case; ``op`` and ``case`` together are unique.
+        inputs: Which inputs it is about, in words.
+        arithmetic: The precision of all arithmetic between reading and rounding.
+        rounds: Where values are rounded to a narrower dtype.
+        exact: The chain of plain PyTorch ops that the result equals bit for bit, or None where only
+            ``bound`` is promised.
+        bound: The promise of ``numerics="fast"``.
+    """
+
+    op: str
+    case: str
+    inputs: str
+    arithmetic: str
+    rounds: str
+    exact: str | None = None
+    bound: str = FAST_BOUND
+
+
+def table() -> tuple[ContractRow, ...]:
+    """Returns all rows, in the order of the documentation."""
+    from diffkern.ops import norm
+
+    return tuple(norm.CONTRACT)
+
+
+def markdown(rows: Iterable[ContractRow]) -> str:
+    """Returns the rows as a Markdown table."""
+    lines = ["| op | case | inputs | arithmetic | rounds | exact | fast |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| `{row.op}` | {row.case} | {row.inputs} | {row.arithmetic} | {row.rounds} | {row.exact or '-'} | {row.bound} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
