@@ -46,18 +46,32 @@ def build(
         typer.Option(help="GPU architecture, e.g. sm_90 or gfx942; may be repeated; 'all' for the full list."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Directory to build into; default: inside the package.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Compile even if the same build is there.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the compiler commands.")] = False,
 ) -> None:
     """Compile the kernels. Without a choice of platform, everything this machine has a compiler for."""
-    from diffkern.build import BuildError, build_kernels
+    from diffkern.build import BuildError, ToolchainError, build_kernels
 
     backends = [name for name, wanted in (("cpu", cpu), ("cuda", cuda), ("rocm", rocm)) if wanted]
     try:
-        for built in build_kernels(backends or None, archs=arch or None, output=output, verbose=verbose):
-            typer.echo(built.describe())
-    except BuildError as error:
+        results = build_kernels(backends or "auto", archs=arch or None, output=output, force=force, verbose=verbose)
+    except (BuildError, ToolchainError, ValueError) as error:
         typer.echo(f"diffkern build: {error}", err=True)
         raise typer.Exit(1) from None
+    for result in results:
+        archs = f" for {', '.join(result.archs)}" if result.archs else ""
+        if result.directory is None:
+            typer.echo(f"{result.backend}: failed: {result.reason}", err=True)
+        elif result.fresh:
+            typer.echo(f"{result.backend}: built{archs} in {result.seconds:.0f} s: {result.directory}")
+        else:
+            typer.echo(f"{result.backend}: already there{archs}: {result.directory}")
+        for note in result.notes:
+            typer.echo(f"  {note}")
+    if not results:
+        typer.echo("nothing to build: no compiler was found; diffkern doctor says which ones are looked for", err=True)
+    if not any(result.directory for result in results):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -54,13 +54,23 @@ class _StockRaises(_Unknown):
     """The stock forward does not take an input."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Run:
-    """One call of the stock forward on the copy: in which state, with what, to what result."""
+    """One call of the stock forward: on the copy in which state, with what, to what result."""
 
     module: nn.Module
     x: Tensor
     y: Tensor
+    ordinary: bool = True
+
+
+@dataclass(frozen=True)
+class _Score:
+    """How far a candidate is from stock: at scale 1 with the module's own eps, at worst, and in how many calls."""
+
+    ordinary: float = math.inf
+    worst: float = math.inf
+    calls: int = 0
 
 
 def probe(module: nn.Module) -> Match:
@@ -110,9 +120,11 @@ def _find(module: nn.Module) -> NormSemantics:
         warnings.simplefilter("ignore")
         _randomise(stock, generator)
         state, values = _state(stock), copy.deepcopy(stock._parameters)
-        candidate = _fit_formula(stock, argument, generator, device)
-        candidate = _fit_dtypes(stock, candidate, generator, device)
-        candidate = _fit_layout(stock, candidate, generator, device)
+        fits = _fit_formula(stock, argument, generator, device)
+        fits = _fit_layout(stock, fits, generator, device)
+        if len(fits) > 1:
+            raise _Unknown("two answers fit: " + " and ".join(_describe(candidate) for candidate in fits[:2]))
+        candidate = _fit_dtypes(stock, fits[0], generator, device)
     if _state(stock) != state or not _same(stock._parameters, values):
         raise _Unknown("its forward changes the module itself")
     return candidate
@@ -204,7 +216,9 @@ def _run(module: nn.Module, x: Tensor) -> Tensor:
 # --- the formula, in float32 ---------------------------------------------------------------------------
 
 
-def _fit_formula(stock: nn.Module, argument: str, generator: torch.Generator, device: torch.device) -> NormSemantics:
+def _fit_formula(
+    stock: nn.Module, argument: str, generator: torch.Generator, device: torch.device
+) -> list[NormSemantics]:
     """Finds op, dimension, eps and offset."""
     eps_attributes = [k for k, v in vars(stock).items() if "eps" in k and (v is None or type(v) is float)]
     states = [stock] + [_with(stock, torch.float32, **{name: _OTHER_EPS}) for name in eps_attributes]
@@ -215,29 +229,27 @@ def _fit_formula(stock: nn.Module, argument: str, generator: torch.Generator, de
             x = (torch.randn(shape, generator=generator) + 0.5).mul_(scale).to(device)
             for state in states:
                 try:
-                    runs.append(_Run(state, x, _run(state, x)))
+                    runs.append(_Run(state, x, _run(state, x), state is stock and scale == 1.0))
                 except _StockRaises as error:
                     refused = refused or error
-    if refused is not None and not runs:
+    if refused is not None and not any(run.ordinary for run in runs):
         raise refused
 
-    scores: dict[NormSemantics, tuple[float, int]] = {}
-    fits: list[NormSemantics] = []
+    scores: dict[NormSemantics, _Score] = {}
     for eps in (eps_attributes, _EPS):
-        scores |= {c: _compare(c, runs) for c in _candidates(stock, argument, eps)}
+        scores |= {candidate: _compare(candidate, runs) for candidate in _candidates(stock, argument, eps)}
+        fits = {candidate: score for candidate, score in scores.items() if score.worst <= _TOLERANCE}
         # On inputs of rank 2 the last dimension is also the second: what explains more inputs is the answer.
-        most = max((calls for error, calls in scores.values() if error <= _TOLERANCE), default=0)
-        fits = [candidate for candidate, (error, calls) in scores.items() if error <= _TOLERANCE and calls == most]
+        most = max((score.calls for score in fits.values()), default=0)
         if fits:
-            break
+            return [candidate for candidate, score in fits.items() if score.calls == most]
     if not scores:
         raise _Unknown(f"no candidate has its parameters ({', '.join(stock._parameters)})")
-    if not fits:
-        nearest = min(scores, key=lambda c: scores[c][0])
-        raise _Unknown(f"it computes no norm that is known; the nearest is {_describe(nearest, scores[nearest][0])}")
-    if len(fits) > 1:
-        raise _Unknown("two answers fit: " + " and ".join(_describe(c, scores[c][0]) for c in fits[:2]))
-    return fits[0]
+    nearest, score = min(scores.items(), key=lambda item: (item[1].ordinary, item[1].worst))
+    raise _Unknown(
+        f"it computes no norm that is known; the nearest is {_describe(nearest)}, "
+        f"off by {score.ordinary:.1e} at scale 1 and by {score.worst:.1e} at worst"
+    )
 
 
 def _shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
@@ -296,17 +308,17 @@ def _is_empty(module: nn.Module, name: str) -> bool:
     return value is None or (type(value) is float and value == 0.0)
 
 
-def _compare(candidate: NormSemantics, runs: list[_Run]) -> tuple[float, int]:
-    """The largest deviation from stock, and the number of calls that the candidate may serve.
-
-    A candidate need not serve everything stock takes, for the guard of each call sends that to stock.
-    """
-    deviations = [
-        _deviation(apply(candidate, run.module, run.x, provider="eager"), run.y)
+def _compare(candidate: NormSemantics, runs: list[_Run]) -> _Score:
+    """Compares with every call that the candidate may serve; the guard of each call sends others to stock."""
+    deviations = {
+        run: _deviation(apply(candidate, run.module, run.x, provider="eager"), run.y)
         for run in runs
         if declines(candidate, run.module, run.x) is None
-    ]
-    return (max(deviations), len(deviations)) if deviations else (float("inf"), 0)
+    }
+    if not deviations:
+        return _Score()
+    ordinary = max((deviation for run, deviation in deviations.items() if run.ordinary), default=math.inf)
+    return _Score(ordinary, max(deviations.values()), len(deviations))
 
 
 def _deviation(y: Tensor, stock: Tensor) -> float:
@@ -319,10 +331,11 @@ def _deviation(y: Tensor, stock: Tensor) -> float:
     return float("inf") if math.isnan(deviation) else deviation
 
 
-def _describe(candidate: NormSemantics, error: float) -> str:
-    weight = "no weight" if candidate.weight is None else f"1 + {candidate.weight}" if candidate.weight_offset else candidate.weight
+def _describe(candidate: NormSemantics) -> str:
+    weight = "no weight" if candidate.weight is None else candidate.weight
+    offset = "1 + " if candidate.weight_offset else ""
     kind = "clamped by" if candidate.clamp_eps else "plus"
-    return f"{candidate.op} over {candidate.dim} {kind} eps={candidate.eps} with {weight} (deviation {error:.1e})"
+    return f"{candidate.op} over {candidate.dim} {kind} eps={candidate.eps} with {offset}{weight}"
 
 
 # --- rounding and dtype of the result ------------------------------------------------------------------
@@ -332,7 +345,7 @@ def _fit_dtypes(
     stock: nn.Module, candidate: NormSemantics, generator: torch.Generator, device: torch.device
 ) -> NormSemantics:
     """Finds where the class rounds and which dtype it returns; of several that fit, the nearest."""
-    shape = next(s for s in _shapes(stock) if _served(candidate, stock, torch.empty(s, device=device)))
+    shape = next(s for s in _shapes(stock) if _served(candidate, stock, torch.ones(s, device=device)))
     uniform = [_half_run(stock, shape, dtype, dtype, generator, device) for dtype in _HALF]
     variants = [candidate]
     if candidate.op == "rms_norm" and candidate.weight in stock._parameters:
@@ -409,18 +422,26 @@ def _dtypes_of(run: _Run) -> set[torch.dtype]:
 
 
 def _fit_layout(
-    stock: nn.Module, candidate: NormSemantics, generator: torch.Generator, device: torch.device
-) -> NormSemantics:
+    stock: nn.Module, candidates: list[NormSemantics], generator: torch.Generator, device: torch.device
+) -> list[NormSemantics]:
     """Finds which strides the class gives to the result for inputs that are not contiguous."""
     runs = []
     for shape in _shapes(stock):
         x = torch.randn(shape, generator=generator).to(device)
-        if len(shape) > 2 and _served(candidate, stock, x):
+        if len(shape) > 2 and _served(candidates[0], stock, x):
             for order in ((-1, 1), (0, -2)):
                 view = x.transpose(*order).contiguous().transpose(*order)
-                runs += [_Run(stock, view, _run(stock, view))]
-    fixed = candidate.layout == "channels_last"
-    for fitted in (candidate,) if fixed else (replace(candidate, layout="contiguous"), replace(candidate, layout="preserve")):
-        if all(apply(fitted, run.module, run.x, provider="eager").stride() == run.y.stride() for run in runs):
-            return fitted
-    raise _Unknown("it lays out its result in memory as no candidate does")
+                runs.append(_Run(stock, view, _run(stock, view)))
+    laid_out = [
+        candidate if candidate.layout == "channels_last" else replace(candidate, layout=layout)
+        for candidate in candidates
+        for layout in ("contiguous", "preserve")
+    ]
+    fits = [
+        candidate
+        for candidate in dict.fromkeys(laid_out)
+        if all(apply(candidate, run.module, run.x, provider="eager").stride() == run.y.stride() for run in runs)
+    ]
+    if not fits:
+        raise _Unknown("it lays out its result in memory as no candidate does")
+    return fits

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import torch
 import typer
-from random_weights import Size, build_pipeline
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -39,7 +38,14 @@ TEMPORAL_COMPRESSION = 8
 WARMUP_STEPS = 3
 
 #: A pipe or a file has no width of its own; the tables need this much.
-console = Console(width=None if sys.stdout.isatty() else 120)
+console = Console(width=None if sys.stdout.isatty() else 140)
+
+
+class Size(str, Enum):
+    """Which of the pipelines of random weights to build."""
+
+    TINY = "tiny"
+    FULL = "full"
 
 
 class Offload(str, Enum):
@@ -293,7 +299,9 @@ def load_pipeline(
     """Builds or loads the pipeline; says so before anything is downloaded."""
     if random_weights is not None:
         with console.status(f"Building the {random_weights.value} pipeline with random weights"):
-            return build_pipeline(random_weights, device, dtype, seed)
+            from random_weights import build_pipeline  # imports diffusers, which takes seconds
+
+            return build_pipeline(random_weights.value, device, dtype, seed)
     from diffusers import LTXPipeline
 
     if not Path(model).is_dir():

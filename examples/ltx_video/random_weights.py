@@ -10,7 +10,7 @@ What comes out is noise, of course. It is the noise that every correct kernel mu
 
 from __future__ import annotations
 
-from enum import Enum
+from typing import Any, Literal
 
 import torch
 from diffusers import (
@@ -22,14 +22,9 @@ from diffusers import (
 from torch import nn
 from transformers import T5Config, T5EncoderModel, T5Tokenizer
 
+Size = Literal["tiny", "full"]
+
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,!?-'\""
-
-
-class Size(str, Enum):
-    """How large the random pipeline is."""
-
-    TINY = "tiny"
-    FULL = "full"
 
 
 def build_pipeline(size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LTXPipeline:
@@ -40,7 +35,7 @@ def build_pipeline(size: Size, device: torch.device, dtype: torch.dtype, seed: i
     tokenizer = build_tokenizer()
     torch.manual_seed(seed)
     with device:
-        if size is Size.FULL:
+        if size == "full":
             transformer = LTXVideoTransformer3DModel()
             vae = AutoencoderKLLTXVideo()
         else:
@@ -93,7 +88,8 @@ def randomize_constants(model: nn.Module, scale: float = 0.1) -> None:
 
 
 def _text_encoder_config(size: Size, vocabulary_size: int) -> T5Config:
-    if size is Size.FULL:
+    dimensions: dict[str, Any]
+    if size == "full":
         dimensions = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_heads": 64}
     else:
         dimensions = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}

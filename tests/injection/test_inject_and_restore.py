@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from models import ltx_inputs, randomise, run, tiny_ltx
+from tests.injection.models import ltx_inputs, randomise, run, tiny_ltx
 from torch import nn
 
 import diffkern.injection.inject as inject_module

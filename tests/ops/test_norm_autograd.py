@@ -27,8 +27,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 def test_first_and_second_derivatives_are_right_in_float64(
     op: str, options: dict[str, Any], layout: str, device: str
 ) -> None:
-    x = make(layout, 2, 3, 6, torch.float64, device).detach()
-    inputs = [x, *(make_parameter("plain", 6, torch.float64, device, seed=seed) for seed in (1, 2))]
+    x = make(layout, 1, 2, 5, torch.float64, device).detach()
+    inputs = [x, *(make_parameter("plain", 5, torch.float64, device, seed=seed) for seed in (1, 2))]
     for given in ((True, True), (True, False), (False, True), (False, False)):
         tensors = [x, *(p if keep else None for p, keep in zip(inputs[1:], given, strict=True))]
         leaves = [None if tensor is None else tensor.clone().requires_grad_() for tensor in tensors]
@@ -106,11 +106,11 @@ def test_dk44_nothing_outlives_a_call_without_grad(op: str, provider: str, devic
         with mode:
             one_call()
             gc.collect()
-            tensors = sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+            tensors = sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
             references = [ref for _ in range(20) for ref in one_call()]
             assert all(ref() is None for ref in references), "a tensor lives without the cycle collector's help"
             gc.collect()
-            assert sum(isinstance(thing, Tensor) for thing in gc.get_objects()) == tensors
+            assert sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()) == tensors
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
