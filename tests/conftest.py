@@ -3,13 +3,15 @@
 A test that takes ``provider`` and ``device`` runs once for each provider on the CPU and, marked ``gpu``, once
 for each on CUDA. GPU tests run only when asked for: ``pytest -m gpu``. A provider that is not there on this
 machine is skipped with its own reason, or fails the test if ``DIFFKERN_REQUIRE_PROVIDERS`` (comma-separated)
-names it. Triton serves the CPU only in its interpreter: ``TRITON_INTERPRET=1 pytest tests/ops --provider triton``,
-which ``tests/providers/test_triton_interpreter.py`` runs.
+names it. Triton serves the CPU only in its interpreter, as ``tests/providers/test_triton_interpreter.py``
+does: ``TRITON_INTERPRET=1 pytest tests/ops --provider triton``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -30,13 +32,20 @@ hypothesis.settings.load_profile("diffkern")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--provider", action="append", choices=ORDER, help="test only this provider (may be given several times)"
+        "--provider",
+        action="append",
+        choices=ORDER,
+        help="test only this provider (may be given several times)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm GPU; runs only if the -m expression names it")
-    config.addinivalue_line("markers", "sanitize: runs each kernel path once, briefly enough for compute-sanitizer")
+    config.addinivalue_line(
+        "markers", "gpu: needs a CUDA or ROCm GPU; runs only if the -m expression names it"
+    )
+    config.addinivalue_line(
+        "markers", "sanitize: runs each kernel path once, briefly enough for compute-sanitizer"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,3 +89,15 @@ def provider(request: pytest.FixtureRequest, device: str) -> str:
             pytest.fail(f"DIFFKERN_REQUIRE_PROVIDERS names {name}, but on {device}: {reason}")
         pytest.skip(f"{name} on {device}: {reason}")
     return name
+
+
+@pytest.fixture(scope="session")
+def triton() -> ModuleType:
+    """Triton; without it the test is skipped, or fails if ``DIFFKERN_REQUIRE_TOOLCHAINS`` names it."""
+    try:
+        importlib.import_module("triton.language")
+    except ImportError as error:
+        if "triton" in os.environ.get("DIFFKERN_REQUIRE_TOOLCHAINS", "").split(","):
+            pytest.fail(f"DIFFKERN_REQUIRE_TOOLCHAINS names triton: {error}")
+        pytest.skip(f"Triton is not installed: {error}")
+    return importlib.import_module("triton")

@@ -8,12 +8,17 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#if defined(CUDA_KERNEL) || defined(ROCM_KERNEL)  // how the Hub's builder says it
+#define DIFFKERN_GPU
+#endif
+
 #if defined(DIFFKERN_GPU)
 #include <torch/csrc/stable/accelerator.h>
 #endif
 
 #include <array>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "dtypes.h"
@@ -96,5 +101,25 @@ inline Tensor empty_output(const Tensor& x, ScalarType dtype, bool preserve_stri
       device_type, x.get_device_index(), &handle));
   return Tensor(handle);
 }
+
+#if defined(DIFFKERN_GPU)
+// Calls launch(stream) with the current stream of x's device, and turns the error code it returns, if any,
+// into an exception.
+template <typename Launch>
+void launch_on_device_of(const Tensor& x, const char* op, Launch&& launch) {
+  const int32_t device = x.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const int error = launch(stream);
+  if (error != 0) {
+    char* message = nullptr;
+    torch_c10_cuda_check_msg(error, __FILE__, __func__, __LINE__, true, &message);
+    const std::string text = message != nullptr ? message : "unknown error";
+    if (message != nullptr) torch_c10_cuda_free_error_msg(message);
+    STD_TORCH_CHECK(false, op, ": the kernel could not be launched: ", text);
+  }
+}
+#endif
 
 }  // namespace diffkern

@@ -12,18 +12,8 @@ constexpr int64_t kGrain = 32768;
 
 void launch(const NormParams& params, [[maybe_unused]] const Tensor& x) {
 #if defined(DIFFKERN_GPU)
-  const int32_t device = x.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const int error = norm_gpu(params, stream);
-  if (error != 0) {
-    char* message = nullptr;
-    torch_c10_cuda_check_msg(error, __FILE__, __func__, __LINE__, true, &message);
-    const std::string text = message != nullptr ? message : "unknown error";
-    if (message != nullptr) torch_c10_cuda_free_error_msg(message);
-    STD_TORCH_CHECK(false, "diffkern: the norm kernel could not be launched: ", text);
-  }
+  launch_on_device_of(x, params.layer_norm ? "layer_norm" : "rms_norm",
+                      [&params](void* stream) { return norm_gpu(params, stream); });
 #else
   torch::stable::parallel_for(0, params.map.rows, std::max<int64_t>(1, kGrain / params.size),
                               [&params](int64_t begin, int64_t end) { norm_cpu(params, begin, end); });

@@ -20,6 +20,9 @@ struct RowConfig {
 // barrier; wider ones take a block.
 constexpr RowConfig kRowConfigs[] = {
     {8, 1, 128}, {16, 1, 128}, {32, 1, 128}, {32, 2, 128}, {32, 4, 128}, {32, 6, 128}, {32, 8, 128}, {32, 12, 128}, {0, 4, 0}, {0, 8, 0},
+#if defined(DIFFKERN_BENCH)  // candidates, reached through DIFFKERN_NORM_CONFIG only
+    {32, 3, 128}, {0, 1, 0}, {0, 2, 0}, {0, 3, 0}, {0, 5, 0}, {32, 4, 64}, {32, 8, 64}, {32, 12, 64}, {32, 8, 32}, {32, 12, 32}, {16, 2, 128},
+#endif
 };
 
 // A few rows would leave most of the GPU idle at one group of lanes each: from this many packets a row on,

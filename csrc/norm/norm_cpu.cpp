@@ -5,10 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
+#include "../common/cpu_elements.h"
 #include "norm.h"
 
 #ifndef DIFFKERN_CPU_LEVEL
@@ -18,91 +15,9 @@
 namespace diffkern {
 namespace {
 
-constexpr int kChunk = 256;
 constexpr int kLanes = 32;      // partial sums side by side: for vector units, and for accuracy
 constexpr int kTileRows = 64;   // rows normalised together when the normalised dimension is strided
 constexpr int kFlushEvery = 64; // float32 additions in a row before a sum moves on to float64
-
-void widen(const BFloat16* from, int n, float* to) {
-  for (int i = 0; i < n; ++i) to[i] = bfloat16_to_float(from[i].bits);
-}
-
-void narrow(const float* from, int n, BFloat16* to) {
-  for (int i = 0; i < n; ++i) to[i].bits = float_to_bfloat16(from[i]);
-}
-
-void widen(const Half* from, int n, float* to) {
-  int i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= n; i += 8) {
-    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(packed));
-  }
-#endif
-  for (; i < n; ++i) to[i] = half_to_float(from[i].bits);
-}
-
-void narrow(const float* from, int n, Half* to) {
-  int i = 0;
-#if defined(__F16C__)
-  for (; i + 8 <= n; i += 8) {
-    const __m128i packed = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), packed);
-  }
-#endif
-  for (; i < n; ++i) to[i].bits = float_to_half(from[i]);
-}
-
-void widen(const float* from, int n, float* to) { std::memcpy(to, from, n * sizeof(float)); }
-
-void narrow(const float* from, int n, float* to) { std::memcpy(to, from, n * sizeof(float)); }
-
-// Elements `stride` apart, from base[offset] on.
-template <typename T>
-void load_as(const void* base, int64_t offset, int64_t stride, int n, float* to) {
-  const T* from = static_cast<const T*>(base) + offset;
-  if (stride == 1) return widen(from, n, to);
-  T gathered[kChunk];
-  for (int i = 0; i < n; ++i) gathered[i] = from[i * stride];
-  widen(gathered, n, to);
-}
-
-template <typename T>
-void store_as(const float* from, int n, void* base, int64_t offset, int64_t stride) {
-  T* to = static_cast<T*>(base) + offset;
-  if (stride == 1) return narrow(from, n, to);
-  T scattered[kChunk];
-  narrow(from, n, scattered);
-  for (int i = 0; i < n; ++i) to[i * stride] = scattered[i];
-}
-
-void load(const void* base, Dtype dtype, int64_t offset, int64_t stride, int n, float* to) {
-  switch (dtype) {
-    case Dtype::kFloat16: return load_as<Half>(base, offset, stride, n, to);
-    case Dtype::kBFloat16: return load_as<BFloat16>(base, offset, stride, n, to);
-    default: return load_as<float>(base, offset, stride, n, to);
-  }
-}
-
-void store(const float* from, int n, void* base, Dtype dtype, int64_t offset, int64_t stride) {
-  switch (dtype) {
-    case Dtype::kFloat16: return store_as<Half>(from, n, base, offset, stride);
-    case Dtype::kBFloat16: return store_as<BFloat16>(from, n, base, offset, stride);
-    default: return store_as<float>(from, n, base, offset, stride);
-  }
-}
-
-void round_to(Dtype dtype, float* values, int n) {
-  if (dtype == Dtype::kFloat16) {
-    Half rounded[kChunk];
-    narrow(values, n, rounded);
-    widen(rounded, n, values);
-  } else if (dtype == Dtype::kBFloat16) {
-    BFloat16 rounded[kChunk];
-    narrow(values, n, rounded);
-    widen(rounded, n, values);
-  }
-}
 
 // The sum of a row's values and that of their squares.
 struct Sums {

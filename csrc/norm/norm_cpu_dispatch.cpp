@@ -1,4 +1,5 @@
 // Chooses between the builds of norm_cpu.cpp. Compiled for the oldest CPU, like any code before the choice.
+#include "../common/cpu_level.h"
 #include "norm.h"
 
 namespace diffkern {
@@ -19,12 +20,9 @@ namespace {
 
 auto choose() {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512) return avx512::norm_cpu;
-  if (has_avx2) return avx2::norm_cpu;
+  const CpuLevel level = cpu_level();
+  if (level == CpuLevel::kAvx512) return avx512::norm_cpu;
+  if (level == CpuLevel::kAvx2) return avx2::norm_cpu;
 #endif
   return baseline::norm_cpu;
 }

@@ -39,29 +39,48 @@ __device__ __forceinline__ float scale_of(const NormParams& p, float sum_of_squa
   return rsqrtf(sum_of_squares / size + p.eps);
 }
 
+// A sum in two levels: what many additions in a row would lose is kept by starting anew now and then.
+struct Accumulator {
+  float total = 0.0f;
+  float part = 0.0f;
+
+  __device__ __forceinline__ void add(float value) { part += value; }
+  __device__ __forceinline__ void flush() {
+    total += part;
+    part = 0.0f;
+  }
+};
+
 // The steps between a row's values and its Normaliser. `sum` adds a value up over the threads of the row;
-// `fold` calls its argument with every value that this thread holds.
+// fold(add, flush) calls add with every value that this thread holds, and flush where there are many.
 template <bool kLayerNorm, typename Sum, typename Fold>
 __device__ __forceinline__ Normaliser normaliser_of(const NormParams& p, Sum&& sum, Fold&& fold) {
-  float squares = 0.0f;
+  Accumulator squares;
   if constexpr (!kLayerNorm) {
-    fold([&](float value) { squares += value * value; });
-    return {0.0f, 0.0f, scale_of(p, sum(squares))};
+    fold([&](float value) { squares.add(value * value); }, [&] { squares.flush(); });
+    squares.flush();
+    return {0.0f, 0.0f, scale_of(p, sum(squares.total))};
   } else {
     const float size = static_cast<float>(p.size);
-    float plain = 0.0f;
-    fold([&](float value) { plain += value; });
-    const float mean = sum(plain) / size;
-    plain = 0.0f;
-    fold([&](float value) {
-      const float centred = value - mean;
-      plain += centred;
-      squares += centred * centred;
-    });
-    plain = sum(plain);
-    squares = sum(squares);
-    const float rest = plain / size;
-    return {mean, rest, scale_of(p, squares - rest * plain)};
+    Accumulator plain;
+    fold([&](float value) { plain.add(value); }, [&] { plain.flush(); });
+    plain.flush();
+    const float mean = sum(plain.total) / size;
+    plain = Accumulator{};
+    fold(
+        [&](float value) {
+          plain.add(value - mean);
+          squares.add((value - mean) * (value - mean));
+        },
+        [&] {
+          plain.flush();
+          squares.flush();
+        });
+    plain.flush();
+    squares.flush();
+    const float rest_sum = sum(plain.total);
+    const float rest = rest_sum / size;
+    return {mean, rest, scale_of(p, sum(squares.total) - rest * rest_sum)};
   }
 }
 
@@ -124,7 +143,7 @@ __global__ void __launch_bounds__(kLanes == 0 ? kMaxThreads : 128) register_kern
         return group_sum<kLanes>(value);
       }
     };
-    const auto fold = [&](auto&& add) {
+    const auto fold = [&](auto&& add, auto&&) {
 #pragma unroll
       for (int i = 0; i < kPackets; ++i) {
         if (lane + i * lanes < packets) {
@@ -205,7 +224,7 @@ __global__ void __launch_bounds__(kMaxThreads) loop_kernel(const NormParams p) {
       for (int mask = lanes / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
       return value;
     };
-    const auto fold = [&](auto&& add) {
+    const auto fold = [&](auto&& add, auto&&) {
 #pragma unroll 4
       for (int64_t at = begin; at < size; at += step) {
         float values[kCount];
@@ -226,6 +245,8 @@ __global__ void __launch_bounds__(kMaxThreads) loop_kernel(const NormParams p) {
 }
 
 // --- column kernel -------------------------------------------------------------------------------------
+
+constexpr int64_t kFlushEvery = 64;
 
 // kColumnRows rows per block, one per thread along x; the threads along y share the row's elements.
 template <typename T, bool kLayerNorm>
@@ -248,9 +269,13 @@ __global__ void __launch_bounds__(kColumnRows* kColumnSplits) column_kernel(cons
       for (int split = 0; split < kColumnSplits; ++split) total += partials[split][threadIdx.x];
       return total;
     };
-    const auto fold = [&](auto&& add) {
+    const auto fold = [&](auto&& add, auto&& flush) {
+      for (int64_t begin = threadIdx.y; begin < size; begin += kFlushEvery * kColumnSplits) {
+        const int64_t end = min(begin + kFlushEvery * kColumnSplits, size);
 #pragma unroll 8
-      for (int64_t at = threadIdx.y; at < size; at += kColumnSplits) add(to_float(x[at * p.x_stride]));
+        for (int64_t at = begin; at < end; at += kColumnSplits) add(to_float(x[at * p.x_stride]));
+        flush();
+      }
     };
     const Normaliser normalise = normaliser_of<kLayerNorm>(p, sum, fold);
 

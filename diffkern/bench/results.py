@@ -87,7 +87,7 @@ def baseline_of(results: Sequence[ArmResult]) -> ArmResult | None:
     return next((result for result in results if not (result.arm.injected or result.arm.compiled)), None)
 
 
-def table(results: Sequence[ArmResult], title: str) -> Table:
+def table(results: Sequence[ArmResult]) -> Table:
     """The results as a table to print with rich, one row per arm.
 
     Error and PSNR are those of the frames against the stock arm's; ``first s`` is the first warm-up call.
@@ -95,7 +95,7 @@ def table(results: Sequence[ArmResult], title: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    rendered = Table(title=title, title_justify="left", box=box.SIMPLE, padding=0)
+    rendered = Table(box=box.SIMPLE, padding=0)
     rendered.add_column("arm", no_wrap=True)
     for column in ("s total", "it/s", "first s", "peak mem", "speed-up", "error", "PSNR dB"):
         rendered.add_column(column, justify="right")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from diffkern.build.toolchain import Tool, ToolchainError
+from diffkern.build.toolchain import HIP_ENVIRONMENT, Tool, ToolchainError
 
 #: Compute capabilities of a full CUDA build; the newest one is also kept as PTX, for newer GPUs.
 CUDA_ARCHS = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
@@ -118,5 +121,9 @@ def _known_to(nvcc: Tool) -> frozenset[str]:
 
 def _hipcc_knows(hipcc: Tool, name: str) -> bool:
     """Asks the compiler itself, with an empty source: there is no list to read."""
-    command = [*hipcc.command, "-x", "hip", f"--offload-arch={name}", "-fsyntax-only", "-"]
-    return subprocess.run(command, input="", capture_output=True, text=True, check=False).returncode == 0
+    with tempfile.TemporaryDirectory() as work:
+        source = Path(work) / "empty.hip"
+        source.touch()
+        command = [*hipcc.command, "-x", "hip", f"--offload-arch={name}", "-c", str(source), "-o", os.devnull]
+        environment = os.environ | HIP_ENVIRONMENT
+        return subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from diffkern.build.archs import Archs
 from diffkern.build.sources import COMMON_FLAGS, TORCH_FLAGS, Unit
-from diffkern.build.toolchain import Tool
-
-_HIP_ENVIRONMENT = {"HIP_PLATFORM": "amd"}
+from diffkern.build.toolchain import HIP_ENVIRONMENT, Tool
 
 
 class BuildError(RuntimeError):
@@ -60,7 +58,14 @@ def compile_library(
         output = ["-c", unit.source, "-o", str(work / unit.object_name)]
         if unit.kind == "device":
             assert device is not None and archs is not None
-            return [*device.command, *_device_flags(device, jobs), *archs.flags, *macros, *unit.flags, *output]
+            return [
+                *device.command,
+                *_device_flags(device, jobs),
+                *archs.flags,
+                *macros,
+                *unit.flags,
+                *output,
+            ]
         own = [*TORCH_FLAGS, f"-DDIFFKERN_OPS={namespace}", *includes] if unit.kind == "torch" else []
         return [*cxx.command, *COMMON_FLAGS, *macros, *unit.flags, *own, *output]
 
@@ -99,7 +104,7 @@ def _jobs() -> int:
 def _device_flags(device: Tool, jobs: int) -> list[str]:
     if device.name == "nvcc":
         host = "-fPIC,-fvisibility=hidden"
-        return ["-O3", "-std=c++17", f"-Xcompiler={host}", f"--threads={jobs}"]
+        return ["-O3", "-std=c++17", f"-Xcompiler={host}", "-Xfatbin=-compress-all", f"--threads={jobs}"]
     return [*COMMON_FLAGS, "-x", "hip"]
 
 
@@ -109,7 +114,9 @@ def _runtime_libraries(device: Tool | None) -> list[str]:
     if device.name == "nvcc":
         # Linked in, so that the library asks nothing of the machine but its driver. nvcc itself is asked
         # where it is, since toolkits are laid out in many ways and nvcc may be a wrapper script.
-        plan = subprocess.run([*device.command, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False)
+        plan = subprocess.run(
+            [*device.command, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False
+        )
         line = re.search(r"LIBRARIES=(.*)", plan.stdout + plan.stderr)
         search = [] if line is None else shlex.split(line[1])
         return [*search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
@@ -118,7 +125,7 @@ def _runtime_libraries(device: Tool | None) -> list[str]:
 
 def _run(command: list[str], directory: Path, say: Callable[[str], None]) -> None:
     say(shlex.join(command))
-    environment = {**os.environ, **_HIP_ENVIRONMENT} if "-x" in command else None
+    environment = os.environ | HIP_ENVIRONMENT if "-x" in command else None
     try:
         run = subprocess.run(
             command,
@@ -133,6 +140,7 @@ def _run(command: list[str], directory: Path, say: Callable[[str], None]) -> Non
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if run.returncode != 0:
         tail = "\n".join(run.stdout.strip().splitlines()[-30:])
-        raise BuildError(f"{Path(command[0]).name} failed with exit status {run.returncode}:\n{shlex.join(command)}\n{tail}")
+        failed = f"{Path(command[0]).name} failed with exit status {run.returncode}"
+        raise BuildError(f"{failed}:\n{shlex.join(command)}\n{tail}")
     if run.stdout.strip():
         say(run.stdout.strip())

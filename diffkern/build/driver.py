@@ -79,7 +79,13 @@ def build_kernels(
     say = verbose if callable(verbose) else print if verbose else (lambda line: None)
     if strict is None:
         strict = backends != "auto"
-    names = available_backends() if backends == "auto" else (backends,) if isinstance(backends, str) else tuple(backends)
+    names = (
+        available_backends()
+        if backends == "auto"
+        else (backends,)
+        if isinstance(backends, str)
+        else tuple(backends)
+    )
     for name in names:
         if name not in BACKENDS:
             raise ValueError(f"unknown backend {name!r}: choose from {', '.join(BACKENDS)}")
@@ -174,8 +180,9 @@ def _build(
 def _check_torch(version: str) -> None:
     major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < TORCH_ABI:
+        oldest = ".".join(map(str, TORCH_ABI))
         raise ToolchainError(
-            f"the kernels are built with torch {TORCH_ABI[0]}.{TORCH_ABI[1]} or newer, and this is torch {version}"
+            f"the kernels are built with torch {oldest} or newer, and this is torch {version}"
         )
 
 
@@ -187,10 +194,14 @@ def _resolve(
     if wanted is None or "native" in wanted:
         native = _native_archs(tool)
         if wanted is not None and not native:
-            raise ToolchainError('"native" needs a GPU that torch can see, and there is none: name the architectures')
+            raise ToolchainError(
+                '"native" needs a GPU that torch can see, and there is none: name the architectures'
+            )
     archs = resolve(tool, native or wanted)
     if wanted is None and native:
-        note = f"built for the GPU of this machine, {', '.join(archs.names)}, only: \"all\" builds for every GPU"
+        note = (
+            f'built for the GPU of this machine, {", ".join(archs.names)}, only: "all" builds for every GPU'
+        )
         return Archs(archs.names, archs.flags, (*archs.notes, note))
     return archs
 

@@ -46,7 +46,9 @@ def library_name(namespace: str) -> str:
     return f"{namespace}.abi3.so"
 
 
-def write_python(directory: Path, sources: Path, namespace: str, variant: Variant, archs: Sequence[str]) -> None:
+def write_python(
+    directory: Path, sources: Path, namespace: str, variant: Variant, archs: Sequence[str]
+) -> None:
     """Writes everything of a build but the library into ``directory``."""
     for path in (sources / "torch-ext" / KERNEL_NAME).glob("*.py"):
         shutil.copyfile(path, directory / path.name)
@@ -77,9 +79,12 @@ def up_to_date(directory: Path, namespace: str, archs: Sequence[str]) -> Build |
 def exclusively(root: Path) -> Iterator[None]:
     """Keeps other processes from building below ``root`` meanwhile."""
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    directory = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(directory)
 
 
 @contextlib.contextmanager

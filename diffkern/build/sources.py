@@ -36,24 +36,33 @@ COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden")
 TORCH_FLAGS = (f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI[0]:02x}{TORCH_ABI[1]:02x}000000000000",)
 
 
+#: Op families. Each has a folder of its own, with files named after it.
+FAMILIES = ("norm",)
+
+
 def units(backend: str, machine: str = platform.machine()) -> tuple[Unit, ...]:
     """Lists the object files of a backend: ``"cpu"``, ``"cuda"`` or ``"rocm"``."""
-    if backend == "cpu":
-        levels: dict[str, tuple[str, ...]] = {"baseline": ()}
-        if machine == "x86_64":
-            levels |= {"avx2": _AVX2, "avx512": _AVX512}
-        return (
-            Unit("norm/norm_binding.cpp", "norm_binding.o", kind="torch"),
-            Unit("norm/norm_cpu_dispatch.cpp", "norm_cpu_dispatch.o"),
-            *(
-                Unit("norm/norm_cpu.cpp", f"norm_cpu_{level}.o", (*flags, f"-DDIFFKERN_CPU_LEVEL={level}"))
-                for level, flags in levels.items()
-            ),
-        )
-    return (
-        Unit("norm/norm_binding.cpp", "norm_binding.o", ("-DDIFFKERN_GPU", "-DUSE_CUDA"), kind="torch"),
-        Unit("norm/norm_kernels.cu", "norm_kernels.o", kind="device"),
-    )
+    return tuple(unit for family in FAMILIES for unit in _family_units(family, backend, machine))
+
+
+def _family_units(family: str, backend: str, machine: str) -> list[Unit]:
+    path = f"{family}/{family}"
+    if backend != "cpu":
+        return [
+            Unit(f"{path}_kernels.cu", f"{family}_kernels.o", kind="device"),
+            Unit(f"{path}_binding.cpp", f"{family}_binding.o", ("-DDIFFKERN_GPU", "-DUSE_CUDA"), kind="torch"),
+        ]
+    levels: dict[str, tuple[str, ...]] = {"baseline": ()}
+    if machine == "x86_64":
+        levels |= {"avx2": _AVX2, "avx512": _AVX512}
+    return [
+        Unit(f"{path}_binding.cpp", f"{family}_binding.o", kind="torch"),
+        Unit(f"{path}_cpu_dispatch.cpp", f"{family}_cpu_dispatch.o"),
+        *(
+            Unit(f"{path}_cpu.cpp", f"{family}_cpu_{level}.o", (*flags, f"-DDIFFKERN_CPU_LEVEL={level}"))
+            for level, flags in levels.items()
+        ),
+    ]
 
 
 def source_directory() -> Path:
@@ -66,7 +75,9 @@ def source_directory() -> Path:
     for directory in (package / "csrc", package.parent / "csrc"):
         if (directory / "build.toml").is_file():
             return directory
-    raise ToolchainError(f"the kernels' sources are missing: neither {package / 'csrc'} nor ../csrc beside it holds any")
+    raise ToolchainError(
+        f"the kernels' sources are missing: neither {package / 'csrc'} nor ../csrc beside it holds any"
+    )
 
 
 def source_hash(directory: Path, backend: str, extra: tuple[str, ...] = ()) -> str:

@@ -12,6 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+#: hipcc drives nvcc on machines with a CUDA toolkit unless it is told otherwise.
+HIP_ENVIRONMENT = {"HIP_PLATFORM": "amd"}
+
 
 class ToolchainError(RuntimeError):
     """A compiler is missing, cannot be run, or does not fit the torch that is installed."""
@@ -56,7 +59,9 @@ def find_cxx() -> Tool:
         command = tuple(shlex.split(chosen))
         found = shutil.which(command[0])
         if found is None:
-            raise ToolchainError(f"CXX names {command[0]!r}, which is not an executable: correct or unset CXX")
+            raise ToolchainError(
+                f"CXX names {command[0]!r}, which is not an executable: correct or unset CXX"
+            )
         command = (found, *command[1:])
     else:
         found = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
@@ -88,7 +93,9 @@ def find_hipcc() -> Tool:
     """
     found = _find("hipcc", ("ROCM_HOME", "ROCM_PATH", "HIP_PATH"), Path("/opt/rocm"))
     if found is None:
-        raise ToolchainError("hipcc was not found: install ROCm's HIP compiler, or set ROCM_HOME to where it is")
+        raise ToolchainError(
+            "hipcc was not found: install ROCm's HIP compiler, or set ROCM_HOME to where it is"
+        )
     return Tool("hipcc", (found,), _version((found,), "--version", r"HIP version: (\d+)\.(\d+)"))
 
 
@@ -112,8 +119,8 @@ def check_toolkit(tool: Tool, torch_version: str, torch_toolkit: str | None) -> 
         have = ".".join(map(str, tool.version))
         need = ".".join(torch_toolkit.split(".")[:2])
         raise ToolchainError(
-            f"{tool.command[0]} is of {toolkit} {have}, but torch {torch_version} was built for {toolkit} {need}: "
-            f"install a {toolkit} {major} toolkit, or set {home} to one"
+            f"{tool.command[0]} is of {toolkit} {have}, but torch {torch_version} was built for "
+            f"{toolkit} {need}: install a {toolkit} {major} toolkit, or set {home} to one"
         )
 
 
@@ -123,7 +130,9 @@ def _find(name: str, variables: Iterable[str], usual: Path) -> str | None:
         if home := os.environ.get(variable):
             path = Path(home) / "bin" / name
             if not os.access(path, os.X_OK):
-                raise ToolchainError(f"{variable} is {home}, but there is no {path}: correct or unset {variable}")
+                raise ToolchainError(
+                    f"{variable} is {home}, but there is no {path}: correct or unset {variable}"
+                )
             return str(path)
     return shutil.which(name) or shutil.which(usual / "bin" / name)
 

@@ -1,5 +1,30 @@
 """WHAT is computed: the public functions, and the torch ops ``torch.ops.diffkern.*`` behind them."""
 
+from diffkern.ops.activation import geglu, gelu, glu, quick_gelu, silu, swiglu
+from diffkern.ops.group_norm import channel_rms_norm_silu, group_norm_silu
+from diffkern.ops.linear import linear_gelu
+from diffkern.ops.modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
 from diffkern.ops.norm import layer_norm, rms_norm
+from diffkern.ops.qk_norm_rope import qk_norm_rope
+from diffkern.ops.rope import expand_axes, rope, rope_3d
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = [
+    "channel_rms_norm_silu",
+    "expand_axes",
+    "gate_residual",
+    "gate_residual_norm_modulate",
+    "geglu",
+    "gelu",
+    "glu",
+    "group_norm_silu",
+    "layer_norm",
+    "linear_gelu",
+    "norm_modulate",
+    "qk_norm_rope",
+    "quick_gelu",
+    "rms_norm",
+    "rope",
+    "rope_3d",
+    "silu",
+    "swiglu",
+]

@@ -38,9 +38,9 @@ class ContractRow:
 
 def table() -> tuple[ContractRow, ...]:
     """Returns all rows, in the order of the documentation."""
-    from diffkern.ops import norm
+    from diffkern.ops import activation, group_norm, linear, modulate, norm, qk_norm_rope, rope
 
-    return tuple(norm.CONTRACT)
+    return (*norm.CONTRACT, *modulate.CONTRACT, *activation.CONTRACT, *linear.CONTRACT, *group_norm.CONTRACT, *rope.CONTRACT, *qk_norm_rope.CONTRACT)
 
 
 def markdown(rows: Iterable[ContractRow]) -> str:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import needs_dispatcher, register
-from diffkern.providers import registry
 from diffkern.providers.eager import compute_dtype
+from diffkern.providers.registry import kernel_for
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -86,11 +86,15 @@ def rms_norm(
     """
     if eps is None:
         eps = torch.finfo(torch.float32 if x.dtype in _HALF else x.dtype).eps
-    rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
-    preserve = dim not in (-1, x.ndim - 1) or memory_format is torch.preserve_format
+    preserve = memory_format is torch.preserve_format
+    if dim != -1 or not _is_plain(x, weight, bias):
+        rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
+        preserve = preserve or dim not in (-1, x.ndim - 1)
+    else:
+        rows = x
     call = _rms_norm_op if needs_dispatcher(x, weight, bias) else _rms_norm
     y = call(rows, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve, provider)
-    return _from_rows(y, x, dim)
+    return y if rows is x else _from_rows(y, x, dim)
 
 
 def layer_norm(
@@ -129,14 +133,28 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
-    preserve = dim not in (-1, x.ndim - 1) or memory_format is torch.preserve_format
+    preserve = memory_format is torch.preserve_format
+    if dim != -1 or not _is_plain(x, weight, bias):
+        rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
+        preserve = preserve or dim not in (-1, x.ndim - 1)
+    else:
+        rows = x
     call = _layer_norm_op if needs_dispatcher(x, weight, bias) else _layer_norm
     y = call(rows, weight, bias, eps, out_dtype, preserve, provider)
-    return _from_rows(y, x, dim)
+    return y if rows is x else _from_rows(y, x, dim)
 
 
 # --- from the caller's layout to rows along the last dimension, and back -------------------------------
+
+
+def _is_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the parameters are vectors along the last dimension, as nearly always: nothing to rearrange."""
+    size, device = x.shape[-1:], x.device
+    return (
+        len(size) == 1
+        and (weight is None or (weight.shape == size and weight.device == device))
+        and (bias is None or (bias.shape == size and bias.device == device))
+    )
 
 
 def _as_rows(
@@ -186,12 +204,8 @@ def _empty_output(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bo
     return torch.empty_like(x, dtype=out_dtype or x.dtype, memory_format=memory_format)
 
 
-def _dtypes(*tensors: Tensor | None, out_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
-    """The distinct float dtypes of a call, in a stable order: the key by which a provider is chosen."""
-    found = [tensor.dtype for tensor in tensors if tensor is not None]
-    if out_dtype is not None:
-        found.append(out_dtype)
-    return tuple(dict.fromkeys(found))
+def _parameter_dtypes(weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+    return None if weight is None else weight.dtype, None if bias is None else bias.dtype
 
 
 # --- rms_norm as a torch op ----------------------------------------------------------------------------
@@ -209,10 +223,8 @@ def _rms_norm(
     preserve_strides: bool = False,
     provider: str | None = None,
 ) -> Tensor:
-    choice = registry.select("rms_norm", x.device, _dtypes(x, weight, bias, out_dtype=out_dtype), provider)
-    return choice.kernel(
-        x, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve_strides
-    )
+    kernel = kernel_for("rms_norm", x.device, provider, x.dtype, *_parameter_dtypes(weight, bias), out_dtype)
+    return kernel(x, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve_strides)
 
 
 def _rms_norm_fake(
@@ -269,7 +281,7 @@ def _needs_grad(ctx: Any) -> tuple[bool, bool, bool]:
 
 
 def _sum_rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).sum(0)
+    return x.sum(dim=tuple(range(x.ndim - 1))) if x.ndim > 1 else x
 
 
 _rms_norm_op = register(
@@ -295,8 +307,8 @@ def _layer_norm(
     preserve_strides: bool = False,
     provider: str | None = None,
 ) -> Tensor:
-    choice = registry.select("layer_norm", x.device, _dtypes(x, weight, bias, out_dtype=out_dtype), provider)
-    return choice.kernel(x, weight, bias, eps, out_dtype, preserve_strides)
+    kernel = kernel_for("layer_norm", x.device, provider, x.dtype, *_parameter_dtypes(weight, bias), out_dtype)
+    return kernel(x, weight, bias, eps, out_dtype, preserve_strides)
 
 
 def _layer_norm_fake(

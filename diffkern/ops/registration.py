@@ -13,8 +13,8 @@ NAMESPACE = "diffkern"
 
 def register(
     schema: str,
-    implementation: Callable[..., Tensor],
-    fake: Callable[..., Tensor],
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
 ) -> torch._ops.OpOverload:
@@ -51,20 +51,18 @@ def register(
     return packet.default  # type: ignore[no-any-return]
 
 
-def needs_dispatcher(*tensors: Tensor | None) -> bool:
+def needs_dispatcher(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether a call must go through the registered op and not straight to the provider's kernel.
 
     It must where somebody looks at the call instead of running it (tracing, fake tensors, functorch) and
     where a gradient is wanted. The direct way saves about half of the host time of a call.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or (type(x) is not Tensor and type(x) is not torch.nn.Parameter):
         return True
-    grad = torch.is_grad_enabled()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if grad and tensor.requires_grad:
+    if torch.is_grad_enabled():
+        if x.requires_grad:
             return True
-        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return True
+        for parameter in parameters:
+            if parameter is not None and parameter.requires_grad:
+                return True
     return torch._C._are_functorch_transforms_active()

@@ -25,7 +25,9 @@ from diffkern.providers import eager
 from diffkern.providers.base import Kernel, Support
 
 #: The ops of a build, and the reference functions whose arguments they take in the same order.
-_OPS = MappingProxyType({op: eager.PROVIDER.kernel(op, torch.device("cpu")) for op in ("rms_norm", "layer_norm")})
+_OPS = MappingProxyType(
+    {op: eager.PROVIDER.kernel(op, torch.device("cpu")) for op in ("rms_norm", "layer_norm")}
+)
 
 
 class CompiledProvider:
@@ -86,7 +88,9 @@ def refusal(build: Build, device: torch.device) -> str | None:
         return f"built for {variant.system}, and this is {sys.platform}"
     if variant.toolkit is None:
         return None
-    name, torch_toolkit = ("ROCm", torch.version.hip) if variant.backend == "rocm" else ("CUDA", torch.version.cuda)
+    name, torch_toolkit = (
+        ("ROCm", torch.version.hip) if variant.backend == "rocm" else ("CUDA", torch.version.cuda)
+    )
     needed = ".".join(map(str, variant.toolkit))
     if torch_toolkit is None:
         return f"built for {name} {needed}, and torch {torch.__version__} has no {name}"
@@ -134,10 +138,9 @@ def _why_not_built(backend: str) -> str:
     directories = search_directories()
     if len(directories) == 1 and not directories[0].is_dir():
         return f"{KERNELS_VARIABLE} is {directories[0]}, which is no directory"
+    remedy = f"not built for {backend}: run `diffkern build --{backend}`"
     failure = failure_reason(backend)
-    if failure is not None:
-        return f"the build for {backend} failed; try again with `diffkern build --{backend}`. {failure}"
-    return f"not built for {backend}: run `diffkern build --{backend}`"
+    return remedy if failure is None else f"{remedy}. Last time: {failure}"
 
 
 def _load(build: Build) -> str | None:

@@ -31,6 +31,9 @@ ENVIRONMENT_VARIABLE = "DIFFKERN_PROVIDER"
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("diffkern_provider", default=None)
 
 
+_kernels: dict[tuple[object, ...], Kernel] = {}
+
+
 class NoProviderError(RuntimeError):
     """No provider, or not the one that was asked for, can serve a request. The message says why."""
 
@@ -98,8 +101,33 @@ def select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], provi
     return _select(op, device, dtypes, _normalise(provider) or _override.get() or _environment())
 
 
+def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: torch.dtype | None) -> Kernel:
+    """Returns the kernel that :func:`select` would choose: the way of the ops, at the cost of one look-up.
+
+    Args:
+        op: Name of the op.
+        device: Device of the input.
+        provider: As in :func:`select`.
+        dtypes: Dtypes of the input, the parameters and the output, in any order; None for what is not given.
+
+    Raises:
+        TypeError: a dtype is not floating point.
+        NoProviderError: as :func:`select`.
+    """
+    key = (op, device, provider, _override.get(), dtypes)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        given = tuple(dict.fromkeys(dtype for dtype in dtypes if dtype is not None))
+        for dtype in given:
+            if not dtype.is_floating_point:
+                raise TypeError(f"{op} needs floating point tensors, got {dtype}")
+        kernel = _kernels[key] = select(op, device, given, provider).kernel
+    return kernel
+
+
 def reset() -> None:
     """Forgets all choices, so that a provider which became available is asked again."""
+    _kernels.clear()
     _select.cache_clear()
     _environment.cache_clear()
 

@@ -112,16 +112,16 @@ def main(
         "worst quality, inconsistent motion, blurry, jittery, distorted"
     ),
     num_frames: Annotated[
-        int | None, typer.Option(min=1, help="Of the form 8 k + 1. Default: 161, or 25 for tiny.")
+        int | None, typer.Option(min=1, help="Of the form 8 k + 1. Default: 161, or 17 for tiny.")
     ] = None,
     height: Annotated[
-        int | None, typer.Option(min=32, help="Pixels, a multiple of 32. Default: 512, or 256 for tiny.")
+        int | None, typer.Option(min=32, help="Pixels, a multiple of 32. Default: 512, or 192 for tiny.")
     ] = None,
     width: Annotated[
-        int | None, typer.Option(min=32, help="Pixels, a multiple of 32. Default: 768, or 256 for tiny.")
+        int | None, typer.Option(min=32, help="Pixels, a multiple of 32. Default: 768, or 192 for tiny.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps. Default: 50, or 10 for tiny.")
+        int | None, typer.Option(min=1, help="Denoising steps. Default: 50, or 8 for tiny.")
     ] = None,
     guidance_scale: Annotated[float, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = 4.5,
     seed: Annotated[int, typer.Option(help="Of the initial noise, and of random weights.")] = 42,
@@ -154,10 +154,10 @@ def main(
     video = Video(
         prompt=prompt,
         negative_prompt=negative_prompt,
-        num_frames=num_frames or (25 if tiny else 161),
-        height=height or (256 if tiny else 512),
-        width=width or (256 if tiny else 768),
-        steps=steps or (10 if tiny else 50),
+        num_frames=num_frames or (17 if tiny else 161),
+        height=height or (192 if tiny else 512),
+        width=width or (192 if tiny else 768),
+        steps=steps or (8 if tiny else 50),
         guidance_scale=guidance_scale,
         seed=seed,
         batch_size=batch_size,
@@ -202,7 +202,8 @@ def main(
 
     assert shown is not None  # there is always an arm
     written = write_videos(shown.frames, output)
-    console.print(results.table(measured, describe_run(video, device, pipe)))
+    console.print(describe_run(video, device, pipe), highlight=False)
+    console.print(results.table(measured))
     for name, reason in left_out.items():
         console.print(f"Left out: {name}, {reason}.", highlight=False)
     for path in written:
@@ -271,7 +272,7 @@ def check_video_writer() -> None:
 def choose_arms(
     *, compare: bool, baseline: bool, injected: bool, compiled: bool, offload: Offload, device: torch.device
 ) -> tuple[list[Arm], dict[str, str]]:
-    """Returns the arms to run, the stock one first, and those of a comparison that cannot run, with reasons."""
+    """Returns the arms to run, stock first, and the arms of a comparison that cannot run, with reasons."""
     wanted = arm_of(injected=injected, compiled=compiled)
     if compare:
         arms = [arm for arm in ARMS if injected or not arm.injected]
@@ -313,11 +314,11 @@ def load_pipeline(
             highlight=False,
         )
     try:
-        return LTXPipeline.from_pretrained(model, torch_dtype=dtype)
+        return LTXPipeline.from_pretrained(model, dtype=dtype)
     except OSError as error:
         raise typer.BadParameter(
             f"could not load {model}: {error}\n"
-            "Give --model the folder of a saved LTXPipeline, or use --random-weights, which needs no download."
+            "Give --model the folder of a saved LTXPipeline, or use --random-weights: it downloads nothing."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The LTX example as a user runs it: a video on disk, numbers in a JSON file, refusals that say what to do."""
+"""The LTX example as a user runs it: a video on disk, numbers in a JSON file, refusals with advice."""
 
 from __future__ import annotations
 

@@ -88,7 +88,9 @@ def test_dk06_eps_none_is_that_of_float32_for_half_input() -> None:
     assert module.eps is None
     x = torch.full((1, 64), 1e-4)
     # 1e-4 / sqrt(1e-8 + 1.19e-7) = 0.2785; with the eps of bfloat16, 7.8e-3, it were 0.00113.
-    torch.testing.assert_close(fused(module.to(bf16), x.to(bf16)).float(), torch.full((1, 64), 0.2785), rtol=4e-3, atol=0)
+    torch.testing.assert_close(
+        fused(module.to(bf16), x.to(bf16)).float(), torch.full((1, 64), 0.2785), rtol=4e-3, atol=0
+    )
     torch.testing.assert_close(fused(module.float(), x), torch.full((1, 64), 0.2784), rtol=1e-3, atol=0)
     # In float64 None means another number: such input runs stock.
     assert declines(semantics_of(module), module, x.double()) is not None

@@ -34,8 +34,14 @@ class ParameterSubclass(nn.Parameter):
         (None, "the input is a NoneType, not a plain tensor"),
         ([1.0], "the input is a list, not a plain tensor"),
         (torch.zeros(2, 8).as_subclass(TensorSubclass), "the input is a TensorSubclass, not a plain tensor"),
-        (torch.zeros(2, 8, dtype=torch.float64), "the input is float64; float32, float16 and bfloat16 are served"),
-        (torch.zeros(2, 8, dtype=torch.int32), "the input is int32; float32, float16 and bfloat16 are served"),
+        (
+            torch.zeros(2, 8, dtype=torch.float64),
+            "the input is float64; float32, float16 and bfloat16 are served",
+        ),
+        (
+            torch.zeros(2, 8, dtype=torch.int32),
+            "the input is int32; float32, float16 and bfloat16 are served",
+        ),
         (torch.zeros(2, 8).to_sparse(), "the input is not an ordinary dense tensor"),
         (torch.zeros(2, 8, device="meta"), "the input has no data (meta device)"),
         (torch.zeros(2, 9), "its weight has shape (8,), the input calls for (9,)"),
@@ -67,12 +73,18 @@ def _set(**parameters: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (_set(weight=ParameterSubclass(torch.ones(8))), "its weight is a ParameterSubclass, not a plain tensor"),
+        (
+            _set(weight=ParameterSubclass(torch.ones(8))),
+            "its weight is a ParameterSubclass, not a plain tensor",
+        ),
         (_set(weight=nn.Parameter(torch.ones(8, device="meta"))), "its weight is on meta, the input on cpu"),
         (_set(bias=nn.Parameter(torch.ones(8, device="meta"))), "its bias is on meta, the input on cpu"),
         (_set(weight=nn.Parameter(torch.ones(8).double())), "its weight is stored as float64"),
         (_set(weight=nn.Parameter(torch.ones(1))), "its weight has shape (1,), the input calls for (8,)"),
-        (_set(weight=nn.Parameter(torch.ones(3, 8))), "its weight has shape (3, 8), the input calls for (8,)"),
+        (
+            _set(weight=nn.Parameter(torch.ones(3, 8))),
+            "its weight has shape (3, 8), the input calls for (8,)",
+        ),
         (_set(bias=nn.Parameter(torch.ones(8).bfloat16())), "its bias has another dtype than its weight"),
         (_set(weight=None), "its bias has another dtype than its weight"),
         (_set(eps=torch.tensor(1e-6)), "its eps is tensor(1.0000e-06), not a number"),
@@ -114,7 +126,10 @@ def test_autocast_of_the_inputs_device_runs_stock() -> None:
     x = torch.zeros(2, 8)
     semantics = semantics_of(module)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert declines(semantics, module, x) == "autocast is on for cpu, and the stock forward follows its rules"
+        assert (
+            declines(semantics, module, x)
+            == "autocast is on for cpu, and the stock forward follows its rules"
+        )
         with torch.autocast("cpu", enabled=False):
             assert declines(semantics, module, x) is None
     assert declines(semantics, module, x) is None
@@ -146,7 +161,9 @@ def test_gradients_are_those_of_stock() -> None:
     module.weight.data = torch.randn(8)
     x = torch.randn(2, 8, 3, 4, requires_grad=True)
     target = torch.randn(2, 8, 3, 4)
-    ours = torch.autograd.grad((apply(semantics_of(module), module, x) * target).sum(), (x, *module.parameters()))
+    ours = torch.autograd.grad(
+        (apply(semantics_of(module), module, x) * target).sum(), (x, *module.parameters())
+    )
     stock = torch.autograd.grad((module(x) * target).sum(), (x, *module.parameters()))
     for mine, theirs in zip(ours, stock, strict=True):
         torch.testing.assert_close(mine, theirs)

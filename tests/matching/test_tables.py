@@ -28,7 +28,9 @@ NOT_NORM_LAYERS = {
     "diffusers.models.transformers.transformer_longcat_audio_dit.AudioDiTBlock",
 }
 
-_NORM_LIKE = re.compile(r"rsqrt\(|\.normalize\(|F\.(layer|rms|group)_norm\(|torch\.norm\(|torch\.(layer|rms|group)_norm\(")
+_NORM_LIKE = re.compile(
+    r"rsqrt\(|\.normalize\(|F\.(layer|rms|group)_norm\(|torch\.norm\(|torch\.(layer|rms|group)_norm\("
+)
 
 
 def relative_error(y: Tensor, reference: Tensor) -> float:
@@ -136,7 +138,9 @@ def test_every_norm_of_diffusers_models_is_known() -> None:
 
 
 def test_every_norm_of_the_text_encoders_in_the_table_is_known() -> None:
-    modules = {name.rpartition(".")[0] for name in TABLE if name.startswith("transformers.") and is_written_for(name)}
+    modules = {
+        name.rpartition(".")[0] for name in TABLE if name.startswith("transformers.") and is_written_for(name)
+    }
     unknown = [
         full_name(value)
         for module in modules
@@ -156,7 +160,10 @@ def test_every_norm_of_torch_is_known() -> None:
         full_name(value)
         for file in files
         for name, value in vars(importlib.import_module(f"torch.nn.modules.{file}")).items()
-        if inspect.isclass(value) and issubclass(value, nn.Module) and not name.startswith("_") and name != "Module"
+        if inspect.isclass(value)
+        and issubclass(value, nn.Module)
+        and not name.startswith("_")
+        and name != "Module"
     }
     assert names <= set(TABLE)
 

@@ -25,8 +25,8 @@ def check_call(
 ) -> Tensor:
     """Calls ``ops.<op>`` over the last dimension; returns the result.
 
-    Asserts its values against float64, its shape, dtype, device and strides, that no element was left unwritten,
-    and that the buffers behind the inputs are what they were, byte for byte.
+    Asserts its values against float64, its shape, dtype, device and strides, that no element was left
+    unwritten, and that the buffers behind the inputs are what they were, byte for byte.
     """
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
     before = [storage_of(tensor) for tensor in inputs]

@@ -88,7 +88,9 @@ def assert_within(y: Tensor, expected: tuple[Tensor, Tensor]) -> None:
     excess = (y.double() - truth).abs() / bound
     worst = excess.max().item() if excess.numel() else 0.0
     assert not excess.isnan().any(), f"NaN or inf in {int(excess.isnan().sum())} of {y.numel()} elements"
-    assert worst <= 1, f"an error of {worst:.3g} times the bound at {excess.argmax().item()} of {tuple(y.shape)}"
+    assert worst <= 1, (
+        f"an error of {worst:.3g} times the bound at {excess.argmax().item()} of {tuple(y.shape)}"
+    )
 
 
 def relative_error(y: Tensor, truth: Tensor) -> float:
@@ -99,7 +101,10 @@ def relative_error(y: Tensor, truth: Tensor) -> float:
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
     """Fills every new tensor with NaN, so that an element nobody writes is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -26,7 +26,8 @@ PATHS = {
     "channels in front": ("channel_first", 2, 7, 96, "plain"),
     "many channels in front": ("channel_first", 1, 5, 1100, "plain"),
     "rows of stride 0": ("expanded", 2, 5, 64, "plain"),
-    "more loops than the kernels have": ("five_loops", 1, 2, 24, "plain"),
+    "all the loops that the kernels have": ("three_loops", 2, 3, 24, "plain"),
+    "one loop more": ("four_loops", 2, 3, 24, "plain"),
 }
 
 

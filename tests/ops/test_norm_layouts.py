@@ -95,7 +95,8 @@ def test_dk02_inner_strides_of_input_and_parameters_are_honoured(op: str, provid
         assert x.stride(-1) == 7
         weight = make_parameter("strided", 64, dtype, device)
         bias = make_parameter("strided", 64, dtype, device, seed=2)
-        assert weight is not None and weight.stride() == (2,)
+        assert weight is not None
+        assert weight.stride() == (2,)
         for memory_format in (torch.contiguous_format, torch.preserve_format):
             check_call(op, x, weight, bias, provider=provider, memory_format=memory_format)
 
@@ -105,7 +106,11 @@ def test_dk02_inner_strides_of_input_and_parameters_are_honoured(op: str, provid
 def test_dk14_misaligned_bases_and_odd_row_lengths(op: str, length: int, provider: str, device: str) -> None:
     for dtype in _DTYPES:
         for rows in (1, 3) if INTERPRETED else (1, 7, 257 if length < 100 else 9):
-            for layout, kind in (("matrix", "offset"), ("offset_by_one", "plain"), ("offset_by_one", "offset")):
+            for layout, kind in (
+                ("matrix", "offset"),
+                ("offset_by_one", "plain"),
+                ("offset_by_one", "offset"),
+            ):
                 x = make(layout, 1, rows, length, dtype, device)
                 check_call(op, x, make_parameter(kind, length, dtype, device), provider=provider)
 
@@ -138,7 +143,9 @@ def test_dk17_a_row_stride_beyond_32_bits(op: str, provider: str, device: str) -
     x.copy_(make("matrix", 1, 2, 512, torch.bfloat16, device))
     weight = make_parameter("plain", 512, torch.bfloat16, device)
     y = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op](x, weight, provider=provider)
-    small = check_call(op, x.contiguous(), weight, eps={"rms_norm": 1e-6, "layer_norm": 1e-5}[op], provider=provider)
+    small = check_call(
+        op, x.contiguous(), weight, eps={"rms_norm": 1e-6, "layer_norm": 1e-5}[op], provider=provider
+    )
     torch.testing.assert_close(y, small, rtol=0, atol=0)
 
 
@@ -177,7 +184,9 @@ def test_an_inner_dimension_is_normalised_like_the_last_one(op: str, provider: s
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_a_weight_of_several_dimensions_is_normalised_over_at_once(op: str, provider: str, device: str) -> None:
+def test_a_weight_of_several_dimensions_is_normalised_over_at_once(
+    op: str, provider: str, device: str
+) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     x = make("contiguous", 2, 3, 40, torch.float32, device).unflatten(-1, (5, 8))
     weight = make_parameter("plain", 40, torch.float32, device)

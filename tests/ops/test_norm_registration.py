@@ -24,7 +24,9 @@ _OPCHECK_VIEWS = ("matrix", "heads_first", "transposed", "expanded")
 
 @pytest.mark.parametrize("layout", _OPCHECK_VIEWS)
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk38_opcheck_passes_for_views_and_mixed_dtypes(op: str, layout: str, provider: str, device: str) -> None:
+def test_dk38_opcheck_passes_for_views_and_mixed_dtypes(
+    op: str, layout: str, provider: str, device: str
+) -> None:
     x = make(layout, 2, 3, 8, torch.float32, device).detach().requires_grad_()
     weight = make_parameter("strided", 8, torch.float16, device)
     preserve = layout in ("transposed", "expanded")
@@ -51,7 +53,9 @@ def test_dk38_the_fake_result_has_the_shape_dtype_and_strides_of_the_real_one(
                 options = {"memory_format": memory_format, "dim": dim, "out_dtype": torch.float16}
                 real = function(x, weight, provider=provider, **options)
                 with FakeTensorMode() as mode:
-                    fake = function(mode.from_tensor(x), mode.from_tensor(weight), provider=provider, **options)
+                    fake = function(
+                        mode.from_tensor(x), mode.from_tensor(weight), provider=provider, **options
+                    )
                 assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
                 assert strides_that_matter(fake) == strides_that_matter(real)
 
@@ -62,7 +66,9 @@ CALLS: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "eps_by_keyword": lambda x, w, p: rms_norm(x, weight=w, eps=1e-3, provider=p),
     "eps_none": lambda x, w, p: rms_norm(x, w, eps=None, provider=p),
     "no_weight": lambda x, w, p: rms_norm(x, provider=p),
-    "rounded": lambda x, w, p: rms_norm(x, w, round_dtype=torch.bfloat16, out_dtype=torch.float16, provider=p),
+    "rounded": lambda x, w, p: rms_norm(
+        x, w, round_dtype=torch.bfloat16, out_dtype=torch.float16, provider=p
+    ),
     "channels": lambda x, w, p: rms_norm(x.transpose(1, 2), w, dim=1, clamp_eps=True, provider=p),
     "layer_norm_defaults": lambda x, w, p: layer_norm(x, w, provider=p),
     "layer_norm_bias_only": lambda x, w, p: layer_norm(x, bias=w, eps=1e-3, provider=p),
@@ -150,8 +156,8 @@ def test_dk42_a_reload_and_a_second_copy_leave_right_results(tmp_path: Path) -> 
             leaf = x.clone().requires_grad_()
             ops.rms_norm(leaf, w, provider="eager").sum().backward()
             assert leaf.grad.isfinite().all() and leaf.grad.abs().sum() > 0
-            compiled = torch.compile(lambda x: ops.rms_norm(x, w, provider="eager"), backend="eager", fullgraph=True)
-            torch.testing.assert_close(compiled(x), expected)
+            norm = lambda x: ops.rms_norm(x, w, provider="eager")
+            torch.testing.assert_close(torch.compile(norm, backend="eager", fullgraph=True)(x), expected)
 
         first = diffkern.ops
         check(first)

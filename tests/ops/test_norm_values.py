@@ -20,7 +20,9 @@ from tests.ops.reference import EXACT_HALF
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk03_the_output_dtype_is_the_one_asked_for_whatever_the_weight(op: str, provider: str, device: str) -> None:
+def test_dk03_the_output_dtype_is_the_one_asked_for_whatever_the_weight(
+    op: str, provider: str, device: str
+) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     half, single = torch.bfloat16, torch.float32
     for x_dtype, weight_dtype in ((half, single), (single, half), (half, half), (half, None)):
@@ -101,8 +103,12 @@ def test_dk06_eps_none_for_float64_is_the_epsilon_of_float64() -> None:
 def test_dk10_the_weight_offset_makes_zero_centred_weights_right(provider: str, device: str) -> None:
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device)
     y = rms_norm(x, torch.zeros(4, device=device), weight_offset=1.0, provider=provider)
-    torch.testing.assert_close(y, torch.tensor([[0.3651, 0.7303, 1.0954, 1.4606]], device=device), rtol=0, atol=1e-4)
-    torch.testing.assert_close(rms_norm(x, torch.zeros(4, device=device), provider=provider), torch.zeros_like(x))
+    torch.testing.assert_close(
+        y, torch.tensor([[0.3651, 0.7303, 1.0954, 1.4606]], device=device), rtol=0, atol=1e-4
+    )
+    torch.testing.assert_close(
+        rms_norm(x, torch.zeros(4, device=device), provider=provider), torch.zeros_like(x)
+    )
 
 
 def test_dk11_the_offset_is_added_in_float32(provider: str, device: str) -> None:
@@ -113,7 +119,9 @@ def test_dk11_the_offset_is_added_in_float32(provider: str, device: str) -> None
     torch.testing.assert_close(y.detach(), expected, rtol=1e-6, atol=0)
     # x / rms(x) does not change along x itself, so the gradient is the scale less its mean.
     (grad,) = torch.autograd.grad(y[:, 1].sum(), x)
-    torch.testing.assert_close(grad.float(), torch.tensor([[-16.8125, 16.8125]], device=device) / 2, rtol=4e-3, atol=0)
+    torch.testing.assert_close(
+        grad.float(), torch.tensor([[-16.8125, 16.8125]], device=device) / 2, rtol=4e-3, atol=0
+    )
 
 
 def test_clamped_eps_bounds_the_length_and_is_not_added(provider: str, device: str) -> None:
@@ -143,7 +151,9 @@ def test_dk22_large_half_values_do_not_overflow_in_the_sum_of_squares(provider: 
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk22_nan_and_inf_appear_exactly_where_the_torch_chain_has_them(op: str, provider: str, device: str) -> None:
+def test_dk22_nan_and_inf_appear_exactly_where_the_torch_chain_has_them(
+    op: str, provider: str, device: str
+) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = make("matrix", 1, 6, 96, dtype, device)
@@ -191,7 +201,7 @@ def test_bad_arguments_are_named(function: Callable[..., Tensor], device: str) -
         function(x, torch.ones(8, device="meta"))
     with pytest.raises(ValueError, match="at least one dimension"):
         function(torch.tensor(1.0, device=device))
-    with pytest.raises(TypeError, match="floating point input, got torch.int64"):
+    with pytest.raises(TypeError, match=r"floating point tensors, got torch\.int64"):
         function(torch.ones(2, 8, dtype=torch.int64, device=device))
     with pytest.raises(ValueError, match="unknown provider 'cuda'"):
         function(x, provider="cuda")

@@ -40,8 +40,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture(scope="module", params=list(BUILDERS))
-def experiment(request: pytest.FixtureRequest, dtype: torch.dtype) -> Experiment:
+def experiment(request: pytest.FixtureRequest, dtype: torch.dtype, device: str) -> Experiment:
     pipe, call = build(request.param, dtype)
+    pipe.to(device)
     stock = [run(pipe, call, seed) for seed in SEEDS]
     before = _state_dict_keys(pipe)
     reference_pipe = in_float64(pipe)

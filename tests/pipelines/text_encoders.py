@@ -57,7 +57,7 @@ def llama_encoder(vocabulary_size: int) -> LlamaModel:
             hidden_size=16,
             intermediate_size=37,
             num_attention_heads=4,
-            num_hidden_layers=2,
+            num_hidden_layers=4,  # HunyuanVideo skips the last two
             vocab_size=vocabulary_size,
             pad_token_id=2,
         )

@@ -87,7 +87,7 @@ def wan() -> tuple[WanPipeline, dict[str, Any]]:
         rope_max_seq_len=32,
     )
     vae = AutoencoderKLWan(
-        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+        base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
     pipe = WanPipeline(
         tokenizer=tokenizer,

@@ -11,15 +11,26 @@ from types import ModuleType
 import torch
 
 from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
-from diffkern.providers.eager import norm
+from diffkern.providers.eager import activation, group_norm, linear, modulate, norm, rope, rope_qk_norm
 from diffkern.providers.eager.precision import compute_dtype
 
 __all__ = ["PROVIDER", "compute_dtype"]
 
 #: Every op there is, and the module whose function of the same name computes it.
 _MODULES: Mapping[str, ModuleType] = {
+    "activation": activation,
+    "channel_rms_norm_silu": group_norm,
+    "gate_residual": modulate,
+    "gate_residual_norm_modulate": modulate,
+    "glu": activation,
+    "group_norm_silu": group_norm,
     "layer_norm": norm,
+    "linear_gelu": linear,
+    "norm_modulate": modulate,
+    "qk_norm_rope": rope_qk_norm,
     "rms_norm": norm,
+    "rope": rope,
+    "rope_3d": rope,
 }
 
 

@@ -14,7 +14,17 @@ import torch
 from diffkern.providers.base import Kernel, Support
 from diffkern.providers.triton.availability import unavailable_reason
 
-# The CPU is listed since Triton's interpreter serves it; without the interpreter `unavailable_reason` says no.
+#: Every op, and the module of this package whose function of the same name computes it.
+_MODULES: Mapping[str, str] = {
+    "activation": "activation",
+    "channel_rms_norm_silu": "group_norm",
+    "glu": "activation",
+    "group_norm_silu": "group_norm",
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+}
+
+# The CPU is listed for Triton's interpreter; without the interpreter `unavailable_reason` says no.
 _SUPPORT = Support(frozenset({"cpu", "cuda", "xpu"}))
 
 
@@ -22,15 +32,15 @@ class TritonProvider:
     """Triton kernels for GPUs, and for the CPU when Triton's interpreter is on."""
 
     name = "triton"
-    support: Mapping[str, Support] = {op: _SUPPORT for op in ("rms_norm", "layer_norm")}
+    support: Mapping[str, Support] = {op: _SUPPORT for op in _MODULES}
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Returns why Triton cannot run on ``device`` and what to do about it, or None."""
         return unavailable_reason(device)
 
     def kernel(self, op: str, device: torch.device) -> Kernel:
-        """Returns the function of :mod:`diffkern.providers.triton.norm` that is named like the op."""
-        return getattr(import_module("diffkern.providers.triton.norm"), op)  # type: ignore[no-any-return]
+        """Returns the function that is named like the op."""
+        return getattr(import_module(f"{__name__}.{_MODULES[op]}"), op)  # type: ignore[no-any-return]
 
 
 PROVIDER = TritonProvider()

@@ -16,7 +16,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     try:
         triton = import_module("triton")
     except ModuleNotFoundError as error:
-        return f"Triton is not installed ({error}): install the package 'triton' (on Windows 'triton-windows')"
+        return (
+            f"Triton is not installed ({error}): install the package 'triton' (on Windows 'triton-windows')"
+        )
     except Exception as error:  # a broken installation may raise anything
         return f"importing Triton failed ({_summary(error)}): reinstall the package 'triton'"
     try:
@@ -32,7 +34,7 @@ def unavailable_reason(device: torch.device) -> str | None:
     if interpreted:
         return None
     if device.type == "cpu":
-        return "Triton compiles nothing for the CPU: set TRITON_INTERPRET=1 at start to interpret the kernels (slowly)"
+        return "Triton does not compile for the CPU: start with TRITON_INTERPRET=1 to interpret the kernels"
     return _driver_reason(triton, device) or _capability_reason(device)
 
 
@@ -41,9 +43,12 @@ def _driver_reason(triton: ModuleType, device: torch.device) -> str | None:
     try:
         backend = triton.runtime.driver.active.get_current_target().backend
     except Exception as error:  # no GPU, no C compiler for Triton's launcher, an unwritable cache folder ...
-        return f"Triton has no active GPU driver ({_summary(error)}): check the GPU driver and Triton's cache folder"
+        return (
+            f"Triton has no active GPU driver ({_summary(error)}): "
+            "check the GPU driver, the C compiler and Triton's cache folder"
+        )
     if backend != wanted:
-        return f"Triton drives {backend} here, but the tensors are on {wanted}: set TRITON_DEFAULT_BACKEND={wanted}"
+        return f"Triton drives {backend} here and not {wanted}: set TRITON_DEFAULT_BACKEND={wanted}"
     return None
 
 
@@ -56,7 +61,10 @@ def _capability_reason(device: torch.device) -> str | None:
         return f"the compute capability of {device} cannot be read ({_summary(error)}): check the GPU driver"
     if capability < MINIMUM_CAPABILITY:
         have, need = (".".join(map(str, version)) for version in (capability, MINIMUM_CAPABILITY))
-        return f"Triton needs compute capability {need}, {device} has {have}: use a newer GPU or the eager provider"
+        return (
+            f"Triton needs compute capability {need}, {device} has {have}: "
+            "use a newer GPU or the eager provider"
+        )
     return None
 
 

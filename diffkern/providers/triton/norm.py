@@ -15,7 +15,7 @@ from diffkern.providers.triton.norm_kernels import layer_norm_kernel, rms_norm_k
 from diffkern.providers.triton.rows import merge_rows
 from diffkern.providers.triton.tiles import Tile, choose_tile
 
-# Fused multiply-add is asked for by name at each launch, since Triton's default for it changes between versions.
+# Fused multiply-add is asked for at each launch, since Triton's default differs between versions.
 
 # The kernels compute in float32, where rounding to a wider dtype changes nothing.
 _ROUND_DTYPES = {
@@ -107,7 +107,9 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def launch_for(shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]) -> Launch | None:
+def launch_for(
+    shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]
+) -> Launch | None:
     """Plans the launch for a non-empty input and output; None if their rows need more than three loops."""
     rows = merge_rows(shape, x_strides, y_strides)
     if rows is None:

@@ -1,13 +1,15 @@
 """The Triton kernels of rms_norm and layer_norm. Imported at first use, since this needs Triton.
 
-Shared conventions. A program computes ``ROWS`` rows in ``STEPS`` blocks of ``COLS`` columns; with one step the row
-is read once and stays in registers, else it is read once per pass. ``size0``, ``size1`` and the grid are the loops
-of :class:`diffkern.providers.triton.rows.Rows`, ``tiles`` is the number of tiles along the innermost loop. Offsets
-are 64-bit, since a stride times an index passes 2^31 in tensors that models really have. ``w_ptr`` and ``b_ptr``
-may be None. Square root and division are the correctly rounded ones: every backend has those two, while the
-approximate reciprocal square root differs between them.
+Shared conventions. A program computes ``ROWS`` rows in ``STEPS`` blocks of ``COLS`` columns; with one step
+the row is read once and stays in registers, else it is read once per pass. ``size0``, ``size1`` and the grid
+are the loops of :class:`diffkern.providers.triton.rows.Rows`, ``tiles`` is the number of tiles along the
+innermost loop. Offsets are 64-bit, since a stride times an index passes 2^31 in tensors that models really
+have. ``w_ptr`` and ``b_ptr`` may be None. Square root and division are the correctly rounded ones: every
+backend has those two, while the approximate reciprocal square root differs between them.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# The arguments of a kernel have the types that Triton gives them, which mypy does not know.
 from __future__ import annotations
 
 import triton
@@ -113,7 +115,9 @@ def rms_norm_kernel(
         weight = _load_parameter(w_ptr, col, col_inside, w_stride)
         bias = _load_parameter(b_ptr, col, col_inside, b_stride)
         scale = _rms_scale(tl.sum(x * x, axis=1), length, eps, CLAMP)
-        y = _rms_finish(x, scale, length, weight, bias, weight_offset, HAS_WEIGHT, HAS_BIAS, OUT, ROUND, CLAMP)
+        y = _rms_finish(
+            x, scale, length, weight, bias, weight_offset, HAS_WEIGHT, HAS_BIAS, OUT, ROUND, CLAMP
+        )
         _store(y_ptr, y, y_row, col, row_inside, col_inside, y_stride)
     else:
         squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -128,7 +132,9 @@ def rms_norm_kernel(
             x = _load(x_ptr, x_row, col, row_inside, col_inside, x_stride)
             weight = _load_parameter(w_ptr, col, col_inside, w_stride)
             bias = _load_parameter(b_ptr, col, col_inside, b_stride)
-            y = _rms_finish(x, scale, length, weight, bias, weight_offset, HAS_WEIGHT, HAS_BIAS, OUT, ROUND, CLAMP)
+            y = _rms_finish(
+                x, scale, length, weight, bias, weight_offset, HAS_WEIGHT, HAS_BIAS, OUT, ROUND, CLAMP
+            )
             _store(y_ptr, y, y_row, col, row_inside, col_inside, y_stride)
 
 

@@ -1,7 +1,8 @@
-"""Where the rows of an input and its output lie in memory, as the few numbers a kernel needs."""
+"""Where the rows of tensors that are walked together lie in memory, as the few numbers a kernel needs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: How many nested loops over rows the kernels know.
@@ -11,18 +12,16 @@ Triple = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """All leading dimensions of a tensor pair, merged into at most three loops, the innermost first.
+class Loops:
+    """The leading dimensions of several tensors, merged into at most three loops, the innermost first.
 
     Attributes:
         sizes: Number of iterations of each loop; 1 for the unused ones.
-        x_strides: Elements between two iterations, in the input.
-        y_strides: The same in the output.
+        strides: For each tensor, the elements between two iterations of each loop.
     """
 
     sizes: Triple
-    x_strides: Triple
-    y_strides: Triple
+    strides: tuple[Triple, ...]
 
     @property
     def nested(self) -> bool:
@@ -30,11 +29,66 @@ class Rows:
         return self.sizes[1] > 1 or self.sizes[2] > 1
 
 
-def merge_rows(shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]) -> Rows | None:
-    """Merges the leading dimensions of a non-empty tensor pair of one shape.
+def merge_loops(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Loops | None:
+    """Merges the dimensions that a kernel loops over, none of them of size 0.
 
-    Rows are independent of each other, so the dimensions may be walked in any order: the output's memory order
-    is taken, which keeps neighbouring rows of channel-first tensors neighbours.
+    The iterations are independent of each other, so the dimensions may be walked in any order: the memory order of
+    the first tensor is taken (the output, where its neighbouring rows should be written together), and that of the
+    next ones where it leaves a choice.
+
+    Args:
+        sizes: Size of each dimension.
+        strides: For each tensor, its strides in elements along those dimensions; any, 0 where it is broadcast.
+
+    Returns:
+        The loops, or None if more than three are left.
+    """
+    dims = [(*steps, size) for size, *steps in zip(sizes, *strides, strict=True) if size != 1]
+    loops: list[tuple[int, ...]] = []
+    for *steps, size in sorted(dims):
+        if loops:
+            *inner_steps, inner = loops[-1]
+            if all(step == inner_step * inner for step, inner_step in zip(steps, inner_steps, strict=True)):
+                loops[-1] = (*inner_steps, inner * size)
+                continue
+        loops.append((*steps, size))
+    if len(loops) > MAX_LOOPS:
+        return None
+    loops += [(*(0 for _ in strides), 1)] * (MAX_LOOPS - len(loops))
+    n0, n1, n2 = (loop[-1] for loop in loops)
+    return Loops((n0, n1, n2), tuple((loops[0][t], loops[1][t], loops[2][t]) for t in range(len(strides))))
+
+
+def broadcast_strides(shape: Sequence[int], strides: Sequence[int], to_shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides with which a tensor is read as one of ``to_shape``, as ``Tensor.expand`` gives them.
+
+    Raises:
+        RuntimeError: torch would not broadcast it to that shape.
+    """
+    added = len(to_shape) - len(shape)
+    fits = added >= 0 and all(own in (1, to) for own, to in zip(shape, to_shape[added:], strict=True))
+    if not fits:
+        raise RuntimeError(f"a tensor of shape {tuple(shape)} cannot be broadcast to {tuple(to_shape)}")
+    own_strides = zip(shape, strides, to_shape[added:], strict=True)
+    return (0,) * added + tuple(0 if own != to else stride for own, stride, to in own_strides)
+
+
+class Rows(Loops):
+    """The loops over an output, which comes first, and the input of the same shape."""
+
+    @property
+    def x_strides(self) -> Triple:
+        """Elements between two iterations, in the input."""
+        return self.strides[1]
+
+    @property
+    def y_strides(self) -> Triple:
+        """The same in the output."""
+        return self.strides[0]
+
+
+def merge_rows(shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]) -> Rows | None:
+    """Merges the leading dimensions of a non-empty tensor pair of one shape, in the output's memory order.
 
     Args:
         shape: The shape, of which the last dimension is the row itself and is left alone.
@@ -44,17 +98,5 @@ def merge_rows(shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tu
     Returns:
         The loops, or None if more than three are left.
     """
-    dims = [dim for dim in zip(y_strides[:-1], x_strides[:-1], shape[:-1], strict=True) if dim[2] != 1]
-    loops: list[tuple[int, int, int]] = []
-    for y_stride, x_stride, size in sorted(dims):
-        if loops:
-            y_inner, x_inner, inner = loops[-1]
-            if y_stride == y_inner * inner and x_stride == x_inner * inner:
-                loops[-1] = (y_inner, x_inner, inner * size)
-                continue
-        loops.append((y_stride, x_stride, size))
-    if len(loops) > MAX_LOOPS:
-        return None
-    loops += [(0, 0, 1)] * (MAX_LOOPS - len(loops))
-    (y0, x0, n0), (y1, x1, n1), (y2, x2, n2) = loops
-    return Rows((n0, n1, n2), (x0, x1, x2), (y0, y1, y2))
+    loops = merge_loops(shape[:-1], (y_strides[:-1], x_strides[:-1]))
+    return None if loops is None else Rows(loops.sizes, loops.strides)

@@ -1,8 +1,8 @@
 """Which tile of the input one program works on: rows x columns, and how many warps share it.
 
-Two ladders. Where the elements of a row are neighbours in memory, a program takes whole rows and its warps lie
-along the row. Where instead the rows are neighbours (channel-first tensors, transposed views), a program takes
-many rows, so that the loads of a warp still fall on consecutive addresses.
+Two ladders. Where the elements of a row are neighbours in memory, a program takes whole rows and its warps
+lie along the row. Where instead the rows are neighbours (channel-first tensors, transposed views), a program
+takes many rows, so that the loads of a warp still fall on consecutive addresses.
 """
 
 from __future__ import annotations
@@ -25,24 +25,17 @@ class Tile:
     num_warps: int
 
 
-# (widest row, rows, warps): 32 elements per thread of a 32-lane warp, which keeps a row of fp32 in registers
-# and several 16-byte loads per thread in flight; short rows share a program to fill it.
-_ALONG_ROWS = (
-    (64, 64, 4),
-    (128, 32, 4),
-    (256, 16, 4),
-    (512, 8, 4),
-    (1024, 4, 4),
-    (2048, 1, 2),
-    (4096, 1, 4),
-    (8192, 1, 8),
-    (16384, 1, 16),
-)
-_LONG_ROW = Tile(rows=1, cols=8192, num_warps=8)
+#: 32 elements for each of 32 lanes: fp32 fits the registers, and each lane has several loads in flight.
+_ELEMENTS_PER_WARP = 1024
+_MOST_WARPS = 16
 
-# As above, for rows that are neighbours in memory: at least 16 of them, 32 bytes of a half dtype.
-_ACROSS_ROWS = ((64, 64, 4), (128, 64, 8), (256, 32, 8), (512, 32, 16), (1024, 16, 16))
-_LONG_ROW_ACROSS = Tile(rows=64, cols=64, num_warps=4)
+# (widest row, rows). Short rows share a program, to fill four warps.
+_ALONG_ROWS = ((64, 64), (128, 32), (256, 16), (512, 8), (1024, 4), (16384, 1))
+_LONG_ROW = (1, 8192)
+
+# (widest row, rows) for rows that are neighbours in memory: at least 16 of them, 32 bytes of a half dtype.
+_ACROSS_ROWS = ((128, 64), (512, 32), (1024, 16))
+_LONG_ROW_ACROSS = (64, 64)
 
 #: A tile may leave this share of its rows unused, where the rows do not divide evenly.
 _TOLERATED_WASTE = 0.25
@@ -50,17 +43,18 @@ _FEWEST_ROWS = 8
 
 
 def choose_tile(row_length: int, rows: int, *, rows_are_neighbours: bool) -> Tile:
-    """Chooses the tile for ``rows`` rows (of the innermost loop) of ``row_length`` elements, both at least 1."""
-    for widest, most_rows, num_warps in _ACROSS_ROWS if rows_are_neighbours else _ALONG_ROWS:
+    """Chooses the tile for ``rows`` rows of the innermost loop, ``row_length`` long; both at least 1."""
+    most_rows, cols = _LONG_ROW_ACROSS if rows_are_neighbours else _LONG_ROW
+    for widest, enough_rows in _ACROSS_ROWS if rows_are_neighbours else _ALONG_ROWS:
         if row_length <= widest:
-            cols = max(_power_of_two(row_length), 16)
-            return Tile(_fit_rows(most_rows, rows), cols, num_warps)
-    long_row = _LONG_ROW_ACROSS if rows_are_neighbours else _LONG_ROW
-    return Tile(_fit_rows(long_row.rows, rows), long_row.cols, long_row.num_warps)
+            most_rows, cols = enough_rows, max(_power_of_two(row_length), 16)
+            break
+    tile_rows = _fit_rows(most_rows, rows)
+    return Tile(tile_rows, cols, min(max(tile_rows * cols // _ELEMENTS_PER_WARP, 1), _MOST_WARPS))
 
 
 def _fit_rows(most: int, rows: int) -> int:
-    """Shrinks the rows of a tile as long as too much of it would lie outside, as with 24 heads in tiles of 32."""
+    """Shrinks the rows of a tile while too much of it would lie outside, as with 20 heads in tiles of 32."""
     fit = min(most, _power_of_two(rows))
     while fit > _FEWEST_ROWS and (1 - _TOLERATED_WASTE) * (-(-rows // fit) * fit) > rows:
         fit //= 2

@@ -1,0 +1,265 @@
+r"""Activations of feed-forwards, alone and as the gate of a product.
+
+Numerical contract (``docs/numerics.md`` has the table):
+
+* float32, float16 and bfloat16, the two operands of a gate in any mix; float64 by the eager provider;
+* all arithmetic in float32;
+* rounds once, to the output dtype; with ``round_activation`` also between the activation and the product, as
+  a chain of two PyTorch ops does.
+
+``gelu`` and ``gelu_tanh`` are different functions: they differ by up to 4.7e-4, which bfloat16 hides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffkern.ops.contract import ContractRow
+from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.providers.eager import compute_dtype
+from diffkern.providers.eager.activation import FUNCTIONS, apply, apply_backward
+from diffkern.providers.registry import kernel_for
+
+CONTRACT = (
+    ContractRow(
+        "activation", "gelu, gelu_tanh, silu, quick_gelu", "one dtype", "float32", "once, to the dtype of the input"
+    ),
+    ContractRow("glu", "plain", "two operands in any mix", "float32", "once, to the promoted dtype"),
+    ContractRow(
+        "glu",
+        "round_activation",
+        "two operands in any mix",
+        "float32",
+        "the activation to the dtype of the gate, the product to the promoted dtype",
+    ),
+)
+
+
+def gelu(x: Tensor, approximate: str = "none", *, provider: str | None = None) -> Tensor:
+    r"""Gaussian error linear unit.
+
+    .. math::
+        \text{none}: \; \tfrac x2 \left(1 + \operatorname{erf} \tfrac{x}{\sqrt 2}\right), \qquad
+        \text{tanh}: \; \tfrac x2 \left(1 + \tanh\!\left(\sqrt{\tfrac 2\pi}\,(x + 0.044715\,x^3)\right)\right)
+
+    Args:
+        x: Input of any shape and strides; float32, float16, bfloat16 or float64.
+        approximate: ``"none"`` or ``"tanh"``, as in :func:`torch.nn.functional.gelu`.
+        provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
+
+    Returns:
+        A new tensor of the shape and dtype of ``x``, with the strides that a pointwise op gives. Differentiable.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: ``approximate`` is neither of the two.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016.
+    """
+    return _activate(x, gelu_name(approximate), provider)
+
+
+def silu(x: Tensor, *, provider: str | None = None) -> Tensor:
+    r"""Sigmoid linear unit, :math:`x / (1 + e^{-x})`; otherwise like :func:`gelu`.
+
+    Source: Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units", 2017.
+    """
+    return _activate(x, "silu", provider)
+
+
+def quick_gelu(x: Tensor, *, provider: str | None = None) -> Tensor:
+    r"""The sigmoid form of GELU, :math:`x \, \sigma(1.702 x)`, of CLIP and of diffusers' ``ApproximateGELU``.
+
+    Otherwise like :func:`gelu`, except that nothing is rounded before the product is.
+    """
+    return _activate(x, "quick_gelu", provider)
+
+
+def glu(
+    value: Tensor,
+    gate: Tensor,
+    activation: str = "gelu",
+    *,
+    round_activation: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Gated linear unit: :math:`v \cdot a(g)`.
+
+    Args:
+        value: ``v``, of any shape and strides, for instance half of a packed projection; it is read in place.
+            float32, float16, bfloat16 or float64.
+        gate: ``g``, of the shape of ``value``; any strides.
+        activation: ``a``: ``"gelu"`` (erf), ``"gelu_tanh"``, ``"silu"`` or ``"quick_gelu"``.
+        round_activation: Rounds ``a(g)`` to the dtype of ``gate`` before the product, as the chain
+            ``value * F.gelu(gate)`` does.
+        provider: As in :func:`gelu`.
+
+    Returns:
+        A new tensor of the shape of ``value`` and of the dtype that torch promotes the two to, laid out densely
+        in the order of ``value``. Differentiable in both.
+
+    Raises:
+        TypeError: an operand is not floating point.
+        ValueError: shapes or devices do not fit together, or the activation is unknown.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    if not (value.is_floating_point() and gate.is_floating_point()):
+        raise TypeError(f"a gated unit needs floating point operands, got {value.dtype} and {gate.dtype}")
+    if activation not in FUNCTIONS:
+        raise ValueError(f"unknown activation {activation!r}: choose one of {', '.join(FUNCTIONS)}")
+    if value.shape != gate.shape:
+        raise ValueError(f"the value has shape {tuple(value.shape)}, the gate {tuple(gate.shape)}: they must be the same")
+    if value.device != gate.device:
+        raise ValueError(f"the value is on {value.device}, the gate on {gate.device}: move one of them")
+    call = _glu_op if needs_dispatcher(value, gate) else _glu
+    return call(value, gate, activation, round_activation, provider)
+
+
+def geglu(
+    x: Tensor,
+    approximate: str = "none",
+    *,
+    dim: int = -1,
+    gate_first: bool = False,
+    round_activation: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    """:func:`glu` of the two halves of ``x`` with GELU: ``first * gelu(second)``, as diffusers' ``GEGLU`` has it.
+
+    Args:
+        x: Both halves, one after the other along ``dim``.
+        approximate: As in :func:`gelu`.
+        dim: The dimension that is halved, of even size.
+        gate_first: ``gelu(first) * second`` instead.
+        round_activation: As in :func:`glu`.
+        provider: As in :func:`gelu`.
+
+    Raises:
+        ValueError: ``dim`` is out of range or has an odd size; otherwise as in :func:`glu`.
+    """
+    value, gate = _halves(x, dim, gate_first)
+    return glu(value, gate, gelu_name(approximate), round_activation=round_activation, provider=provider)
+
+
+def swiglu(
+    x: Tensor,
+    *,
+    dim: int = -1,
+    gate_first: bool = False,
+    round_activation: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    """:func:`glu` of the two halves of ``x`` with SiLU: ``first * silu(second)``, as diffusers' ``SwiGLU`` has it.
+
+    The arguments are those of :func:`geglu`; ``gate_first`` is for ``Flux2SwiGLU``, ``silu(first) * second``.
+    """
+    value, gate = _halves(x, dim, gate_first)
+    return glu(value, gate, "silu", round_activation=round_activation, provider=provider)
+
+
+def gelu_name(approximate: str) -> str:
+    """Returns the name among :data:`FUNCTIONS` of what ``F.gelu`` calls ``approximate``.
+
+    Raises:
+        ValueError: it is neither ``"none"`` nor ``"tanh"``.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"unknown approximation {approximate!r} of GELU: choose 'none' or 'tanh'")
+    return "gelu" if approximate == "none" else "gelu_tanh"
+
+
+def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
+    """The value and the gate, as views."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim {dim} is out of range for an input of {x.ndim} dimensions")
+    size = x.shape[dim]
+    if size % 2:
+        raise ValueError(f"dimension {dim} has the odd size {size} and cannot be halved")
+    first, second = x.split(size // 2, dim) if size else (x, x)
+    return (second, first) if gate_first else (first, second)
+
+
+def _activate(x: Tensor, function: str, provider: str | None) -> Tensor:
+    if not x.is_floating_point():
+        raise TypeError(f"an activation needs a floating point input, got {x.dtype}")
+    call = _activation_op if needs_dispatcher(x) else _activation
+    return call(x, function, provider)
+
+
+# --- activation as a torch op --------------------------------------------------------------------------
+
+
+def _activation(x: Tensor, function: str, provider: str | None = None) -> Tensor:
+    return kernel_for("activation", x.device, provider, x.dtype)(x, function)
+
+
+def _activation_fake(x: Tensor, function: str, provider: str | None = None) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _activation_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.function, _ = inputs
+    ctx.save_for_backward(x)
+
+
+def _activation_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x,) = ctx.saved_tensors
+    return apply_backward(grad, x, ctx.function), None, None
+
+
+_activation_op = register(
+    "activation(Tensor x, str function, str? provider=None) -> Tensor",
+    _activation,
+    _activation_fake,
+    _activation_setup_context,
+    _activation_backward,
+)
+
+
+# --- glu as a torch op ---------------------------------------------------------------------------------
+
+
+def _glu(
+    value: Tensor, gate: Tensor, function: str, round_activation: bool = False, provider: str | None = None
+) -> Tensor:
+    kernel = kernel_for("glu", value.device, provider, value.dtype, gate.dtype)
+    return kernel(value, gate, function, round_activation)
+
+
+def _glu_fake(
+    value: Tensor, gate: Tensor, function: str, round_activation: bool = False, provider: str | None = None
+) -> Tensor:
+    return torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))
+
+
+def _glu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    value, gate, ctx.function, _, _ = inputs
+    ctx.save_for_backward(value, gate)
+
+
+def _glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Backward of the unrounded formula; the activation is computed again rather than kept."""
+    value, gate = ctx.saved_tensors
+    dtype = compute_dtype(value, gate)
+    grad, wide = grad.to(dtype), gate.to(dtype)
+    grad_value = grad_gate = None
+    if ctx.needs_input_grad[0]:
+        grad_value = (grad * apply(wide, ctx.function)).to(value.dtype)
+    if ctx.needs_input_grad[1]:
+        grad_gate = apply_backward(grad * value.to(dtype), wide, ctx.function).to(gate.dtype)
+    return grad_value, grad_gate, None, None, None
+
+
+_glu_op = register(
+    "glu(Tensor value, Tensor gate, str function, bool round_activation=False, str? provider=None) -> Tensor",
+    _glu,
+    _glu_fake,
+    _glu_setup_context,
+    _glu_backward,
+)

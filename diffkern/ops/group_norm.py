@@ -1,0 +1,422 @@
+r"""The norms of convolutional networks with the SiLU that follows them: over groups, and over channels.
+
+Numerical contract (``docs/numerics.md`` has the table):
+
+* input and parameters in float32, float16 or bfloat16, in any mix; float64 by the eager provider;
+* statistics and all arithmetic in float32; the variance from centred values, combined pairwise, so that a mean far
+  from zero or a group of 2^24 elements costs no accuracy;
+* rounds once, to the dtype of the input; ``round_dtype`` as in :mod:`diffkern.ops.norm`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffkern.ops.contract import ContractRow
+from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.providers.eager import compute_dtype
+from diffkern.providers.eager.activation import apply_backward
+from diffkern.providers.registry import kernel_for
+
+_ANY_MIX = "float32, float16, bfloat16 in any mix"
+
+CONTRACT = (
+    ContractRow("group_norm_silu", "silu", _ANY_MIX, "float32, the variance from centred values", "once, to the input's dtype"),
+    ContractRow("group_norm_silu", "no activation", _ANY_MIX, "float32, the variance from centred values", "once, to the input's dtype"),
+    ContractRow("group_norm_silu", "frames each", _ANY_MIX, "float32, the variance from centred values", "once, to the input's dtype"),
+    ContractRow("channel_rms_norm_silu", "add", _ANY_MIX, "float32", "once, to the input's dtype"),
+    ContractRow(
+        "channel_rms_norm_silu",
+        "clamp, round_dtype",
+        "half round_dtype",
+        "float32",
+        "the normalised value to round_dtype, its product with the weight before a bias is added, and the result",
+    ),
+    ContractRow("channel_rms_norm_silu", "scale and shift", _ANY_MIX, "float32", "once, to the input's dtype"),
+)  # fmt: skip
+
+
+def group_norm_silu(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = "silu",
+    frames: str = "joint",
+    memory_format: torch.memory_format | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Group normalisation, and SiLU of it.
+
+    .. math:: y = \operatorname{silu}\left(\frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot w_c + b_c\right)
+
+    with mean and variance over the ``C / num_groups`` channels of a group and all positions.
+
+    Args:
+        x: Input of shape ``[B, C, ...]``, any strides; float32, float16, bfloat16 or float64.
+        num_groups: Number of groups, a divisor of ``C``.
+        weight: ``w`` of shape ``[C]``, or None.
+        bias: ``b`` of shape ``[C]``, or None.
+        eps: ``ε``, added to the variance.
+        activation: ``"silu"``, or None for the norm alone.
+        frames: ``"joint"``; or ``"each"``, for ``[B, C, T, H, W]``: every frame has its own statistics, as in the
+            models that fold time into the batch.
+        memory_format: None lays the result out as ``F.group_norm`` does: on the CPU like an input that is in
+            channels-last order, otherwise contiguously. ``torch.preserve_format`` keeps the order of ``x`` on every
+            device, ``torch.contiguous_format`` does not.
+        provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
+
+    Returns:
+        A new tensor of the shape and dtype of ``x``. Differentiable in ``x``, ``weight`` and ``bias``.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: shapes or devices do not fit together, a group would hold one element, or an option is unknown.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+
+    Source: Wu and He, "Group Normalization", 2018.
+    """
+    _check_input(x, activation)
+    per_frame = _is_each(frames, x)
+    channels = x.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"{channels} channels do not fall into {num_groups} groups of one size")
+    if x.numel() == num_groups:
+        raise ValueError(f"a group of an input of shape {tuple(x.shape)} has one element, and no variance")
+    _check_parameter("weight", weight, x)
+    _check_parameter("bias", bias, x)
+    if memory_format is None:
+        preserve = x.device.type == "cpu" and _is_channels_last(x)
+    else:
+        preserve = memory_format is torch.preserve_format
+    call = _group_norm_silu_op if needs_dispatcher(x, weight, bias) else _group_norm_silu
+    return call(x, num_groups, weight, bias, eps, activation is not None, per_frame, preserve, provider)
+
+
+def channel_rms_norm_silu(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    eps_mode: str = "add",
+    activation: str | None = "silu",
+    round_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Root mean square normalisation over the channels of every position, modulation, and SiLU.
+
+    .. math:: y = \operatorname{silu}\left((n \cdot w_c + b_c) \cdot (1 + s_{bc}) + t_{bc}\right), \quad
+        n = \begin{cases}
+            x \cdot \left(\tfrac1C \sum_c x_c^2 + \epsilon\right)^{-1/2} & \text{add} \\
+            x \,/ \max(\lVert x \rVert_2, \epsilon) \cdot \sqrt C & \text{clamp}
+        \end{cases}
+
+    ``"clamp"`` with ``eps=1e-12`` and ``round_dtype`` that of ``x`` is ``WanRMS_norm`` of diffusers and its kin;
+    ``"add"`` is ``PerChannelRMSNorm``, and with scale and shift the norm of LTX-Video's ``ResnetBlock3d``.
+
+    Args:
+        x: Input of shape ``[B, C, ...]``, any strides; float32, float16, bfloat16 or float64.
+        weight: ``w``, anything with ``C`` elements, for example ``[C, 1, 1]``, or None.
+        bias: ``b``, like ``weight``, or None.
+        scale: ``s``, of a shape that broadcasts to ``[B, C, 1, ...]``, or None.
+        shift: ``t``, like ``scale``, or None.
+        eps: ``ε``.
+        eps_mode: ``"add"`` or ``"clamp"``.
+        activation: ``"silu"``, or None for the norm alone.
+        round_dtype: Rounds ``n`` to this dtype before it is multiplied (and the product with ``w`` to the dtype of
+            ``x`` before ``b`` is added); None rounds only the result.
+        provider: As in :func:`group_norm_silu`.
+
+    Returns:
+        A new tensor of the shape and dtype of ``x``, with the strides that a pointwise op gives. Differentiable in
+        all five.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: shapes or devices do not fit together, or an option is unknown.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Karras et al., "Progressive Growing of
+    GANs", 2018, for the norm over channels.
+    """
+    _check_input(x, activation)
+    if eps_mode not in ("add", "clamp"):
+        raise ValueError(f"unknown eps_mode {eps_mode!r}: choose 'add' or 'clamp'")
+    weight = None if weight is None else weight.reshape(-1)
+    bias = None if bias is None else bias.reshape(-1)
+    _check_parameter("weight", weight, x)
+    _check_parameter("bias", bias, x)
+    scale, shift = _per_sample("scale", scale, x), _per_sample("shift", shift, x)
+    dispatch = needs_dispatcher(x, weight, bias, scale, shift)
+    call = _channel_rms_norm_silu_op if dispatch else _channel_rms_norm_silu
+    return call(
+        x, weight, bias, scale, shift, eps, eps_mode == "clamp", activation is not None, round_dtype, provider
+    )
+
+
+# --- checks --------------------------------------------------------------------------------------------
+
+
+def _check_input(x: Tensor, activation: str | None) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"a norm needs a floating point input, got {x.dtype}")
+    if x.ndim < 2:
+        raise ValueError(f"a norm over channels needs an input of shape [B, C, ...], got {tuple(x.shape)}")
+    if activation not in ("silu", None):
+        raise ValueError(f"unknown activation {activation!r}: choose 'silu' or None")
+
+
+def _is_each(frames: str, x: Tensor) -> bool:
+    if frames not in ("joint", "each"):
+        raise ValueError(f"unknown frames {frames!r}: choose 'joint' or 'each'")
+    if frames == "each" and x.ndim != 5:
+        raise ValueError(f"frames='each' needs an input of shape [B, C, T, H, W], got {tuple(x.shape)}")
+    return frames == "each"
+
+
+def _check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
+    if parameter is None:
+        return
+    if parameter.ndim != 1 or parameter.shape[0] != x.shape[1]:
+        raise ValueError(f"the {name} has shape {tuple(parameter.shape)}, but the input has {x.shape[1]} channels")
+    _check_device(name, parameter, x)
+
+
+def _check_device(name: str, parameter: Tensor, x: Tensor) -> None:
+    if parameter.device != x.device:
+        raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
+
+
+def _per_sample(name: str, modulation: Tensor | None, x: Tensor) -> Tensor | None:
+    """The modulation as a view of shape ``[B, C]``."""
+    if modulation is None:
+        return None
+    _check_device(name, modulation, x)
+    spatial = x.ndim - 2
+    shape = modulation.shape
+    fits = len(shape) <= x.ndim and all(size == 1 for size in shape[-spatial:] if spatial)
+    leading = shape[: len(shape) - spatial] if len(shape) > spatial else ()
+    if not fits or any(own not in (1, to) for own, to in zip(reversed(leading), (x.shape[1], x.shape[0]), strict=False)):
+        raise ValueError(
+            f"the {name} of shape {tuple(shape)} does not broadcast to one value per sample and channel "
+            f"of an input of shape {tuple(x.shape)}"
+        )
+    return modulation.reshape(leading).expand(x.shape[:2])
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether torch takes ``x``, dense or not, for a tensor in channels-last order."""
+    if x.ndim not in (4, 5) or x.stride(1) == 0:
+        return False
+    at_least = 0
+    for dim in (1, *range(x.ndim - 1, 1, -1), 0):
+        size, stride = x.shape[dim], x.stride(dim)
+        # Where nothing but the batch is larger than 1, every order is as good, and torch says no.
+        if size == 0 or stride < at_least or (dim == 0 and at_least == x.stride(1)):
+            return False
+        at_least = stride * max(size, 1)
+    return True
+
+
+def _dtype(parameter: Tensor | None) -> torch.dtype | None:
+    return None if parameter is None else parameter.dtype
+
+
+# --- group_norm_silu as a torch op ---------------------------------------------------------------------
+
+
+def _group_norm_silu(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    silu: bool = True,
+    per_frame: bool = False,
+    preserve_strides: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    kernel = kernel_for("group_norm_silu", x.device, provider, x.dtype, _dtype(weight), _dtype(bias))
+    return kernel(x, num_groups, weight, bias, eps, silu, per_frame, preserve_strides)
+
+
+def _group_norm_silu_fake(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    silu: bool = True,
+    per_frame: bool = False,
+    preserve_strides: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.preserve_format if preserve_strides else torch.contiguous_format)
+
+
+def _group_norm_silu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.num_groups, weight, bias, ctx.eps, ctx.silu, ctx.per_frame, _, _ = inputs
+    # Without SiLU the gradients do not depend on the bias.
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, bias if ctx.silu else None)
+
+
+def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Backward of the unrounded formula; the statistics are computed again rather than kept."""
+    x, weight, bias = ctx.saved_tensors
+    dtype = compute_dtype(x)
+
+    def grouped(tensor: Tensor) -> Tensor:
+        """``[samples, groups, channels of a group, positions]``"""
+        tensor = tensor.to(dtype)
+        tensor = tensor.transpose(1, 2).flatten(0, 1) if ctx.per_frame else tensor
+        return tensor.reshape(tensor.shape[0], ctx.num_groups, tensor.shape[1] // ctx.num_groups, math.prod(tensor.shape[2:]))
+
+    def per_channel(parameter: Tensor) -> Tensor:
+        return parameter.to(dtype).view(ctx.num_groups, -1, 1)
+
+    def ungrouped(tensor: Tensor) -> Tensor:
+        if not ctx.per_frame:
+            return tensor.reshape(x.shape)
+        batch, channels, frames, *size = x.shape
+        return tensor.reshape(batch, frames, channels, *size).transpose(1, 2)
+
+    wide, grad = grouped(x), grouped(grad)
+    centred = wide - wide.mean((2, 3), keepdim=True)
+    scale = torch.rsqrt(centred.square().mean((2, 3), keepdim=True) + ctx.eps)
+    normed = centred * scale
+    if ctx.silu:
+        y = normed if weight is None else normed * per_channel(weight)
+        y = y if bias is None else y + per_channel(bias)
+        grad = apply_backward(grad, y, "silu")
+    needs_x, needs_weight, needs_bias = _needs_grad(ctx, 0, 2, 3)
+    grad_x = grad_weight = grad_bias = None
+    if needs_x:
+        weighted = grad if weight is None else grad * per_channel(weight)
+        mean = weighted.mean((2, 3), keepdim=True)
+        along = (weighted * normed).mean((2, 3), keepdim=True)
+        grad_x = ungrouped(scale * (weighted - mean - normed * along)).to(x.dtype)
+    if needs_weight:
+        grad_weight = (grad * normed).sum((0, 3)).flatten().to(weight.dtype)
+    if needs_bias:
+        grad_bias = grad.sum((0, 3)).flatten().to(ctx.bias_dtype)
+    return (grad_x, None, grad_weight, grad_bias, *(None,) * 5)
+
+
+def _needs_grad(ctx: Any, *arguments: int) -> tuple[bool, ...]:
+    """Whether these arguments want a gradient; torch leaves trailing ones out when not given."""
+    needs = ctx.needs_input_grad
+    return tuple(index < len(needs) and needs[index] for index in arguments)
+
+
+_group_norm_silu_op = register(
+    "group_norm_silu(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+    "bool silu=True, bool per_frame=False, bool preserve_strides=False, str? provider=None) -> Tensor",
+    _group_norm_silu,
+    _group_norm_silu_fake,
+    _group_norm_silu_setup_context,
+    _group_norm_silu_backward,
+)
+
+
+# --- channel_rms_norm_silu as a torch op ---------------------------------------------------------------
+
+
+def _channel_rms_norm_silu(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    clamp_eps: bool = False,
+    silu: bool = True,
+    round_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    dtypes = _dtype(weight), _dtype(bias), _dtype(scale), _dtype(shift)
+    kernel = kernel_for("channel_rms_norm_silu", x.device, provider, x.dtype, *dtypes)
+    return kernel(x, weight, bias, scale, shift, eps, clamp_eps, silu, round_dtype)
+
+
+def _channel_rms_norm_silu_fake(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-6,
+    clamp_eps: bool = False,
+    silu: bool = True,
+    round_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _channel_rms_norm_silu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, scale, shift, ctx.eps, ctx.clamp_eps, ctx.silu, _, _ = inputs
+    ctx.save_for_backward(x, weight, bias, scale, shift)
+
+
+def _channel_rms_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Backward of the unrounded formula; 1/rms is computed again rather than kept."""
+    x, weight, bias, scale, shift = ctx.saved_tensors
+    dtype = compute_dtype(x)
+    spatial = tuple(range(2, x.ndim))
+    size = max(x.shape[1], 1)
+
+    def channels(parameter: Tensor) -> Tensor:
+        return parameter.to(dtype)[(..., *(None,) * len(spatial))]
+
+    wide, grad = x.to(dtype), grad.to(dtype)
+    if ctx.clamp_eps:
+        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        rate = size**0.5 / length.clamp_min(ctx.eps)
+        # Below the bound the length is a constant, and only the direct term is left.
+        curvature = torch.where(length > ctx.eps, rate.pow(3) / size, 0.0)
+    else:
+        rate = torch.rsqrt(wide.square().mean(1, keepdim=True) + ctx.eps)
+        curvature = rate.pow(3) / size
+    affine = wide * rate
+    affine = affine if weight is None else affine * channels(weight)
+    affine = affine if bias is None else affine + channels(bias)
+    if ctx.silu:
+        y = affine if scale is None else affine * (1 + channels(scale))
+        y = y if shift is None else y + channels(shift)
+        grad = apply_backward(grad, y, "silu")
+    needs_x, needs_weight, needs_bias, needs_scale, needs_shift = _needs_grad(ctx, 0, 1, 2, 3, 4)
+    grad_x = grad_weight = grad_bias = grad_scale = grad_shift = None
+    if needs_shift:
+        grad_shift = grad.sum(spatial).to(shift.dtype) if spatial else grad.to(shift.dtype)
+    if needs_scale:
+        by_scale = grad * affine
+        grad_scale = (by_scale.sum(spatial) if spatial else by_scale).to(scale.dtype)
+    grad = grad if scale is None else grad * (1 + channels(scale))
+    if needs_bias:
+        grad_bias = grad.sum((0, *spatial)).to(bias.dtype)
+    if needs_weight:
+        grad_weight = (grad * wide * rate).sum((0, *spatial)).to(weight.dtype)
+    if needs_x:
+        weighted = grad if weight is None else grad * channels(weight)
+        grad_x = (rate * weighted - wide * curvature * (weighted * wide).sum(1, keepdim=True)).to(x.dtype)
+    return (grad_x, grad_weight, grad_bias, grad_scale, grad_shift, *(None,) * 5)
+
+
+_channel_rms_norm_silu_op = register(
+    "channel_rms_norm_silu(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? scale=None, Tensor? shift=None, "
+    "float eps=1e-6, bool clamp_eps=False, bool silu=True, ScalarType? round_dtype=None, str? provider=None) -> Tensor",
+    _channel_rms_norm_silu,
+    _channel_rms_norm_silu_fake,
+    _channel_rms_norm_silu_setup_context,
+    _channel_rms_norm_silu_backward,
+)

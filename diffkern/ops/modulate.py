@@ -1,0 +1,618 @@
+r"""Modulated norms and gated residuals: what stands between the attention and the feed-forward of every DiT block.
+
+Numerical contract (``docs/numerics.md`` has the table):
+
+* every tensor in float32, float16 or bfloat16, in any mix; float64 by the eager provider;
+* all arithmetic in float32, products and sums one after the other (never a fused multiply-add);
+* ``rounding="once"`` rounds each result once, to its dtype. ``rounding="each"`` rounds where the chain of torch ops
+  does that a model writes: after the norm, after ``1 + scale``, after the product and after the sum. Without a norm it
+  is bit-equal to that chain.
+
+Modulation tensors broadcast against the input as torch broadcasts, and are read in place, so that chunks of a larger
+modulation tensor, one row per sample, per frame or per token, need no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from diffkern.ops.contract import ContractRow
+from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.providers import registry
+from diffkern.providers.eager import compute_dtype
+from diffkern.providers.eager.modulate import (
+    GATE_ACTIVATIONS,
+    LAYER,
+    NO_ACTIVATION,
+    NO_NORM,
+    NORMS,
+    RMS,
+    SIGMOID,
+    activate,
+    gated_shape,
+    modulated_shape,
+    promoted_dtype,
+)
+
+Norm = Literal["rms", "layer"]
+GateActivation = Literal["tanh", "sigmoid"]
+Rounding = Literal["once", "each"]
+
+_ROUNDINGS: Mapping[str, bool] = {"once": False, "each": True}
+_HALF = (torch.float16, torch.bfloat16)
+
+_ANY_MIX = "float32, float16, bfloat16 in any mix"
+_EACH = "the norm to the dtype of x, scale_offset + scale to that of scale, product and sum to the promoted dtype"
+
+CONTRACT = (
+    ContractRow("norm_modulate", "once", _ANY_MIX, "float32", "once, to the output dtype"),
+    ContractRow("norm_modulate", "each", _ANY_MIX, "float32", _EACH),
+    ContractRow(
+        "norm_modulate", "no norm, each", _ANY_MIX, "float32", _EACH, exact="x * (scale_offset + scale) + shift"
+    ),
+    ContractRow("gate_residual", "once", _ANY_MIX, "float32", "once, to the output dtype"),
+    ContractRow(
+        "gate_residual", "each", _ANY_MIX, "float32", "product and sum to the promoted dtype", exact="residual + gate * x"
+    ),
+    ContractRow(
+        "gate_residual", "each, activation", _ANY_MIX, "float32", "act(gate) to the dtype of gate, then as above"
+    ),
+    ContractRow("gate_residual", "no gate", _ANY_MIX, "float32", "once, to the output dtype", exact="residual + x"),
+    ContractRow(
+        "gate_residual_norm_modulate",
+        "once",
+        _ANY_MIX,
+        "float32",
+        "the new residual to its dtype before the norm reads it, the modulated norm to the output dtype",
+    ),
+    ContractRow(
+        "gate_residual_norm_modulate",
+        "each",
+        _ANY_MIX,
+        "float32",
+        "as gate_residual and norm_modulate one after the other",
+        exact="the new residual: residual + gate * x",
+    ),
+)
+
+
+def norm_modulate(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    norm: Norm | None = "rms",
+    scale_offset: float = 1.0,
+    rounding: Rounding = "once",
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Normalisation over the last dimension and modulation of the result.
+
+    .. math:: y = \bigl(\mathrm{norm}(x) \cdot w + b\bigr) \cdot (o + \mathrm{scale}) + \mathrm{shift}
+
+    Args:
+        x: Input ``[..., D]``, any strides; float32, float16, bfloat16 or float64.
+        scale: Anything that broadcasts against ``x``: ``[D]``, ``[B,1,D]``, ``[B,S,D]``, ``[B,F,1,D]`` ..., any
+            strides. None leaves the factor out.
+        shift: Like ``scale``; None leaves the term out.
+        weight: ``w`` of shape ``[D]``, or None.
+        bias: ``b`` of shape ``[D]``, or None; needs no weight.
+        eps: Added to the mean square or the variance; None means the machine epsilon of the precision computed in
+            (float32's for half inputs).
+        norm: ``"rms"``, ``"layer"``, or None to modulate ``x`` itself.
+        scale_offset: ``o``; 0 for callers whose ``scale`` is the whole factor.
+        rounding: ``"once"``, or ``"each"`` for the roundings of the chain of torch ops.
+        out_dtype: Dtype of the result; None means what the chain of torch ops would promote to.
+        provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
+
+    Returns:
+        A new contiguous tensor, of the shape to which ``x``, ``scale`` and ``shift`` broadcast. Differentiable in all
+        tensors.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: an option has none of its values, or weight or bias do not fit.
+        RuntimeError: the shapes do not broadcast.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+
+    Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022.
+    """
+    norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
+    _check_row(x, norm_code, weight, bias)
+    scale, shift = _on_device_of(x, scale, "scale"), _on_device_of(x, shift, "shift")
+    call = _norm_modulate_op if needs_dispatcher(x, scale, shift, weight, bias) else _norm_modulate
+    eps = _eps(x.dtype) if eps is None else eps
+    return call(x, scale, shift, weight, bias, eps, norm_code, scale_offset, round_each, out_dtype, provider)
+
+
+def gate_residual(
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    *,
+    gate_activation: GateActivation | None = None,
+    rounding: Rounding = "once",
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Gated residual connection, ``residual + act(gate) * x``.
+
+    Args:
+        residual: ``[..., D]``, any strides; float32, float16, bfloat16 or float64.
+        x: Output of the branch, like ``residual``.
+        gate: Broadcasts against them as ``scale`` does in :func:`norm_modulate`; None for the plain sum.
+        gate_activation: ``"tanh"`` or ``"sigmoid"``, applied to the gate; None for none.
+        rounding: ``"once"``, or ``"each"`` for the roundings of the chain of torch ops.
+        out_dtype: Dtype of the result; None means what the chain of torch ops would promote to.
+        provider: As in :func:`norm_modulate`.
+
+    Returns:
+        A new contiguous tensor of the shape to which all broadcast. Nothing is written in place.
+
+    Raises:
+        As :func:`norm_modulate`.
+    """
+    activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
+    round_each = _code(rounding, _ROUNDINGS, "rounding")
+    _check_row(residual)
+    x, gate = _on_device_of(residual, x, "x"), _on_device_of(residual, gate, "gate")
+    call = _gate_residual_op if needs_dispatcher(residual, x, gate) else _gate_residual
+    return call(residual, x, gate, activation, round_each, out_dtype, provider)
+
+
+def gate_residual_norm_modulate(
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    norm: Norm | None = "rms",
+    gate_activation: GateActivation | None = None,
+    scale_offset: float = 1.0,
+    rounding: Rounding = "once",
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""The end of one branch and the beginning of the next, in one pass over memory.
+
+    .. math:: r = \mathrm{residual} + \mathrm{act}(\mathrm{gate}) \cdot x, \qquad
+        y = \bigl(\mathrm{norm}(r) \cdot w + b\bigr) \cdot (o + \mathrm{scale}) + \mathrm{shift}
+
+    The norm reads ``r`` as it is written, rounded to its dtype, as the next op of a model would.
+
+    Args:
+        residual, x, gate, gate_activation: As in :func:`gate_residual`.
+        scale, shift, weight, bias, eps, norm, scale_offset: As in :func:`norm_modulate`; they must broadcast to the
+            shape of ``r``.
+        rounding: As in both.
+        residual_dtype: Dtype of ``r``; None means what ``residual + gate * x`` would promote to.
+        out_dtype: Dtype of ``y``; None means what the chain from ``r`` on would promote to.
+        provider: As in :func:`norm_modulate`.
+
+    Returns:
+        ``(r, y)``, both new and contiguous. ``residual`` itself is left as it is, so that a block whose next residual
+        is its input, as AuraFlow's, simply ignores ``r``.
+
+    Raises:
+        As :func:`norm_modulate`.
+    """
+    norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
+    activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
+    _check_row(residual, norm_code, weight, bias)
+    x, gate = _on_device_of(residual, x, "x"), _on_device_of(residual, gate, "gate")
+    scale, shift = _on_device_of(residual, scale, "scale"), _on_device_of(residual, shift, "shift")
+    direct = not needs_dispatcher(residual, x, gate, scale, shift, weight, bias)
+    call = _gate_residual_norm_modulate if direct else _gate_residual_norm_modulate_op
+    if eps is None:
+        eps = _eps(residual_dtype or promoted_dtype(residual.dtype, x, gate))
+    return call(
+        residual, x, gate, scale, shift, weight, bias, eps,
+        norm_code, activation, scale_offset, round_each, residual_dtype, out_dtype, provider,
+    )  # fmt: skip
+
+
+# --- checks --------------------------------------------------------------------------------------------
+
+
+def _code(value: str | None, codes: Mapping[Any, Any], option: str) -> Any:
+    try:
+        return codes[value]
+    except KeyError:
+        raise ValueError(f"{option} is {value!r}: choose one of {', '.join(map(repr, codes))}") from None
+
+
+def _check_row(x: Tensor, norm: int = NO_NORM, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+    if not x.is_floating_point():
+        raise TypeError(f"modulation and residuals need floating point tensors, got {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError("modulation and residuals need tensors of at least one dimension, got a scalar")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if norm == NO_NORM:
+            raise ValueError(f"a {name} belongs to a norm, and norm is None: multiply scale and shift with it instead")
+        if parameter.shape != x.shape[-1:]:
+            raise ValueError(
+                f"the {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
+            )
+        _on_device_of(x, parameter, f"norm's {name}")
+
+
+def _on_device_of(x: Tensor, operand: Tensor | None, name: str) -> Any:
+    """The operand, which must be on the device of ``x`` unless, as in torch, it is a scalar on the CPU."""
+    if operand is None or operand.device == x.device:
+        return operand
+    if operand.ndim == 0 and operand.device.type == "cpu":
+        return operand.to(x.device)
+    raise ValueError(f"the {name} is on {operand.device}, the input on {x.device}: move one of them")
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.float32 if dtype in _HALF else dtype).eps
+
+
+def _dtypes(*dtypes: Tensor | torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """The distinct dtypes of a call, in a stable order: the key by which a provider is chosen."""
+    found = [x.dtype if isinstance(x, Tensor) else x for x in dtypes if x is not None]
+    return tuple(dict.fromkeys(found))
+
+
+# --- gradients, of the unrounded formulas; what can be computed again is not kept -----------------------
+
+# Shape and dtype of an argument, which is all that some gradients need to know of it.
+_Meta = tuple[torch.Size, torch.dtype]
+
+
+@dataclass(frozen=True)
+class _Modulation:
+    """A modulated norm, but for the values of its tensors."""
+
+    eps: float
+    norm: int
+    scale_offset: float
+    x: _Meta
+    scale: _Meta
+    shift: _Meta
+    weight: _Meta
+    bias: _Meta
+
+
+@dataclass(frozen=True)
+class _Gating:
+    """A gated residual, but for the values of its tensors."""
+
+    activation: int
+    residual: _Meta
+    x: _Meta
+    gate: _Meta
+
+
+def _metas(*tensors: Tensor | None) -> tuple[_Meta, ...]:
+    nothing = torch.Size(), torch.float32
+    return tuple(nothing if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def _reduced(grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The gradient of a tensor that was broadcast."""
+    return grad.sum_to_size(shape).to(dtype)
+
+
+def _keep(*tensors: tuple[Tensor | None, bool]) -> list[Tensor | None]:
+    return [tensor if kept else None for tensor, kept in tensors]
+
+
+def _normalised(wide: Tensor, eps: float, norm: int) -> tuple[Tensor, Tensor]:
+    """The normalised value and the factor that made it."""
+    if norm == LAYER:
+        wide = wide - wide.mean(-1, keepdim=True)
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide * factor, factor
+
+
+def _modulation_grads(
+    options: _Modulation,
+    needs: tuple[bool, ...],
+    grad: Tensor,
+    x: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> list[Tensor | None]:
+    """The gradients of x, scale, shift, weight and bias, where ``needs`` says so. That of x is not rounded."""
+    dtype = compute_dtype(x, scale, weight, bias, grad)
+    grad = grad.to(dtype)
+    needs_x, needs_scale, needs_shift, needs_weight, needs_bias = needs
+    grads: list[Tensor | None] = [None] * 5
+    if needs_shift:
+        grads[2] = _reduced(grad, *options.shift)
+    grad_normed = grad if scale is None else grad * (scale.to(dtype) + options.scale_offset)
+    normed = factor = None
+    if x is not None:
+        normed = x.to(dtype)
+        if options.norm != NO_NORM:
+            normed, factor = _normalised(normed, options.eps, options.norm)
+    if needs_scale:
+        assert normed is not None
+        affine = normed if weight is None else normed * weight.to(dtype)
+        affine = affine if bias is None else affine + bias.to(dtype)
+        grads[1] = _reduced(grad * affine, *options.scale)
+    if needs_weight:
+        assert normed is not None
+        grads[3] = _reduced(grad_normed * normed, *options.weight)
+    if needs_bias:
+        grads[4] = _reduced(grad_normed, *options.bias)
+    if needs_x:
+        grad_x = grad_normed if weight is None else grad_normed * weight.to(dtype)
+        grad_x = grad_x.sum_to_size(options.x[0])
+        if normed is not None and factor is not None:
+            along = normed * (grad_x * normed).mean(-1, keepdim=True)
+            grad_x = grad_x - along if options.norm == RMS else grad_x - grad_x.mean(-1, keepdim=True) - along
+            grad_x = grad_x * factor
+        grads[0] = grad_x
+    return grads
+
+
+def _gate_grads(
+    options: _Gating, needs: tuple[bool, ...], grad: Tensor, x: Tensor | None, gate: Tensor | None
+) -> list[Tensor | None]:
+    """The gradients of residual, x and gate, where ``needs`` says so."""
+    dtype = compute_dtype(x, gate, grad)
+    grad = grad.to(dtype)
+    needs_residual, needs_x, needs_gate = needs
+    grads: list[Tensor | None] = [None] * 3
+    if needs_residual:
+        grads[0] = _reduced(grad, *options.residual)
+    active = None if gate is None else activate(gate.to(dtype), options.activation)
+    if needs_x:
+        grads[1] = _reduced(grad if active is None else grad * active, *options.x)
+    if needs_gate:
+        assert x is not None
+        grad_active = (grad * x.to(dtype)).sum_to_size(options.gate[0])
+        if options.activation != NO_ACTIVATION:
+            assert active is not None
+            slope = active * (1 - active) if options.activation == SIGMOID else 1 - active.square()
+            grad_active = grad_active * slope
+        grads[2] = grad_active.to(options.gate[1])
+    return grads
+
+
+def _needs_grad(ctx: Any, count: int) -> tuple[bool, ...]:
+    """Whether each of the first arguments wants a gradient; torch leaves trailing ones out when not given."""
+    return (*ctx.needs_input_grad[:count], *(False,) * count)[:count]
+
+
+# --- norm_modulate as a torch op -----------------------------------------------------------------------
+
+
+def _norm_modulate(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    norm: int = RMS,
+    scale_offset: float = 1.0,
+    round_each: bool = False,
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    dtypes = _dtypes(x, scale, shift, weight, bias, out_dtype)
+    kernel = registry.select("norm_modulate", x.device, dtypes, provider).kernel
+    return kernel(x, scale, shift, weight, bias, eps, norm, scale_offset, round_each, out_dtype)
+
+
+def _norm_modulate_fake(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    norm: int = RMS,
+    scale_offset: float = 1.0,
+    round_each: bool = False,
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    shape = modulated_shape(x.shape, scale, shift, norm)
+    return x.new_empty(shape, dtype=out_dtype or promoted_dtype(x.dtype, scale, shift))
+
+
+def _norm_modulate_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scale, shift, weight, bias, eps, norm, scale_offset, _, _, _ = inputs
+    ctx.options = _Modulation(eps, norm, scale_offset, *_metas(x, scale, shift, weight, bias))
+    needs_x, needs_scale, _, needs_weight, needs_bias = _needs_grad(ctx, 5)
+    ctx.save_for_backward(
+        *_keep(
+            (x, needs_scale or (norm != NO_NORM and (needs_x or needs_weight))),
+            (scale, needs_x or needs_weight or needs_bias),
+            (weight, needs_x or needs_scale),
+            (bias, needs_scale),
+        )
+    )
+
+
+def _norm_modulate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = _modulation_grads(ctx.options, _needs_grad(ctx, 5), grad, *ctx.saved_tensors)
+    if grads[0] is not None:
+        grads[0] = grads[0].to(ctx.options.x[1])
+    return (*grads, *(None,) * 6)
+
+
+_norm_modulate_op = register(
+    "norm_modulate(Tensor x, Tensor? scale=None, Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, "
+    "float eps=1e-6, int norm=1, float scale_offset=1.0, bool round_each=False, ScalarType? out_dtype=None, "
+    "str? provider=None) -> Tensor",
+    _norm_modulate,
+    _norm_modulate_fake,
+    _norm_modulate_setup_context,
+    _norm_modulate_backward,
+)
+
+
+# --- gate_residual as a torch op -----------------------------------------------------------------------
+
+
+def _gate_residual(
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    gate_activation: int = NO_ACTIVATION,
+    round_each: bool = False,
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    dtypes = _dtypes(residual, x, gate, out_dtype)
+    kernel = registry.select("gate_residual", residual.device, dtypes, provider).kernel
+    return kernel(residual, x, gate, gate_activation, round_each, out_dtype)
+
+
+def _gate_residual_fake(
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    gate_activation: int = NO_ACTIVATION,
+    round_each: bool = False,
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> Tensor:
+    shape = gated_shape(residual, x, gate)
+    return residual.new_empty(shape, dtype=out_dtype or promoted_dtype(residual.dtype, x, gate))
+
+
+def _gate_residual_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    residual, x, gate, activation, _, _, _ = inputs
+    ctx.options = _Gating(activation, *_metas(residual, x, gate))
+    ctx.save_for_backward(*_keep(*_gate_needs(_needs_grad(ctx, 3), x, gate, activation)))
+
+
+def _gate_needs(
+    needs: tuple[bool, ...], x: Tensor, gate: Tensor | None, activation: int
+) -> tuple[tuple[Tensor | None, bool], ...]:
+    """x and gate, and whether the gradients depend on them."""
+    _, needs_x, needs_gate = needs
+    return (x, needs_gate), (gate, needs_x or (needs_gate and activation != NO_ACTIVATION))
+
+
+def _gate_residual_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_gate_grads(ctx.options, _needs_grad(ctx, 3), grad, *ctx.saved_tensors), *(None,) * 4)
+
+
+_gate_residual_op = register(
+    "gate_residual(Tensor residual, Tensor x, Tensor? gate=None, int gate_activation=0, bool round_each=False, "
+    "ScalarType? out_dtype=None, str? provider=None) -> Tensor",
+    _gate_residual,
+    _gate_residual_fake,
+    _gate_residual_setup_context,
+    _gate_residual_backward,
+)
+
+
+# --- gate_residual_norm_modulate as a torch op ---------------------------------------------------------
+
+
+def _gate_residual_norm_modulate(
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    norm: int = RMS,
+    gate_activation: int = NO_ACTIVATION,
+    scale_offset: float = 1.0,
+    round_each: bool = False,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    dtypes = _dtypes(residual, x, gate, scale, shift, weight, bias, residual_dtype, out_dtype)
+    kernel: Any = registry.select("gate_residual_norm_modulate", residual.device, dtypes, provider).kernel
+    return kernel(  # type: ignore[no-any-return]
+        residual, x, gate, scale, shift, weight, bias, eps,
+        norm, gate_activation, scale_offset, round_each, residual_dtype, out_dtype,
+    )  # fmt: skip
+
+
+def _gate_residual_norm_modulate_fake(
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    norm: int = RMS,
+    gate_activation: int = NO_ACTIVATION,
+    scale_offset: float = 1.0,
+    round_each: bool = False,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = gated_shape(residual, x, gate, scale, shift)
+    residual_dtype = residual_dtype or promoted_dtype(residual.dtype, x, gate)
+    out_dtype = out_dtype or promoted_dtype(residual_dtype, scale, shift)
+    return residual.new_empty(shape, dtype=residual_dtype), residual.new_empty(shape, dtype=out_dtype)
+
+
+def _gate_residual_norm_modulate_setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
+    residual, x, gate, scale, shift, weight, bias, eps, norm, activation, scale_offset = inputs[:11]
+    new_residual = output[0]
+    ctx.gating = _Gating(activation, *_metas(residual, x, gate))
+    ctx.modulation = _Modulation(eps, norm, scale_offset, *_metas(new_residual, scale, shift, weight, bias))
+    needs = _needs_grad(ctx, 7)
+    needs_scale, _, needs_weight, needs_bias = needs[3:]
+    needs_new = any(needs[:3])
+    ctx.save_for_backward(
+        *_keep(
+            *_gate_needs(needs[:3], x, gate, activation),
+            (new_residual, needs_scale or (norm != NO_NORM and (needs_new or needs_weight))),
+            (scale, needs_new or needs_weight or needs_bias),
+            (weight, needs_new or needs_scale),
+            (bias, needs_scale),
+        )
+    )
+
+
+def _gate_residual_norm_modulate_backward(ctx: Any, grad_new: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, gate, *saved = ctx.saved_tensors
+    needs = _needs_grad(ctx, 7)
+    needs_new = any(needs[:3])
+    through_norm, *grads = _modulation_grads(ctx.modulation, (needs_new, *needs[3:]), grad, *saved)
+    if not needs_new:
+        return (None, None, None, *grads, *(None,) * 8)
+    grad_new = grad_new if through_norm is None else grad_new + through_norm
+    return (*_gate_grads(ctx.gating, needs[:3], grad_new, x, gate), *grads, *(None,) * 8)
+
+
+_gate_residual_norm_modulate_op = register(
+    "gate_residual_norm_modulate(Tensor residual, Tensor x, Tensor? gate=None, Tensor? scale=None, "
+    "Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, int norm=1, int gate_activation=0, "
+    "float scale_offset=1.0, bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None, "
+    "str? provider=None) -> (Tensor, Tensor)",
+    _gate_residual_norm_modulate,
+    _gate_residual_norm_modulate_fake,
+    _gate_residual_norm_modulate_setup_context,
+    _gate_residual_norm_modulate_backward,
+)

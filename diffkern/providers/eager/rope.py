@@ -1,0 +1,148 @@
+"""rope and rope_3d in plain PyTorch.
+
+Half inputs are widened to float32, rotated and rounded once; ``"input"`` arithmetic stays in the dtype of the
+input and rounds after every op, as models do that rotate in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from diffkern.providers.eager.precision import compute_dtype
+
+#: How the arithmetic is written in the schemas of the ops.
+ARITHMETICS: Mapping[str, int] = MappingProxyType({"float32": 0, "float64": 1, "input": 2})
+FLOAT32, FLOAT64, INPUT = ARITHMETICS.values()
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    half: bool,
+    arithmetic: int,
+    rotary_dim: int,
+    seq_dim: int,
+    start: int,
+    length: int,
+) -> Tensor:
+    """Computes :func:`diffkern.ops.rope`."""
+    out = torch.empty_like(x)
+    rotate_into(out, x, cos, sin, half, arithmetic, rotary_dim or x.shape[-1], seq_dim, start, length)
+    return out
+
+
+def rope_3d(
+    x: Tensor,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
+    coords: Tensor | None,
+    grid: Sequence[int],
+    alternating: bool,
+    front_pad: int,
+    half: bool,
+    arithmetic: int,
+    rotary_dim: int,
+    seq_dim: int,
+    start: int,
+    length: int,
+) -> Tensor:
+    """Computes :func:`diffkern.ops.rope_3d`."""
+    rotary_dim = rotary_dim or x.shape[-1]
+    full_cos, full_sin = (
+        fit_table(expand_axes(axes, coords, grid, alternating, front_pad, fill), x, seq_dim, rotary_dim)
+        for axes, fill in ((cos, 1.0), (sin, 0.0))
+    )
+    return rope(x, full_cos, full_sin, half, arithmetic, rotary_dim, seq_dim, start, length)
+
+
+def rotate_into(
+    out: Tensor,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    half: bool,
+    arithmetic: int,
+    rotary_dim: int,
+    seq_dim: int,
+    start: int,
+    length: int,
+) -> None:
+    """Writes ``x``, rotated, into ``out``, whose dtype is the one that arithmetic in the dtype of the input uses."""
+    whole = length < 0 or (start == 0 and length == x.shape[seq_dim])
+    if not whole or rotary_dim < x.shape[-1]:
+        out.copy_(x)
+    if not whole:
+        x, out = x.narrow(seq_dim, start, length), out.narrow(seq_dim, start, length)
+    if arithmetic == INPUT:
+        dtype = out.dtype
+    else:
+        dtype = torch.float64 if arithmetic == FLOAT64 else compute_dtype(x)
+    (a, b), (out_a, out_b) = split_pairs(x, half, rotary_dim), split_pairs(out, half, rotary_dim)
+    a, b = a.to(dtype), b.to(dtype)
+    cos_a, cos_b = split_table(cos.to(dtype), half, rotary_dim)
+    sin_a, sin_b = split_table(sin.to(dtype), half, rotary_dim)
+    out_a.copy_(a * cos_a - b * sin_a)
+    out_b.copy_(b * cos_b + a * sin_b)
+
+
+def split_pairs(x: Tensor, half: bool, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    """The first and the second elements of all pairs, as views."""
+    if half:
+        return x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
+    return x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+
+
+def split_table(table: Tensor, half: bool, rotary_dim: int) -> tuple[Tensor, Tensor]:
+    """The angles of the first and of the second elements; the same ones, if there is one angle per pair."""
+    if table.shape[-1] != rotary_dim:
+        return table, table
+    return split_pairs(table, half, rotary_dim)
+
+
+def expand_axes(
+    axes: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int], alternating: bool, front_pad: int, fill: float
+) -> Tensor:
+    """The compact table of all tokens, ``[S, P]`` or, for coordinates per sample, ``[B, S, P]``.
+
+    A coordinate outside its axis gives NaN.
+    """
+    if coords is None:
+        rank = len(grid)
+        columns = [
+            axis[: grid[i]].view(*(-1 if dim == i else 1 for dim in range(rank)), axis.shape[-1]).expand(*grid, -1)
+            for i, axis in enumerate(axes)
+        ]
+    else:
+        columns = [_look_up(axis, coords[..., i]) for i, axis in enumerate(axes)]
+    table = torch.stack(columns, -1).flatten(-2) if alternating else torch.cat(columns, -1)
+    if front_pad:
+        table = torch.cat((table.new_full((*table.shape[:-1], front_pad), fill), table), -1)
+    return table if coords is not None else table.flatten(0, -2)
+
+
+def _look_up(axis: Tensor, index: Tensor) -> Tensor:
+    outside = (index < 0) | (index >= axis.shape[0])
+    found = axis[index.clamp(0, axis.shape[0] - 1).long()]
+    return found.masked_fill(outside.unsqueeze(-1), torch.nan)
+
+
+def fit_table(table: Tensor, x: Tensor, seq_dim: int, rotary_dim: int) -> Tensor:
+    """Views ``[S, P]`` or ``[B, S, P]`` so that it broadcasts against ``x``.
+
+    Where the table holds ``rotary_dim / 2`` angles it is shared by all heads, else every head has its own.
+    """
+    lead = table.shape[:-2]
+    if 2 * table.shape[-1] != rotary_dim:
+        table = table.unflatten(-1, (-1, rotary_dim // 2))
+        if seq_dim == x.ndim - 2:
+            table = table.transpose(-3, -2)
+        return table
+    after = x.ndim - 2 - seq_dim
+    middle = seq_dim - len(lead)
+    shape = (*lead, *(1,) * (middle if lead else 0), table.shape[-2], *(1,) * after, table.shape[-1])
+    return table.reshape(shape)

@@ -1,0 +1,82 @@
+"""qk_norm_rope in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diffkern.providers.eager.modulate import LAYER, RMS
+from diffkern.providers.eager.norm import layer_norm, rms_norm
+from diffkern.providers.eager.precision import compute_dtype
+from diffkern.providers.eager.rope import INPUT, expand_axes, fit_table, rotate_into
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
+    cos_k: Sequence[Tensor],
+    sin_k: Sequence[Tensor],
+    coords: Tensor | None,
+    grid: Sequence[int],
+    alternating: bool,
+    front_pad: int,
+    norm: int,
+    eps: float,
+    heads: int,
+    weight_offset: float,
+    round_dtype: torch.dtype | None,
+    round_norm: bool,
+    half: bool,
+    arithmetic: int,
+    rotary_dim: int,
+    seq_dim: int,
+    start: int,
+    length: int,
+) -> tuple[Tensor, Tensor]:
+    """Computes :func:`diffkern.ops.qk_norm_rope`."""
+    outs = []
+    for x, weight, bias, cos_list, sin_list in ((q, q_weight, q_bias, cos, sin), (k, k_weight, k_bias, cos_k, sin_k)):
+        normed = normalise(x, weight, bias, norm, eps, weight_offset, round_dtype, round_norm or arithmetic == INPUT)
+        out = torch.empty_like(x)
+        if cos_list:
+            source, target = (normed, out) if heads == 0 else (t.unflatten(-1, (heads, -1)) for t in (normed, out))
+            rotary = rotary_dim or source.shape[-1]
+            if grid or coords is not None:
+                full_cos, full_sin = (
+                    fit_table(expand_axes(axes, coords, grid, alternating, front_pad, fill), source, seq_dim, rotary)
+                    for axes, fill in ((cos_list, 1.0), (sin_list, 0.0))
+                )
+            else:
+                full_cos, full_sin = cos_list[0], sin_list[0]
+            rotate_into(target, source, full_cos, full_sin, half, arithmetic, rotary, seq_dim, start, length)
+        else:
+            out.copy_(normed)
+        outs.append(out)
+    return outs[0], outs[1]
+
+
+def normalise(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: int,
+    eps: float,
+    weight_offset: float,
+    round_dtype: torch.dtype | None,
+    round_norm: bool,
+) -> Tensor:
+    """The norm alone, in the dtype of ``x`` if it is rounded, else in float32 (float64 for float64)."""
+    dtype = x.dtype if round_norm else compute_dtype(x)
+    if norm == RMS:
+        return rms_norm(x, weight, bias, eps, weight_offset, round_dtype, dtype, False, False)
+    if norm == LAYER:
+        return layer_norm(x, weight, bias, eps, dtype, False)
+    return x.to(dtype)

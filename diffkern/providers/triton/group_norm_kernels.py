@@ -1,0 +1,229 @@
+"""The Triton kernels of group_norm_silu and channel_rms_norm_silu. Imported at first use, since this needs Triton.
+
+A group is walked in tiles of ``POSITIONS`` x ``COLS`` elements. The columns are ``GROUPS`` groups of ``CHANNELS``
+channels each (powers of two, masked); one group where the positions are neighbours in memory, several where the
+channels are. Two passes: the first leaves, for each of ``parts`` shares of a group, the number of elements, their
+mean and the sum of squares around it; the second combines them and normalises. All values are taken relative to the
+first element of their group, so that a mean far from zero costs no accuracy. Which share an element belongs to
+depends on the shape of a group alone, and everything is added in a fixed order.
+
+Offsets are 64-bit, since a stride times an index passes 2^31 in tensors that models really have.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# The arguments of a kernel have the types that Triton gives them, which mypy does not know.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diffkern.providers.triton.activation_kernels import sigmoid_product
+
+# Plain counts: specialising on them would only compile more variants.
+_COUNTS = ["channel_tiles", "tiles", "parts", "samples1", "group_tiles", "size1"]
+
+
+@triton.jit
+def _spatial_offsets(position, size0, size1, stride0, stride1, stride2, NESTED: tl.constexpr):
+    """Offsets of positions, which are numbered along up to three loops."""
+    if NESTED:
+        index0 = position % size0
+        outer = position // size0
+        return index0 * stride0 + (outer % size1) * stride1 + (outer // size1) * stride2
+    return position * stride0
+
+
+@triton.jit
+def _group_columns(group_tile, channels, GROUPS: tl.constexpr, CHANNELS: tl.constexpr):
+    """For each column its group, its channel in the group's current tile of channels, and its place among them."""
+    column = tl.arange(0, GROUPS * CHANNELS)
+    return group_tile * GROUPS + column // CHANNELS, column % CHANNELS
+
+
+@triton.jit
+def _pivots(x_ptr, sample, group, num_groups, channels, stride):
+    """The first element of the group of each column."""
+    inside = group < num_groups
+    return tl.load(x_ptr + sample + group.to(tl.int64) * channels * stride, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def group_statistics_kernel(
+    x_ptr, partial_ptr, num_groups, channels, positions, channel_tiles, tiles, parts, samples1, group_tiles,
+    x_n0, x_n1, x_c, size0, size1, x0, x1, x2,
+    NESTED: tl.constexpr, POSITIONS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Writes count, mean and squares of one share of ``GROUPS`` groups, three floats for each."""
+    program = tl.program_id(0)
+    part = program % parts
+    group_tile = (program // parts) % group_tiles
+    sample_index = program // parts // group_tiles
+    sample = (sample_index // samples1).to(tl.int64) * x_n0 + (sample_index % samples1).to(tl.int64) * x_n1
+    group, lane = _group_columns(group_tile, channels, GROUPS, CHANNELS)
+    pivot = _pivots(x_ptr, sample, group, num_groups, channels, x_c)
+
+    count = tl.zeros((GROUPS,), dtype=tl.float32)
+    mean = tl.zeros((GROUPS,), dtype=tl.float32)
+    squares = tl.zeros((GROUPS,), dtype=tl.float32)
+    for tile in range(part, tiles, parts):
+        position = (tile // channel_tiles).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
+        channel = (tile % channel_tiles) * CHANNELS + lane
+        inside = (position < positions)[:, None] & ((channel < channels) & (group < num_groups))[None, :]
+        rows = sample + _spatial_offsets(position, size0, size1, x0, x1, x2, NESTED)
+        columns = (group.to(tl.int64) * channels + channel) * x_c
+        x = tl.load(x_ptr + rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(inside, x - pivot[None, :], 0.0)
+        x = tl.reshape(x, (POSITIONS, GROUPS, CHANNELS))
+        there = tl.reshape(inside, (POSITIONS, GROUPS, CHANNELS))
+
+        new = tl.sum(tl.sum(there.to(tl.float32), axis=2), axis=0)
+        new_mean = tl.sum(tl.sum(x, axis=2), axis=0) / tl.maximum(new, 1.0)
+        centred = tl.where(there, x - new_mean[None, :, None], 0.0)
+        new_squares = tl.sum(tl.sum(centred * centred, axis=2), axis=0)
+        total = count + new
+        weight = new / tl.maximum(total, 1.0)
+        delta = new_mean - mean
+        mean += delta * weight
+        squares += new_squares + delta * delta * count * weight
+        count = total
+    local = group_tile * GROUPS + tl.arange(0, GROUPS)
+    place = ((sample_index.to(tl.int64) * num_groups + local) * parts + part) * 3
+    exists = local < num_groups
+    tl.store(partial_ptr + place, count, mask=exists)
+    tl.store(partial_ptr + place + 1, mean, mask=exists)
+    tl.store(partial_ptr + place + 2, squares, mask=exists)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def group_normalise_kernel(
+    x_ptr, partial_ptr, w_ptr, b_ptr, y_ptr,
+    num_groups, channels, positions, channel_tiles, tiles, parts, samples1, group_tiles,
+    x_n0, x_n1, x_c, size0, size1, x0, x1, x2, y_n0, y_n1, y_c, y0, y1, y2, w_stride, b_stride, eps,
+    SILU: tl.constexpr, PARTS: tl.constexpr,
+    NESTED: tl.constexpr, POSITIONS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Writes one tile of ``silu((x - mean) / sqrt(var + eps) * w + b)``."""
+    # Backwards: what the first pass read last is still in the cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = program % tiles
+    group_tile = (program // tiles) % group_tiles
+    sample_index = program // tiles // group_tiles
+    n0, n1 = (sample_index // samples1).to(tl.int64), (sample_index % samples1).to(tl.int64)
+    x_sample = n0 * x_n0 + n1 * x_n1
+    group, lane = _group_columns(group_tile, channels, GROUPS, CHANNELS)
+    position = (tile // channel_tiles).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
+    channel = (tile % channel_tiles) * CHANNELS + lane
+    column_inside = (channel < channels) & (group < num_groups)
+    inside = (position < positions)[:, None] & column_inside[None, :]
+    column = group.to(tl.int64) * channels + channel
+    rows = x_sample + _spatial_offsets(position, size0, size1, x0, x1, x2, NESTED)
+    x = tl.load(x_ptr + rows[:, None] + (column * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+    pivot = _pivots(x_ptr, x_sample, group, num_groups, channels, x_c)
+
+    local = group_tile * GROUPS + tl.arange(0, GROUPS)
+    part = tl.arange(0, PARTS)
+    place = ((sample_index.to(tl.int64) * num_groups + local) * parts)[:, None] + part[None, :]
+    there = (local < num_groups)[:, None] & (part < parts)[None, :]
+    count = tl.load(partial_ptr + place * 3, mask=there, other=0.0)
+    part_mean = tl.load(partial_ptr + place * 3 + 1, mask=there, other=0.0)
+    squares = tl.load(partial_ptr + place * 3 + 2, mask=there, other=0.0)
+    total = tl.maximum(tl.sum(count, axis=1), 1.0)
+    mean = tl.sum(count * part_mean, axis=1) / total
+    delta = part_mean - mean[:, None]
+    variance = tl.sum(squares + count * delta * delta, axis=1) / total
+    rate = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+
+    shape: tl.constexpr = (GROUPS, CHANNELS)
+    mean = tl.reshape(tl.broadcast_to(mean[:, None], shape), (GROUPS * CHANNELS,))
+    rate = tl.reshape(tl.broadcast_to(rate[:, None], shape), (GROUPS * CHANNELS,))
+    if w_ptr is not None:
+        rate *= tl.load(w_ptr + column * w_stride, mask=column_inside, other=0.0).to(tl.float32)
+    y = ((x - pivot[None, :]) - mean[None, :]) * rate[None, :]
+    if b_ptr is not None:
+        y += tl.load(b_ptr + column * b_stride, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        y = sigmoid_product(y, y)
+    rows = n0 * y_n0 + n1 * y_n1 + _spatial_offsets(position, size0, size1, y0, y1, y2, NESTED)
+    tl.store(y_ptr + rows[:, None] + (column * y_c)[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _channel(ptr, offset, inside):
+    """A parameter or modulation of some channels in float32, as one row; unused where there is none."""
+    if ptr is None:
+        return 0.0
+    else:
+        return tl.load(ptr + offset, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _channel_finish(
+    x, factor, w_ptr, b_ptr, scale_ptr, shift_ptr, channel, inside, w_stride, b_stride, scale_row, scale_c,
+    shift_row, shift_c, length, SILU: tl.constexpr, ROUND: tl.constexpr, CLAMP: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Normalises a tile of positions x channels and does all that follows, rounding where the op says."""
+    if CLAMP:
+        y = tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)) * tl.sqrt_rn(length)
+    else:
+        y = x * factor[:, None]
+    if ROUND is not None:
+        y = y.to(ROUND).to(tl.float32)
+    if w_ptr is not None:
+        y = y * _channel(w_ptr, channel * w_stride, inside)
+    if b_ptr is not None:
+        if ROUND is not None:
+            y = y.to(OUT).to(tl.float32)
+        y = y + _channel(b_ptr, channel * b_stride, inside)
+    if scale_ptr is not None:
+        y = y * (1.0 + _channel(scale_ptr, scale_row + channel * scale_c, inside))
+    if shift_ptr is not None:
+        y = y + _channel(shift_ptr, shift_row + channel * shift_c, inside)
+    if SILU:
+        y = sigmoid_product(y, y)
+    return y
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def channel_rms_kernel(
+    x_ptr, w_ptr, b_ptr, scale_ptr, shift_ptr, y_ptr,
+    channels, positions, tiles, x_n, x_c, size0, size1, x0, x1, x2, y_n, y_c, y0, y1, y2,
+    w_stride, b_stride, scale_n, scale_c, shift_n, shift_c, eps,
+    SILU: tl.constexpr, ROUND: tl.constexpr, CLAMP: tl.constexpr,
+    NESTED: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Writes ``POSITIONS`` positions of one sample; see ``diffkern.ops.channel_rms_norm_silu``."""
+    program = tl.program_id(0)
+    sample = (program // tiles).to(tl.int64)
+    position = (program % tiles).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
+    position_inside = position < positions
+    x_row = sample * x_n + _spatial_offsets(position, size0, size1, x0, x1, x2, NESTED)
+    y_row = sample * y_n + _spatial_offsets(position, size0, size1, y0, y1, y2, NESTED)
+    scale_row, shift_row = sample * scale_n, sample * shift_n
+    length = tl.cast(channels, tl.float32)
+    OUT: tl.constexpr = y_ptr.dtype.element_ty
+    lane = tl.arange(0, CHANNELS).to(tl.int64)
+
+    squares = tl.zeros((POSITIONS, CHANNELS), dtype=tl.float32)
+    for step in range(STEPS):
+        channel = step * CHANNELS + lane
+        inside = position_inside[:, None] & (channel < channels)[None, :]
+        x = tl.load(x_ptr + x_row[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+        squares += x * x
+    total = tl.sum(squares, axis=1)
+    if CLAMP:
+        norm = tl.sqrt_rn(total)
+        # Not a maximum, which would turn a NaN into eps.
+        factor = tl.where(norm < eps, eps, norm)
+    else:
+        factor = tl.div_rn(1.0, tl.sqrt_rn(total / length + eps))
+    for step in range(STEPS):
+        channel = step * CHANNELS + lane
+        channel_inside = channel < channels
+        inside = position_inside[:, None] & channel_inside[None, :]
+        if STEPS > 1:  # otherwise it is still at hand
+            x = tl.load(x_ptr + x_row[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = _channel_finish(
+            x, factor, w_ptr, b_ptr, scale_ptr, shift_ptr, channel, channel_inside, w_stride, b_stride,
+            scale_row, scale_c, shift_row, shift_c, length, SILU, ROUND, CLAMP, OUT,
+        )  # fmt: skip
+        tl.store(y_ptr + y_row[:, None] + (channel * y_c)[None, :], y.to(OUT), mask=inside)

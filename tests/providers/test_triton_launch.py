@@ -1,0 +1,86 @@
+"""The geometry of a launch: every row exactly once, at the right place, in tiles that fit."""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from diffkern.providers.triton.rows import merge_rows
+from diffkern.providers.triton.tiles import Tile, choose_tile
+from tests.ops.layouts import LAYOUTS, make
+
+
+def _offsets(sizes: tuple[int, ...], *strides: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """Offsets of all index combinations, one per stride tuple."""
+    return {
+        tuple(sum(i * s for i, s in zip(index, each, strict=True)) for each in strides)
+        for index in itertools.product(*(range(size) for size in sizes))
+    }
+
+
+@pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"four_loops"}))
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.preserve_format])
+def test_merged_loops_visit_every_row_of_both_tensors(
+    layout: str, memory_format: torch.memory_format
+) -> None:
+    for batch, rows in ((1, 1), (2, 5), (3, 1)):
+        x = make(layout, batch, rows, 4, torch.float32, "cpu")
+        y = torch.empty_like(x, memory_format=memory_format)
+        merged = merge_rows(x.shape, x.stride(), y.stride())
+        assert merged is not None
+        found = _offsets(merged.sizes, merged.y_strides, merged.x_strides)
+        assert found == _offsets(x.shape[:-1], y.stride()[:-1], x.stride()[:-1])
+        assert torch.tensor(merged.sizes).prod() == x[..., 0].numel()
+
+
+def test_a_contiguous_tensor_is_one_loop_and_channels_in_front_keep_neighbours() -> None:
+    x = torch.empty(2, 3, 5, 8)
+    merged = merge_rows(x.shape, x.stride(), x.stride())
+    assert merged is not None
+    assert (merged.sizes, merged.x_strides, merged.nested) == ((30, 1, 1), (8, 0, 0), False)
+    channel_first = torch.empty(2, 8, 3, 5).movedim(1, -1)
+    merged = merge_rows(channel_first.shape, channel_first.stride(), channel_first.stride())
+    assert merged is not None
+    assert (merged.sizes, merged.x_strides, merged.nested) == ((15, 2, 1), (1, 120, 0), True)
+
+
+def test_more_than_three_loops_are_declined() -> None:
+    x = make("four_loops", 2, 3, 8, torch.float32, "cpu")
+    assert merge_rows(x.shape, x.stride(), torch.empty(x.shape).stride()) is None
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(length=st.integers(1, 200_000), rows=st.integers(1, 10_000_000), across=st.booleans())
+def test_tiles_are_powers_of_two_that_fit_registers_and_waste_little(
+    length: int, rows: int, across: bool
+) -> None:
+    tile = choose_tile(length, rows, rows_are_neighbours=across)
+    for value in (tile.rows, tile.cols, tile.num_warps):
+        assert value.bit_count() == 1
+    assert tile.num_warps <= 16  # 1024 threads where a warp has 64 lanes
+    assert tile.rows * tile.cols <= 64 * 32 * tile.num_warps
+    used = rows / (-(-rows // tile.rows) * tile.rows)
+    assert used >= 0.75 or tile.rows <= 8
+
+
+def test_the_ladders_at_the_sizes_of_known_models() -> None:
+    assert choose_tile(128, 24 * 4608, rows_are_neighbours=False) == Tile(rows=32, cols=128, num_warps=4)
+    assert choose_tile(128, 20, rows_are_neighbours=False) == Tile(rows=8, cols=128, num_warps=1)
+    assert choose_tile(2048, 8064, rows_are_neighbours=False) == Tile(rows=1, cols=2048, num_warps=2)
+    assert choose_tile(64, 24 * 4608, rows_are_neighbours=False) == Tile(rows=64, cols=64, num_warps=4)
+    assert choose_tile(131072, 4, rows_are_neighbours=False) == Tile(rows=1, cols=8192, num_warps=8)
+    assert choose_tile(96, 480 * 832, rows_are_neighbours=True) == Tile(rows=64, cols=128, num_warps=8)
+
+
+def test_dk17_offsets_beyond_32_bits_survive_planning(triton: ModuleType) -> None:
+    from diffkern.providers.triton.norm import launch_for
+
+    launch = launch_for((2, 512), (2**31, 1), (512, 1))
+    assert launch is not None
+    assert launch.geometry == (512, 2, 1, 1, 2**31, 0, 0, 1, 512, 0, 0, 1)
+    assert launch.grid == (1,)
