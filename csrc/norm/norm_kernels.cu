@@ -342,14 +342,12 @@ void launch_register_kernel(const NormParams& p, int index, std::integer_sequenc
 constexpr int kRowConfigCount = static_cast<int>(std::size(kRowConfigs));
 
 // The first configuration that holds the row, or -1.
-int choose_config(int64_t row_packets, int64_t rows) {
+int choose_config(int64_t row_packets) {
 #if defined(DIFFKERN_BENCH)
   if (const char* chosen = std::getenv("DIFFKERN_NORM_CONFIG")) return std::atoi(chosen);
 #endif
-  const bool spread = rows < kFewRows && row_packets >= kFewRowsPackets;
   for (int index = 0; index < kRowConfigCount; ++index) {
-    if (spread && kRowConfigs[index].lanes != 0) continue;
-    if (kRowConfigs[index].fits(row_packets, kMaxThreads)) return index;
+    if (kRowConfigs[index].fits(row_packets)) return index;
   }
   return -1;
 }
@@ -374,7 +372,7 @@ void launch_loop_kernel(const NormParams& p, GpuStream stream) {
 template <typename T, bool kLayerNorm>
 void launch(const NormParams& p, GpuStream stream) {
   if (vectorisable(p)) {
-    const int index = uniform(p) ? choose_config(p.size / kPacketSize<T>, p.map.rows) : -1;
+    const int index = uniform(p) ? choose_config(p.size / kPacketSize<T>) : -1;
     if (index >= 0) {
       launch_register_kernel<T, kLayerNorm>(p, index, std::make_integer_sequence<int, kRowConfigCount>{}, stream);
     } else {

@@ -23,6 +23,7 @@ from diffkern.ops.rope import (
     check_coords,
     check_table,
     gradient_arithmetic,
+    no_gradient_of,
     resolve_tokens,
     rope_3d_gradients,
     swap_pairs,
@@ -292,7 +293,7 @@ def _qk_norm_rope_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     ]
     by_argument = [grad for pair in zip(*(result[:3] for result in results), strict=True) for grad in pair]
     by_list = [grad for result in results for grad in result[3:]]
-    return (*by_argument, *by_list, None, [None] * len(ctx.grid), *(None,) * 15)
+    return (*by_argument, *by_list, None, no_gradient_of(ctx.grid), *(None,) * 15)
 
 
 def _one_backward(

@@ -419,6 +419,11 @@ def rope_3d_gradients(
     return grads[0], grads[1]
 
 
+def no_gradient_of(numbers: Sequence[int]) -> list[None] | None:
+    """What a backward returns for a list of numbers; torch takes an empty one for a list of tensors."""
+    return None if numbers else []
+
+
 # --- rope as a torch op --------------------------------------------------------------------------------
 
 
@@ -522,7 +527,7 @@ def _rope_3d_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad_cos[:], grad_sin[:] = rope_3d_gradients(
             x, grad, cos, sin, coords, ctx.grid, alternating, front_pad, half, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length
         )
-    return (grad_x, grad_cos, grad_sin, None, [None] * len(ctx.grid), *(None,) * 9)
+    return (grad_x, grad_cos, grad_sin, None, no_gradient_of(ctx.grid), *(None,) * 9)
 
 
 # No defaults: torch wants the gradients of an op with lists in exactly the structure of its arguments.

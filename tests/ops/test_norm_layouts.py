@@ -105,12 +105,8 @@ def test_dk02_inner_strides_of_input_and_parameters_are_honoured(op: str, provid
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 def test_dk14_misaligned_bases_and_odd_row_lengths(op: str, length: int, provider: str, device: str) -> None:
     for dtype in _DTYPES:
-        for rows in (1, 3) if INTERPRETED else (1, 7, 257 if length < 100 else 9):
-            for layout, kind in (
-                ("matrix", "offset"),
-                ("offset_by_one", "plain"),
-                ("offset_by_one", "offset"),
-            ):
+        for rows in (1, 3) if INTERPRETED else (1, 257 if length < 100 else 7):
+            for layout, kind in (("matrix", "offset"), ("offset_by_one", "plain")):
                 x = make(layout, 1, rows, length, dtype, device)
                 check_call(op, x, make_parameter(kind, length, dtype, device), provider=provider)
 

@@ -18,9 +18,12 @@ from diffkern.providers.triton.availability import unavailable_reason
 _MODULES: Mapping[str, str] = {
     "activation": "activation",
     "channel_rms_norm_silu": "group_norm",
+    "gate_residual": "modulate",
+    "gate_residual_norm_modulate": "modulate",
     "glu": "activation",
     "group_norm_silu": "group_norm",
     "layer_norm": "norm",
+    "norm_modulate": "modulate",
     "rms_norm": "norm",
 }
 

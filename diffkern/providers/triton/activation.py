@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffkern.providers.triton.activation_kernels import activation_kernel, glu_kernel
-from diffkern.providers.triton.norm import _device_guard
+from diffkern.providers.triton.launching import device_guard
 from diffkern.providers.triton.rows import merge_loops
 
 #: Elements of a program and its warps: 16 elements a thread keep several 16-byte loads in flight.
@@ -25,7 +25,7 @@ def activation(x: Tensor, function: str) -> Tensor:
     launch = launch_for(x.shape, (y.stride(), x.stride()))
     if launch is None:
         return y.copy_(activation(x.contiguous(), function))
-    with _device_guard(x.device):
+    with device_guard(x.device):
         activation_kernel[launch.grid](
             x, y, *launch.geometry, function, launch.rows, launch.cols,
             num_warps=_NUM_WARPS, enable_fp_fusion=True,
@@ -41,7 +41,7 @@ def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> T
     launch = launch_for(value.shape, (y.stride(), value.stride(), gate.stride()))
     if launch is None:
         return y.copy_(glu(value.contiguous(), gate.contiguous(), function, round_activation))
-    with _device_guard(value.device):
+    with device_guard(value.device):
         glu_kernel[launch.grid](
             value, gate, y, *launch.geometry, function, round_activation, launch.rows, launch.cols,
             num_warps=_NUM_WARPS, enable_fp_fusion=True,

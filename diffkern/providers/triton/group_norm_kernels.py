@@ -157,6 +157,16 @@ def _channel(ptr, offset, inside):
 
 
 @triton.jit
+def _rms_factor(total, length, eps, CLAMP: tl.constexpr):
+    """What a position is multiplied by (or, with CLAMP, divided by), from the sum of its squares."""
+    if CLAMP:
+        norm = tl.sqrt_rn(total)
+        # Not a maximum, which would turn a NaN into eps.
+        return tl.where(norm < eps, eps, norm)
+    return tl.div_rn(1.0, tl.sqrt_rn(total / length + eps))
+
+
+@triton.jit
 def _channel_finish(
     x, factor, w_ptr, b_ptr, scale_ptr, shift_ptr, channel, inside, w_stride, b_stride, scale_row, scale_c,
     shift_row, shift_c, length, SILU: tl.constexpr, ROUND: tl.constexpr, CLAMP: tl.constexpr, OUT: tl.constexpr,
@@ -203,27 +213,31 @@ def channel_rms_kernel(
     OUT: tl.constexpr = y_ptr.dtype.element_ty
     lane = tl.arange(0, CHANNELS).to(tl.int64)
 
-    squares = tl.zeros((POSITIONS, CHANNELS), dtype=tl.float32)
-    for step in range(STEPS):
-        channel = step * CHANNELS + lane
-        inside = position_inside[:, None] & (channel < channels)[None, :]
-        x = tl.load(x_ptr + x_row[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
-        squares += x * x
-    total = tl.sum(squares, axis=1)
-    if CLAMP:
-        norm = tl.sqrt_rn(total)
-        # Not a maximum, which would turn a NaN into eps.
-        factor = tl.where(norm < eps, eps, norm)
-    else:
-        factor = tl.div_rn(1.0, tl.sqrt_rn(total / length + eps))
-    for step in range(STEPS):
-        channel = step * CHANNELS + lane
-        channel_inside = channel < channels
+    if STEPS == 1:
+        channel_inside = lane < channels
         inside = position_inside[:, None] & channel_inside[None, :]
-        if STEPS > 1:  # otherwise it is still at hand
-            x = tl.load(x_ptr + x_row[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + x_row[:, None] + (lane * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+        factor = _rms_factor(tl.sum(x * x, axis=1), length, eps, CLAMP)
         y = _channel_finish(
-            x, factor, w_ptr, b_ptr, scale_ptr, shift_ptr, channel, channel_inside, w_stride, b_stride,
+            x, factor, w_ptr, b_ptr, scale_ptr, shift_ptr, lane, channel_inside, w_stride, b_stride,
             scale_row, scale_c, shift_row, shift_c, length, SILU, ROUND, CLAMP, OUT,
         )  # fmt: skip
-        tl.store(y_ptr + y_row[:, None] + (channel * y_c)[None, :], y.to(OUT), mask=inside)
+        tl.store(y_ptr + y_row[:, None] + (lane * y_c)[None, :], y.to(OUT), mask=inside)
+    else:
+        squares = tl.zeros((POSITIONS, CHANNELS), dtype=tl.float32)
+        for step in range(STEPS):
+            channel = step * CHANNELS + lane
+            inside = position_inside[:, None] & (channel < channels)[None, :]
+            x = tl.load(x_ptr + x_row[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+            squares += x * x
+        factor = _rms_factor(tl.sum(squares, axis=1), length, eps, CLAMP)
+        for step in range(STEPS):
+            channel = step * CHANNELS + lane
+            channel_inside = channel < channels
+            inside = position_inside[:, None] & channel_inside[None, :]
+            x = tl.load(x_ptr + x_row[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+            y = _channel_finish(
+                x, factor, w_ptr, b_ptr, scale_ptr, shift_ptr, channel, channel_inside, w_stride, b_stride,
+                scale_row, scale_c, shift_row, shift_c, length, SILU, ROUND, CLAMP, OUT,
+            )  # fmt: skip
+            tl.store(y_ptr + y_row[:, None] + (channel * y_c)[None, :], y.to(OUT), mask=inside)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from diffkern.providers.triton.launching import device_guard
 from diffkern.providers.triton.norm_kernels import layer_norm_kernel, rms_norm_kernel
 from diffkern.providers.triton.rows import merge_rows
 from diffkern.providers.triton.tiles import Tile, choose_tile
@@ -53,7 +52,7 @@ def rms_norm(
             x.contiguous(), weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, False
         )
         return y.copy_(dense)
-    with _device_guard(x.device):
+    with device_guard(x.device):
         rms_norm_kernel[launch.grid](
             x, weight, bias, y, *launch.geometry, _stride(weight), _stride(bias), eps, weight_offset,
             None if round_dtype is None else _ROUND_DTYPES[round_dtype], clamp_eps,
@@ -78,7 +77,7 @@ def layer_norm(
     launch = launch_for(x.shape, x.stride(), y.stride())
     if launch is None:
         return y.copy_(layer_norm(x.contiguous(), weight, bias, eps, out_dtype, False))
-    with _device_guard(x.device):
+    with device_guard(x.device):
         layer_norm_kernel[launch.grid](
             x, weight, bias, y, *launch.geometry, _stride(weight), _stride(bias), eps,
             launch.nested, launch.tile.rows, launch.tile.cols, launch.steps,
@@ -132,10 +131,3 @@ def _empty_output(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bo
 
 def _stride(parameter: Tensor | None) -> int:
     return 1 if parameter is None else parameter.stride(0)
-
-
-def _device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Makes ``device`` the current one, on which Triton launches whatever the tensors say."""
-    if device.type == "cuda":
-        return torch.cuda.device(device)
-    return torch.xpu.device(device) if device.type == "xpu" else contextlib.nullcontext()

@@ -1,0 +1,242 @@
+"""group_norm_silu and channel_rms_norm_silu by Triton: output, geometry and launches.
+
+The arithmetic is in ``group_norm_kernels``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from diffkern.providers.triton.group_norm_kernels import (
+    channel_rms_kernel,
+    group_normalise_kernel,
+    group_statistics_kernel,
+)
+from diffkern.providers.triton.launching import device_guard
+from diffkern.providers.triton.rows import Loops, merge_loops
+from diffkern.providers.triton.tiles import choose_tile
+
+# The kernels compute in float32, where rounding to it changes nothing.
+_ROUND_DTYPES = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: None}
+
+#: Elements of a tile of a group and its warps: 32 elements a thread.
+_TILE_ELEMENTS = 4096
+_NUM_WARPS = 4
+#: Consecutive elements of a tile that make full use of memory transactions, whatever the dtype.
+_ALONG = 64
+_MOST_CHANNELS = 128
+#: A group is shared among so many programs that even a few groups fill a GPU ...
+_MOST_PARTS = 64
+#: ... but each has this many tiles to sum, if there are as many.
+_TILES_PER_PART = 4
+
+
+def group_norm_silu(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    per_frame: bool,
+    preserve_strides: bool,
+) -> Tensor:
+    """Computes :func:`diffkern.ops.group_norm_silu`."""
+    y = torch.empty_like(x, memory_format=torch.preserve_format if preserve_strides else torch.contiguous_format)
+    if y.numel() == 0:
+        return y
+    launch = group_launch_for(x.shape, x.stride(), y.stride(), num_groups, per_frame)
+    if launch is None:
+        dense = group_norm_silu(x.contiguous(), num_groups, weight, bias, eps, silu, per_frame, False)
+        return y.copy_(dense)
+    partial = torch.empty(launch.samples * num_groups * launch.parts * 3, dtype=torch.float32, device=x.device)
+    fixed = (launch.nested, launch.positions, launch.groups, launch.channels)
+    with device_guard(x.device):
+        group_statistics_kernel[(launch.samples * launch.group_tiles * launch.parts,)](
+            x, partial, *launch.walk, *launch.x_geometry, *fixed, num_warps=_NUM_WARPS, enable_fp_fusion=True
+        )
+        group_normalise_kernel[(launch.samples * launch.group_tiles * launch.tiles,)](
+            x, partial, weight, bias, y, *launch.walk, *launch.x_geometry, *launch.y_geometry,
+            _stride(weight), _stride(bias), eps, silu, _power_of_two(launch.parts), *fixed,
+            num_warps=_NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+    return y
+
+
+def channel_rms_norm_silu(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    clamp_eps: bool,
+    silu: bool,
+    round_dtype: torch.dtype | None,
+) -> Tensor:
+    """Computes :func:`diffkern.ops.channel_rms_norm_silu`.
+
+    Raises:
+        TypeError: ``round_dtype`` is none of float16, bfloat16 and float32.
+    """
+    if round_dtype not in _ROUND_DTYPES:
+        raise TypeError(f"the Triton norms cannot round to {round_dtype}: use the eager provider for it")
+    y = torch.empty_like(x)
+    if y.numel() == 0:
+        return y
+    launch = channel_launch_for(x.shape, x.stride(), y.stride())
+    if launch is None:
+        dense = x.contiguous()
+        return y.copy_(channel_rms_norm_silu(dense, weight, bias, scale, shift, eps, clamp_eps, silu, round_dtype))
+    with device_guard(x.device):
+        channel_rms_kernel[launch.grid](
+            x, weight, bias, scale, shift, y, *launch.geometry, _stride(weight), _stride(bias),
+            *_strides(scale), *_strides(shift), eps, silu,
+            _ROUND_DTYPES[round_dtype], clamp_eps, *launch.tile,
+            num_warps=launch.num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
+    return y
+
+
+@dataclass(frozen=True)
+class GroupLaunch:
+    """What the two launches of a group norm need beyond the tensors and the numbers of the op.
+
+    Attributes:
+        samples: Independent samples, each with all groups: the batch, or batch times frames.
+        group_tiles: Programs side by side that share the groups of a sample.
+        tiles: Tiles of a group.
+        parts: Shares in which the statistics of a group are computed.
+        walk: The kernels' arguments from ``num_groups`` to ``group_tiles``.
+        x_geometry: Those from ``x_n0`` to ``x2``.
+        y_geometry: Those from ``y_n0`` to ``y2``.
+        nested: Whether the positions need more than one loop.
+        positions: Positions of a tile.
+        groups: Groups of a tile.
+        channels: Channels of each of them.
+    """
+
+    samples: int
+    group_tiles: int
+    tiles: int
+    parts: int
+    walk: tuple[int, ...]
+    x_geometry: tuple[int, ...]
+    y_geometry: tuple[int, ...]
+    nested: bool
+    positions: int
+    groups: int
+    channels: int
+
+
+@lru_cache(maxsize=1024)
+def group_launch_for(
+    shape: tuple[int, ...],
+    x_strides: tuple[int, ...],
+    y_strides: tuple[int, ...],
+    num_groups: int,
+    per_frame: bool,
+) -> GroupLaunch | None:
+    """Plans the launches for a non-empty input; None if its positions need more than three loops."""
+    loops = _spatial_loops(shape, x_strides, y_strides, 3 if per_frame else 2)
+    if loops is None:
+        return None
+    count = loops.sizes[0] * loops.sizes[1] * loops.sizes[2]
+    of_group = shape[1] // num_groups
+    channels = min(_power_of_two(of_group), _MOST_CHANNELS)
+    if _channels_are_neighbours(loops, x_strides[1]):
+        groups = min(_power_of_two(num_groups), max(_ALONG // channels, 1))
+        positions = min(_power_of_two(count), _TILE_ELEMENTS // (groups * channels))
+    else:
+        groups = 1
+        positions = min(_power_of_two(count), max(_TILE_ELEMENTS // channels, _ALONG))
+        channels = min(channels, max(_TILE_ELEMENTS // positions, 1))
+    channel_tiles = -(-of_group // channels)
+    tiles = channel_tiles * -(-count // positions)
+    parts = min(_MOST_PARTS, -(-tiles // _TILES_PER_PART))
+    frames = shape[2] if per_frame else 1
+    group_tiles = -(-num_groups // groups)
+
+    def geometry(strides: tuple[int, ...]) -> tuple[int, ...]:
+        return strides[0], strides[2] if per_frame else 0, strides[1]
+
+    return GroupLaunch(
+        samples=shape[0] * frames,
+        group_tiles=group_tiles,
+        tiles=tiles,
+        parts=parts,
+        walk=(num_groups, of_group, count, channel_tiles, tiles, parts, frames, group_tiles),
+        x_geometry=(*geometry(x_strides), *loops.sizes[:2], *loops.strides[1]),
+        y_geometry=(*geometry(y_strides), *loops.strides[0]),
+        nested=loops.nested,
+        positions=positions,
+        groups=groups,
+        channels=channels,
+    )
+
+
+@dataclass(frozen=True)
+class ChannelLaunch:
+    """What a launch of the norm over channels needs beyond the tensors and the numbers of the op.
+
+    Attributes:
+        grid: Number of programs.
+        geometry: The kernel's arguments from ``channels`` to ``y2``.
+        tile: Those from ``NESTED`` to ``STEPS``.
+        num_warps: Warps per program.
+    """
+
+    grid: tuple[int]
+    geometry: tuple[int, ...]
+    tile: tuple[int, ...]
+    num_warps: int
+
+
+@lru_cache(maxsize=1024)
+def channel_launch_for(
+    shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]
+) -> ChannelLaunch | None:
+    """Plans the launch for a non-empty input; None if its positions need more than three loops."""
+    loops = _spatial_loops(shape, x_strides, y_strides, 2)
+    if loops is None:
+        return None
+    count = loops.sizes[0] * loops.sizes[1] * loops.sizes[2]
+    channels = shape[1]
+    tile = choose_tile(channels, count, rows_are_neighbours=not _channels_are_neighbours(loops, x_strides[1]))
+    tiles = -(-count // tile.rows)
+    x_geometry = (x_strides[0], x_strides[1], *loops.sizes[:2], *loops.strides[1])
+    y_geometry = (y_strides[0], y_strides[1], *loops.strides[0])
+    return ChannelLaunch(
+        grid=(shape[0] * tiles,),
+        geometry=(channels, count, tiles, *x_geometry, *y_geometry),
+        tile=(loops.nested, tile.rows, tile.cols, -(-channels // tile.cols)),
+        num_warps=tile.num_warps,
+    )
+
+
+def _spatial_loops(
+    shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...], first: int
+) -> Loops | None:
+    """The loops over the positions of a sample, in the output's memory order."""
+    return merge_loops(shape[first:], (y_strides[first:], x_strides[first:]))
+
+
+def _channels_are_neighbours(loops: Loops, channel_stride: int) -> bool:
+    return loops.sizes[0] == 1 or channel_stride < loops.strides[1][0]
+
+
+def _stride(parameter: Tensor | None) -> int:
+    return 1 if parameter is None else parameter.stride(0)
+
+
+def _strides(modulation: Tensor | None) -> tuple[int, int]:
+    return (0, 1) if modulation is None else (modulation.stride(0), modulation.stride(1))
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
