@@ -66,7 +66,8 @@ __device__ __forceinline__ float block_sum(float value, float* partials) {
   return group_sum<kWaveSize>(lane < waves ? partials[lane] : 0.0f);
 }
 
-constexpr int kMaxWaves = kMaxThreads / 32;  // of the narrowest wave
-static_assert(kMaxWaves <= 32, "one wave sums the partial sums of all");
+constexpr int kMinWaveSize = 32;
+constexpr int kMaxWaves = kMaxThreads / kMinWaveSize;
+static_assert(kMaxWaves <= kMinWaveSize, "one wave sums the partial sums of all");
 
 }  // namespace diffkern

@@ -19,7 +19,6 @@
 #include <array>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "dtypes.h"
 
@@ -68,38 +67,46 @@ inline std::optional<Tensor> checked_parameter(const std::optional<Tensor>& para
   return parameter->stride(0) == 1 || size < 2 ? *parameter : torch::stable::contiguous(*parameter);
 }
 
-// aten::empty_like(x, dtype, memory_format), without the dispatcher where the strides are plain to see.
-inline Tensor empty_output(const Tensor& x, ScalarType dtype, bool preserve_strides) {
-  const int64_t rank = x.dim();
-  const auto sizes = x.sizes();
-  std::vector<int64_t> strides(rank);
-  if (!preserve_strides) {
-    int64_t stride = 1;
-    for (int64_t dim = rank - 1; dim >= 0; --dim) {
-      strides[dim] = stride;
-      stride *= sizes[dim] > 1 ? sizes[dim] : 1;
-    }
-  } else if (x.numel() > 0 && x.is_contiguous()) {
-    for (int64_t dim = 0; dim < rank; ++dim) strides[dim] = x.strides()[dim];
-  } else {
-    std::array<StableIValue, 6> stack{
-        torch::stable::detail::from(x),
-        torch::stable::detail::from(std::optional(dtype)),
-        torch::stable::detail::from(std::nullopt),
-        torch::stable::detail::from(std::nullopt),
-        torch::stable::detail::from(std::nullopt),
-        torch::stable::detail::from(std::nullopt),
-    };
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
-  }
+// A new tensor on the device of x, without the dispatcher.
+inline Tensor empty_strided(const Tensor& x, int64_t rank, const int64_t* sizes, const int64_t* strides,
+                            ScalarType dtype) {
   AtenTensorHandle handle = nullptr;
   int32_t device_type = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      rank, sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-      device_type, x.get_device_index(), &handle));
+      rank, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
+      x.get_device_index(), &handle));
   return Tensor(handle);
+}
+
+inline Tensor empty_contiguous(const Tensor& x, int64_t rank, const int64_t* sizes, ScalarType dtype) {
+  constexpr int64_t kMaxTensorRank = 64;
+  STD_TORCH_CHECK(rank <= kMaxTensorRank, "a tensor of ", rank, " dimensions is beyond what torch computes with");
+  std::array<int64_t, kMaxTensorRank> strides;
+  int64_t stride = 1;
+  for (int64_t dim = rank - 1; dim >= 0; --dim) {
+    strides[dim] = stride;
+    stride *= sizes[dim] > 1 ? sizes[dim] : 1;
+  }
+  return empty_strided(x, rank, sizes, strides.data(), dtype);
+}
+
+// aten::empty_like(x, dtype, memory_format), without the dispatcher where the strides are plain to see.
+inline Tensor empty_output(const Tensor& x, ScalarType dtype, bool preserve_strides) {
+  if (!preserve_strides) return empty_contiguous(x, x.dim(), x.sizes().data(), dtype);
+  if (x.numel() > 0 && x.is_contiguous()) {
+    return empty_strided(x, x.dim(), x.sizes().data(), x.strides().data(), dtype);
+  }
+  std::array<StableIValue, 6> stack{
+      torch::stable::detail::from(x),
+      torch::stable::detail::from(std::optional(dtype)),
+      torch::stable::detail::from(std::nullopt),
+      torch::stable::detail::from(std::nullopt),
+      torch::stable::detail::from(std::nullopt),
+      torch::stable::detail::from(std::nullopt),
+  };
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 #if defined(DIFFKERN_GPU)

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "../common/cpu_elements.h"
+#include "../common/cpu_sums.h"
 #include "norm.h"
 
 #ifndef DIFFKERN_CPU_LEVEL
@@ -15,15 +16,8 @@
 namespace diffkern {
 namespace {
 
-constexpr int kLanes = 32;      // partial sums side by side: for vector units, and for accuracy
 constexpr int kTileRows = 64;   // rows normalised together when the normalised dimension is strided
 constexpr int kFlushEvery = 64; // float32 additions in a row before a sum moves on to float64
-
-// The sum of a row's values and that of their squares.
-struct Sums {
-  double plain = 0.0;
-  double squares = 0.0;
-};
 
 // How x becomes the normalised value: ((x - mean) - mean_rest) * scale. What rounding left out of the mean
 // comes to light as the mean of x - mean; without it the whole row would be shifted.
@@ -54,27 +48,6 @@ void finish(const NormParams& p, Sums sums, Normaliser* norm) {
 }
 
 // --- rows along contiguous memory ----------------------------------------------------------------------
-
-// Adds one chunk to the sums; `values` has room for a multiple of kLanes.
-void accumulate(float* values, int n, Sums* sums) {
-  while (n % kLanes != 0) values[n++] = 0.0f;
-  float plain[kLanes] = {};
-  float squares[kLanes] = {};
-  for (int i = 0; i < n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      plain[lane] += values[i + lane];
-      squares[lane] += values[i + lane] * values[i + lane];
-    }
-  }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) {
-      plain[lane] += plain[lane + width];
-      squares[lane] += squares[lane + width];
-    }
-  }
-  sums->plain += plain[0];
-  sums->squares += squares[0];
-}
 
 void norm_row(const NormParams& p, RowOffsets row) {
   alignas(64) float values[kChunk];

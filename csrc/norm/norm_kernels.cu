@@ -359,7 +359,7 @@ void launch_loop_kernel(const NormParams& p, GpuStream stream) {
   const int64_t items = kVector ? p.size / kPacketSize<T> : p.size;
   const int64_t wanted = ceil_div(items, kItemsPerThread);
   dim3 block;
-  if (wanted <= 32) {
+  if (wanted <= kMinWaveSize) {
     int lanes = 4;
     while (lanes < wanted) lanes *= 2;
     block = dim3(lanes, kGroupThreads / lanes);

@@ -14,7 +14,10 @@ from rich.text import Text
 if TYPE_CHECKING:
     from diffkern.injection.report import InjectionReport, Site
 
-_WIDTH = 140
+_WIDTH = 150
+
+#: Kinds of place that a line of the table names.
+_PLACES = 3
 
 
 def render(report: InjectionReport) -> Group:
@@ -49,28 +52,30 @@ def render_html(report: InjectionReport) -> str:
 
 
 def _groups(sites: Iterable[Site]) -> list[list[Site]]:
-    """Puts sites together that differ only by their indices, so that 169 norms read as a few lines."""
+    """Puts sites together that differ only in where they are, so that 169 norms read as three lines."""
     groups: dict[tuple[object, ...], list[Site]] = {}
     for site in sites:
-        key = (_pattern(site.path), site.class_name, site.op, site.provider, site.how, site.reason)
-        groups.setdefault(key, []).append(site)
+        groups.setdefault((site.class_name, site.op, site.provider, site.how, site.reason), []).append(site)
     return list(groups.values())
-
-
-def _pattern(path: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _describe(group: list[Site]) -> tuple[str, ...]:
     first = group[0]
     errors = [(m.fused, m.stock) for site in group for m in site.measurements if m.provider == site.provider]
     worst = max(errors, default=None)
-    where = _pattern(first.path) if len(group) > 1 else first.path
+    package, _, name = first.class_name.partition(".")
     return (
-        first.class_name.rsplit(".", 1)[-1],
+        f"{package}.{name.rpartition('.')[2]}",
         first.op or "",
         first.provider or "",
         first.how or "",
         f"{worst[0]:.1e} / {worst[1]:.1e}" if worst else "",
-        f"{where}: {first.reason}" if first.reason else where,
+        f"{_places(group)}: {first.reason}" if first.reason else _places(group),
     )
+
+
+def _places(group: list[Site]) -> str:
+    """The paths of a group, block indices as ``*``; of many kinds of place only the first ones."""
+    places = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.path) for site in group))
+    more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
+    return ", ".join(place or "the module itself" for place in places[:_PLACES]) + more

@@ -54,10 +54,12 @@ def register(
 def needs_dispatcher(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether a call must go through the registered op and not straight to the provider's kernel.
 
-    It must where somebody looks at the call instead of running it (tracing, fake tensors, functorch) and
-    where a gradient is wanted. The direct way saves about half of the host time of a call.
+    It must where somebody looks at the call instead of running it (tracing, fake tensors, functorch), where
+    a gradient is wanted, and where the memory does not hold the values themselves. The direct way saves about half of the host time of a call.
     """
     if torch.compiler.is_compiling() or (type(x) is not Tensor and type(x) is not torch.nn.Parameter):
+        return True
+    if x.is_neg():  # a lazy sign, which the dispatcher resolves and a raw pointer does not show
         return True
     if torch.is_grad_enabled():
         if x.requires_grad:

@@ -113,7 +113,7 @@ def _arch_refusal(build: Build, device: torch.device) -> str | None:
         return None
     return (
         f"built for {', '.join(build.archs)}, and {torch.cuda.get_device_name(device)} is {arch}: "
-        f"run `diffkern build --arch {arch}`"
+        f"run `diffkern build --{build.variant.backend} --arch {arch}`"
     )
 
 

@@ -43,11 +43,14 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.qk_norm_rope`."""
     outs = []
+    head_dim = q.shape[-1] // heads if heads else 0
     for x, weight, bias, cos_list, sin_list in ((q, q_weight, q_bias, cos, sin), (k, k_weight, k_bias, cos_k, sin_k)):
         normed = normalise(x, weight, bias, norm, eps, weight_offset, round_dtype, round_norm or arithmetic == INPUT)
         out = torch.empty_like(x)
         if cos_list:
-            source, target = (normed, out) if heads == 0 else (t.unflatten(-1, (heads, -1)) for t in (normed, out))
+            source, target = normed, out
+            if heads:
+                source, target = (t.unflatten(-1, (t.shape[-1] // head_dim, head_dim)) for t in (normed, out))
             rotary = rotary_dim or source.shape[-1]
             if grid or coords is not None:
                 full_cos, full_sin = (

@@ -24,7 +24,10 @@ _MODULES: Mapping[str, str] = {
     "group_norm_silu": "group_norm",
     "layer_norm": "norm",
     "norm_modulate": "modulate",
+    "qk_norm_rope": "rope",
     "rms_norm": "norm",
+    "rope": "rope",
+    "rope_3d": "rope",
 }
 
 # The CPU is listed for Triton's interpreter; without the interpreter `unavailable_reason` says no.

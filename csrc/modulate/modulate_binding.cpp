@@ -1,0 +1,304 @@
+// norm_modulate, gate_residual and both in one as torch ops: checks, broadcasting, the outputs, and the way to
+// the kernels.
+#include <algorithm>
+#include <array>
+#include <tuple>
+
+#include "../common/torch_binding.h"
+#include "modulate.h"
+
+namespace diffkern {
+namespace {
+
+// Elements that are worth a thread of their own on the CPU.
+constexpr int64_t kGrain = 16384;
+
+using OptionalTensor = std::optional<Tensor>;
+
+// The shape that the operands of an op broadcast to.
+struct Shape {
+  int64_t rank;
+  std::array<int64_t, kMaxRank> sizes;
+
+  int64_t last() const { return sizes[rank - 1]; }
+
+  int64_t numel() const {
+    int64_t count = 1;
+    for (int64_t dim = 0; dim < rank; ++dim) count *= sizes[dim];
+    return count;
+  }
+};
+
+Shape broadcast(const char* op, std::initializer_list<const Tensor*> tensors) {
+  Shape shape{1, {}};
+  for (const Tensor* tensor : tensors) {
+    if (tensor != nullptr) shape.rank = std::max(shape.rank, tensor->dim());
+  }
+  STD_TORCH_CHECK(shape.rank <= kMaxRank, op, ": more than ", kMaxRank, " dimensions");
+  std::fill_n(shape.sizes.begin(), shape.rank, 1);
+  for (const Tensor* tensor : tensors) {
+    if (tensor == nullptr) continue;
+    const auto sizes = tensor->sizes();
+    const int64_t added = shape.rank - static_cast<int64_t>(sizes.size());
+    for (int64_t dim = added; dim < shape.rank; ++dim) {
+      const int64_t size = sizes[dim - added];
+      if (size == 1) continue;
+      STD_TORCH_CHECK(shape.sizes[dim] == 1 || shape.sizes[dim] == size, op, ": the size of tensor a (",
+                      shape.sizes[dim], ") must match the size of tensor b (", size, ") at non-singleton dimension ",
+                      dim);
+      shape.sizes[dim] = size;
+    }
+  }
+  return shape;
+}
+
+const Tensor* pointer_to(const OptionalTensor& tensor) { return tensor.has_value() ? &*tensor : nullptr; }
+
+// The dtype of a chain of torch ops that begins at `type` and takes in the operand; a scalar does not widen it.
+ScalarType promote(ScalarType type, const Tensor* operand) {
+  if (operand == nullptr || operand->dim() == 0) return type;
+  return operand->scalar_type() == type ? type : ScalarType::Float;
+}
+
+// A call on its way from tensors to ModulateParams. It keeps the copies alive that had to be made.
+class Call {
+ public:
+  Call(const char* op, const Shape& shape, const Tensor& on) : op_(op), shape_(shape), on_(on) {
+    params.size = shape.last();
+  }
+
+  ModulateParams params{};
+
+  void set(MappedOperand index, const Tensor* tensor, const char* name) {
+    if (tensor == nullptr) return;
+    check_device(*tensor, name);
+    tensors_[index] = tensor;
+    operand(index) = Operand{nullptr, dtype_of(tensor->scalar_type(), op_, name), 0};
+  }
+
+  void set_parameter(Operand* parameter, const OptionalTensor& tensor, const char* name) {
+    if (!tensor.has_value()) return;
+    check_device(*tensor, name);
+    STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == shape_.last(), op_, ": ", name, " must have shape [",
+                    shape_.last(), "], the size of the last dimension of x");
+    *parameter = Operand{tensor->const_data_ptr(), dtype_of(tensor->scalar_type(), op_, name),
+                         shape_.last() > 1 ? tensor->stride(0) : 1};
+  }
+
+  Tensor output(ScalarType type) const { return empty_contiguous(on_, shape_.rank, shape_.sizes.data(), type); }
+
+  void run() {
+    if (shape_.numel() == 0) return;
+#if defined(DIFFKERN_GPU)
+    // A row across memory is read once to be laid out, rather than in single elements by the kernel.
+    for (const MappedOperand index : {kX, kResidual}) {
+      const Tensor* tensor = tensors_[index];
+      if (tensor != nullptr && params.size > 1 && tensor->stride(tensor->dim() - 1) > 1) {
+        copies_[index] = torch::stable::contiguous(*tensor);
+        tensors_[index] = &copies_[index];
+      }
+    }
+#endif
+    if (!make_map()) {
+      // More loops over rows than a kernel has: by way of operands that are laid out like the output.
+      for (int index = kX; index < kMappedOperands; ++index) {
+        if (tensors_[index] == nullptr) continue;
+        Tensor copy = output(tensors_[index]->scalar_type());
+        torch::stable::copy_(copy, *tensors_[index]);
+        copies_[index] = copy;
+        tensors_[index] = &copies_[index];
+      }
+      STD_TORCH_CHECK(make_map(), op_, ": contiguous operands need one loop");
+    }
+#if defined(DIFFKERN_GPU)
+    launch_on_device_of(on_, op_, [this](void* stream) { return modulate_gpu(params, stream); });
+#else
+    torch::stable::parallel_for(0, params.map.rows, std::max<int64_t>(1, kGrain / params.size),
+                                [this](int64_t begin, int64_t end) { modulate_cpu(params, begin, end); });
+#endif
+  }
+
+ private:
+  Operand& operand(int index) {
+    switch (index) {
+      case kX: return params.x;
+      case kResidual: return params.residual;
+      case kGate: return params.gate;
+      case kScale: return params.scale;
+      default: return params.shift;
+    }
+  }
+
+  void check_device(const Tensor& tensor, const char* name) const {
+    STD_TORCH_CHECK(tensor.is_cpu() == on_.is_cpu() && tensor.get_device_index() == on_.get_device_index(), op_, ": ",
+                    name, " and the input are on different devices");
+  }
+
+  // Fills in what depends on layouts; false if the operands need more loops than the map has.
+  bool make_map() {
+    std::array<std::array<int64_t, kMaxRank>, kMappedOperands> strides;
+    const int64_t* pointers[kMappedOperands];
+    int64_t contiguous = 1;
+    for (int64_t dim = shape_.rank - 1; dim >= 0; --dim) {
+      strides[kOut][dim] = contiguous;
+      contiguous *= shape_.sizes[dim];
+    }
+    pointers[kOut] = strides[kOut].data();
+    for (int index = kX; index < kMappedOperands; ++index) {
+      pointers[index] = strides[index].data();
+      const Tensor* tensor = tensors_[index];
+      if (tensor == nullptr) {
+        std::fill_n(strides[index].begin(), shape_.rank, 0);
+        continue;
+      }
+      broadcast_strides(static_cast<int>(tensor->dim()), tensor->sizes().data(), tensor->strides().data(),
+                        static_cast<int>(shape_.rank), shape_.sizes.data(), strides[index].data());
+      operand(index).data = tensor->const_data_ptr();
+      operand(index).stride = params.size > 1 ? strides[index][shape_.rank - 1] : 1;
+    }
+    return make_leading_map(
+        static_cast<int>(shape_.rank) - 1, shape_.sizes.data(),
+        {pointers[kOut], pointers[kX], pointers[kResidual], pointers[kGate], pointers[kScale], pointers[kShift]},
+        &params.map);
+  }
+
+  const char* op_;
+  const Shape& shape_;
+  const Tensor& on_;
+  std::array<const Tensor*, kMappedOperands> tensors_{};
+  std::array<Tensor, kMappedOperands> copies_;
+};
+
+template <typename Kind>
+Kind kind_of(int64_t code, int64_t count, const char* op, const char* name) {
+  STD_TORCH_CHECK(code >= 0 && code < count, op, ": ", name, " is ", code, ", and must be below ", count);
+  return static_cast<Kind>(code);
+}
+
+// What comes before the norm. Returns the dtype of residual + act(gate) * x.
+ScalarType set_gating(Call& call, const char* op, const Tensor& residual, const Tensor& x, const OptionalTensor& gate,
+                      int64_t activation, bool round_each) {
+  ModulateParams& p = call.params;
+  p.activation = kind_of<GateActivation>(activation, 3, op, "gate_activation");
+  call.set(kResidual, &residual, "residual");
+  call.set(kX, &x, "x");
+  call.set(kGate, pointer_to(gate), "gate");
+  const ScalarType gated = promote(x.scalar_type(), pointer_to(gate));
+  const ScalarType sum = gated == residual.scalar_type() ? gated : ScalarType::Float;
+  if (round_each) {
+    p.round_each = true;
+    p.gate_round = p.gate.dtype;
+    p.gated_round = dtype_of(gated, op, "gate * x");
+    p.sum_round = dtype_of(sum, op, "residual + gate * x");
+  }
+  return sum;
+}
+
+// The norm of a value of `type` and what comes after. Returns the dtype of norm * (1 + scale) + shift.
+ScalarType set_modulation(Call& call, const char* op, ScalarType type, const OptionalTensor& scale,
+                          const OptionalTensor& shift, const OptionalTensor& weight, const OptionalTensor& bias,
+                          double eps, int64_t norm, double scale_offset, bool round_each) {
+  ModulateParams& p = call.params;
+  p.norm = kind_of<NormKind>(norm, 3, op, "norm");
+  p.eps = static_cast<float>(eps);
+  p.scale_offset = static_cast<float>(scale_offset);
+  call.set(kScale, pointer_to(scale), "scale");
+  call.set(kShift, pointer_to(shift), "shift");
+  call.set_parameter(&p.weight, weight, "weight");
+  call.set_parameter(&p.bias, bias, "bias");
+  const ScalarType product = promote(type, pointer_to(scale));
+  const ScalarType modulated = promote(product, pointer_to(shift));
+  if (round_each) {
+    p.round_each = true;
+    p.norm_round = dtype_of(type, op, "x");
+    p.scale_round = p.scale.dtype;
+    p.product_round = dtype_of(product, op, "x * scale");
+    p.modulated_round = dtype_of(modulated, op, "x * scale + shift");
+  }
+  return modulated;
+}
+
+Tensor norm_modulate(Tensor x, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight, OptionalTensor bias,
+                     double eps, int64_t norm, double scale_offset, bool round_each,
+                     std::optional<ScalarType> out_dtype) {
+  constexpr const char* kOp = "norm_modulate";
+  const Shape shape = broadcast(kOp, {&x, pointer_to(scale), pointer_to(shift)});
+  STD_TORCH_CHECK(x.dim() >= 1, kOp, ": x must have at least one dimension");
+  STD_TORCH_CHECK(norm == 0 || x.size(x.dim() - 1) == shape.last(), kOp, ": the norm is over a last dimension of size ",
+                  x.size(x.dim() - 1), ", and the modulation has size ", shape.last(), " there");
+  Call call(kOp, shape, x);
+  call.set(kX, &x, "x");
+  const ScalarType type =
+      set_modulation(call, kOp, x.scalar_type(), scale, shift, weight, bias, eps, norm, scale_offset, round_each);
+  call.params.out_dtype = dtype_of(out_dtype.value_or(type), kOp, "out_dtype");
+  Tensor out = call.output(out_dtype.value_or(type));
+  call.params.out = out.mutable_data_ptr();
+  call.run();
+  return out;
+}
+
+Tensor gate_residual(Tensor residual, Tensor x, OptionalTensor gate, int64_t gate_activation, bool round_each,
+                     std::optional<ScalarType> out_dtype) {
+  constexpr const char* kOp = "gate_residual";
+  const Shape shape = broadcast(kOp, {&residual, &x, pointer_to(gate)});
+  Call call(kOp, shape, residual);
+  const ScalarType type = set_gating(call, kOp, residual, x, gate, gate_activation, round_each);
+  call.params.new_dtype = dtype_of(out_dtype.value_or(type), kOp, "out_dtype");
+  Tensor out = call.output(out_dtype.value_or(type));
+  call.params.new_residual = out.mutable_data_ptr();
+  call.run();
+  return out;
+}
+
+std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
+    Tensor residual, Tensor x, OptionalTensor gate, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight,
+    OptionalTensor bias, double eps, int64_t norm, int64_t gate_activation, double scale_offset, bool round_each,
+    std::optional<ScalarType> residual_dtype, std::optional<ScalarType> out_dtype) {
+  constexpr const char* kOp = "gate_residual_norm_modulate";
+  const Shape shape = broadcast(kOp, {&residual, &x, pointer_to(gate)});
+  for (const Tensor* operand : {pointer_to(scale), pointer_to(shift)}) {
+    if (operand == nullptr) continue;
+    std::array<int64_t, kMaxRank> strides;
+    STD_TORCH_CHECK(broadcast_strides(static_cast<int>(operand->dim()), operand->sizes().data(),
+                                      operand->strides().data(), static_cast<int>(shape.rank), shape.sizes.data(),
+                                      strides.data()),
+                    kOp, ": a modulation does not broadcast to the shape of the new residual; ",
+                    "if it is larger, call gate_residual and norm_modulate one after the other");
+  }
+  Call call(kOp, shape, residual);
+  const ScalarType sum = set_gating(call, kOp, residual, x, gate, gate_activation, round_each);
+  const ScalarType new_type = residual_dtype.value_or(sum);
+  const ScalarType type =
+      set_modulation(call, kOp, new_type, scale, shift, weight, bias, eps, norm, scale_offset, round_each);
+  call.params.new_dtype = dtype_of(new_type, kOp, "residual_dtype");
+  call.params.out_dtype = dtype_of(out_dtype.value_or(type), kOp, "out_dtype");
+  Tensor new_residual = call.output(new_type);
+  Tensor out = call.output(out_dtype.value_or(type));
+  call.params.new_residual = new_residual.mutable_data_ptr();
+  call.params.out = out.mutable_data_ptr();
+  call.run();
+  return {new_residual, out};
+}
+
+}  // namespace
+
+DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
+  m.def(
+      "norm_modulate(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, int norm, "
+      "float scale_offset, bool round_each, ScalarType? out_dtype) -> Tensor");
+  m.def(
+      "gate_residual(Tensor residual, Tensor x, Tensor? gate, int gate_activation, bool round_each, "
+      "ScalarType? out_dtype) -> Tensor");
+  m.def(
+      "gate_residual_norm_modulate(Tensor residual, Tensor x, Tensor? gate, Tensor? scale, Tensor? shift, "
+      "Tensor? weight, Tensor? bias, float eps, int norm, int gate_activation, float scale_offset, bool round_each, "
+      "ScalarType? residual_dtype, ScalarType? out_dtype) -> (Tensor, Tensor)");
+}
+
+DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
+  m.impl("norm_modulate", TORCH_BOX(&norm_modulate));
+  m.impl("gate_residual", TORCH_BOX(&gate_residual));
+  m.impl("gate_residual_norm_modulate", TORCH_BOX(&gate_residual_norm_modulate));
+}
+
+}  // namespace diffkern
