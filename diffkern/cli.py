@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Fused kernels for diffusers pipelines: see what runs, and build it."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Fused kernels for diffusers pipelines: see what runs, and build it.",
 )
 
 

@@ -95,7 +95,7 @@ class Call {
       const Tensor* tensor = tensors_[index];
       if (tensor != nullptr && params.size > 1 && tensor->stride(tensor->dim() - 1) > 1) {
         copies_[index] = torch::stable::contiguous(*tensor);
-        tensors_[index] = &copies_[index];
+        tensors_[index] = &*copies_[index];
       }
     }
 #endif
@@ -106,7 +106,7 @@ class Call {
         Tensor copy = output(tensors_[index]->scalar_type());
         torch::stable::copy_(copy, *tensors_[index]);
         copies_[index] = copy;
-        tensors_[index] = &copies_[index];
+        tensors_[index] = &*copies_[index];
       }
       STD_TORCH_CHECK(make_map(), op_, ": contiguous operands need one loop");
     }
@@ -166,7 +166,7 @@ class Call {
   const Shape& shape_;
   const Tensor& on_;
   std::array<const Tensor*, kMappedOperands> tensors_{};
-  std::array<Tensor, kMappedOperands> copies_;
+  std::array<OptionalTensor, kMappedOperands> copies_;
 };
 
 template <typename Kind>

@@ -50,9 +50,7 @@ def time_calls(
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize(device)
-    return {
-        name: median(start.elapsed_time(end) for start, end in pairs) * 1000 for name, pairs in events.items()
-    }
+    return {name: median(start.elapsed_time(end) for start, end in pairs) * 1000 for name, pairs in events.items()}
 
 
 def time_host(call: Callable[[], object], device: torch.device, repetitions: int = 300) -> float:

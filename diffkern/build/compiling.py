@@ -51,7 +51,10 @@ def compile_library(
     import torch.utils.cpp_extension  # only for the places of torch's headers and libraries
 
     macros = tuple(f"-D{define}" for define in defines)
-    includes = [f"-isystem{path}" for path in torch.utils.cpp_extension.include_paths()]
+    headers = torch.utils.cpp_extension.include_paths()
+    includes = [f"-isystem{path}" for path in headers]
+    # The headers' error messages name their files; whose machine those were on is nobody's business.
+    includes += [f"-ffile-prefix-map={path}/=" for path in headers]
     jobs = _jobs()
 
     def command(unit: Unit) -> list[str]:

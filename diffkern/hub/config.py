@@ -71,4 +71,3 @@ class KernelConfig:
             close = difflib.get_close_matches(key, [*OPS, *class_names, *paths], n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"config names {key!r}, which is no op and fits no norm of this model.{hint}")
-

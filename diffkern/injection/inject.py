@@ -181,7 +181,9 @@ def _plan(
     config.check((site.path for site in seen), (site.class_name.rpartition(".")[2] for site in seen))
     already = sum(site.reason == _ALREADY for site in report.skipped)
     if already:
-        report.notes.append(f"{already} modules were patched before and stay as they are: restore() first to change them")
+        report.notes.append(
+            f"{already} modules were patched before and stay as they are: restore() first to change them"
+        )
     return candidates
 
 
@@ -280,7 +282,9 @@ def _verify(
 
 def _refuse_fallbacks(candidates: list[_Candidate], report: InjectionReport) -> None:
     problems = [f"{site.path}: {site.reason}" for site in report.failed]
-    problems += [f"{c.site.path}: served by {c.site.provider} ({c.site.reason})" for c in candidates if c.choice_is_fallback]
+    problems += [
+        f"{c.site.path}: served by {c.site.provider} ({c.site.reason})" for c in candidates if c.choice_is_fallback
+    ]
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise InjectionError("strict injection refused, nothing was changed: " + "; ".join(problems[:5]) + more)

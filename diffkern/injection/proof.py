@@ -48,7 +48,12 @@ class Verifier:
         self._semantics: dict[Hashable, str | None] = {}
 
     def prove(
-        self, module: nn.Module, semantics: NormSemantics, provider: str | None, device: torch.device, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        semantics: NormSemantics,
+        provider: str | None,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> Measurement | None:
         """Proves a site on random input; None if such input would run stock anyway (a dtype mix, say)."""
         shape = sample_shape(semantics, module, self._rows(semantics, module))
@@ -158,7 +163,7 @@ def _error(y: Tensor, reference: Tensor) -> float:
     finite = torch.isfinite(y) & torch.isfinite(reference)
     difference = torch.where(finite, y - reference, 0.0)
     length = torch.linalg.vector_norm(torch.where(finite, reference, 0.0))
-    return (torch.linalg.vector_norm(difference) / length.clamp_min(1e-30)).item()
+    return float(torch.linalg.vector_norm(difference) / length.clamp_min(1e-30))
 
 
 def _parameter_dtypes(module: nn.Module) -> tuple[torch.dtype | None, ...]:

@@ -36,9 +36,7 @@ class PatchState:
         stock_calls: Calls that ran the stock forward, by reason.
     """
 
-    def __init__(
-        self, semantics: NormSemantics, provider: str | None, verifier: Verifier | None, strict: bool
-    ) -> None:
+    def __init__(self, semantics: NormSemantics, provider: str | None, verifier: Verifier | None, strict: bool) -> None:
         self.semantics = semantics
         self.provider = provider
         self.verifier = verifier

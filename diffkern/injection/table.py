@@ -23,7 +23,11 @@ _PLACES = 3
 def render(report: InjectionReport) -> Group:
     """Returns the report as a rich renderable: a line, a table of groups of like sites, notes."""
     parts: list[Text | Table] = [Text(report.summary(), style="bold")]
-    states = ("planned" if report.dry_run else "patched", report.patched), ("skipped", report.skipped), ("failed", report.failed)
+    states = (
+        ("planned" if report.dry_run else "patched", report.patched),
+        ("skipped", report.skipped),
+        ("failed", report.failed),
+    )
     if any(sites for _, sites in states):
         table = Table(box=None, pad_edge=False, header_style="bold")
         for heading in ("", "modules", "class", "op", "provider", "matched by", "error / stock", "where and why"):

@@ -43,9 +43,7 @@ _AUDIO_PIXEL = NormSemantics("rms_norm", "x", weight=None, dim="dim")
 
 # --- layer norms ---------------------------------------------------------------------------------------
 
-_FP32_LAYER_NORM = NormSemantics(
-    "layer_norm", "inputs", bias="bias", dim="normalized_shape", layout="contiguous"
-)
+_FP32_LAYER_NORM = NormSemantics("layer_norm", "inputs", bias="bias", dim="normalized_shape", layout="contiguous")
 _NCHW_LAYER_NORM = NormSemantics(
     "layer_norm", "x", bias="bias", dim="normalized_shape", layout="channels_last", mixed_dtypes=False
 )
@@ -119,9 +117,7 @@ TABLE: dict[str, Entry] = {
         "models.unets.unet_kandinsky3.Kandinsky3ConditionalGroupNorm",
     ),
     **_each(
-        LeftAlone(
-            "multiplies by a factor that it takes as a second tensor; the norm inside is handled on its own"
-        ),
+        LeftAlone("multiplies by a factor that it takes as a second tensor; the norm inside is handled on its own"),
         "models.transformers.transformer_mochi.MochiModulatedRMSNorm",
     ),
     **_each(_CONTAINER, "models.autoencoders.autoencoder_vidtok.VidTokLayerNorm"),

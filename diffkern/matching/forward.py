@@ -22,9 +22,7 @@ _MEMORY_FORMAT = {
 }
 
 
-def apply(
-    semantics: NormSemantics, module: torch.nn.Module, x: Tensor, *, provider: str | None = None
-) -> Tensor:
+def apply(semantics: NormSemantics, module: torch.nn.Module, x: Tensor, *, provider: str | None = None) -> Tensor:
     """Computes ``module.forward(x)`` with :mod:`diffkern.ops`.
 
     Call :func:`declines` first: what that turns down may be computed wrongly here, or raise.

@@ -49,14 +49,10 @@ def match(module: nn.Module) -> Match | None:
     # A scripted module has no Python forward to replace, whatever it was scripted from.
     if isinstance(module, torch.jit.ScriptModule) or not _looks_like_norm(module):
         return None
-    if any(
-        base.__qualname__ == "FSDPModule" and base.__module__.startswith("torch.") for base in cls.__mro__
-    ):
+    if any(base.__qualname__ == "FSDPModule" and base.__module__.startswith("torch.") for base in cls.__mro__):
         return Match(None, None, "sharded by FSDP, which gathers its parameters around its own forward")
     if next(module.children(), None) is not None:
-        known = next(
-            (base for base in cls.__mro__ if isinstance(TABLE.get(full_name(base)), NormSemantics)), None
-        )
+        known = next((base for base in cls.__mro__ if isinstance(TABLE.get(full_name(base)), NormSemantics)), None)
         if known is None:
             return None
         return Match(None, None, f"a {known.__qualname__} with modules inside, for example a parametrization")

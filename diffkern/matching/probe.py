@@ -99,9 +99,7 @@ def probe(module: nn.Module) -> Match:
 def _key(module: nn.Module) -> Hashable:
     ignored = _INTERNAL.union(_NOT_COPIED)
     attributes = tuple(sorted((k, repr(v)) for k, v in vars(module).items() if k not in ignored))
-    parameters = tuple(
-        (k, None if p is None else (p.shape, p.dtype, p.device)) for k, p in module._parameters.items()
-    )
+    parameters = tuple((k, None if p is None else (p.shape, p.dtype, p.device)) for k, p in module._parameters.items())
     hooked = bool(module._forward_hooks or module._forward_pre_hooks or module._buffers)
     forward = type(module).forward
     # The code, not the function, which would keep its class alive.
@@ -143,9 +141,7 @@ def _argument(module: nn.Module) -> str:
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     except (TypeError, ValueError) as error:
         raise _Unknown(f"the signature of its forward cannot be read: {error}") from error
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(needed) != 1 or parameters[0].name != needed[0]:
         raise _Unknown(f"its forward takes ({', '.join(needed)}), not one tensor")
     return needed[0]
@@ -263,9 +259,7 @@ def _shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
     else:
         sizes = [p.numel() for p in module._parameters.values() if p is not None]
         sizes += [
-            v
-            for k, v in vars(module).items()
-            if k in ("dim", "hidden_size", "size") and type(v) is int and v > 4
+            v for k, v in vars(module).items() if k in ("dim", "hidden_size", "size") and type(v) is int and v > 4
         ]
         trailing = (sizes[0] if sizes else _SIZE,)
     for leading in ((6,), (2, 3), (2, 2, 3), (2, 2, 2, 3)):
@@ -274,9 +268,7 @@ def _shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
         yield (2, trailing[0], *positions)
 
 
-def _candidates(
-    module: nn.Module, argument: str, eps_values: Sequence[str | float]
-) -> Iterator[NormSemantics]:
+def _candidates(module: nn.Module, argument: str, eps_values: Sequence[str | float]) -> Iterator[NormSemantics]:
     """Every formula that has a place for all parameters of the module."""
     names = [name for name, p in module._parameters.items() if p is not None]
     weight = next((name for name in _WEIGHTS if name in names), None)
@@ -460,9 +452,7 @@ def _fit_layout(
     fits = [
         candidate
         for candidate in dict.fromkeys(laid_out)
-        if all(
-            apply(candidate, run.module, run.x, provider="eager").stride() == run.y.stride() for run in runs
-        )
+        if all(apply(candidate, run.module, run.x, provider="eager").stride() == run.y.stride() for run in runs)
     ]
     if not fits:
         raise _Unknown("it lays out its result in memory as no candidate does")

@@ -26,7 +26,9 @@ _ANY_MIX = "float32, float16, bfloat16 in any mix"
 
 CONTRACT = (
     ContractRow("rms_norm", "plain", _ANY_MIX, "float32", "once, to the output dtype"),
-    ContractRow("rms_norm", "offset weight", _ANY_MIX, "float32, weight + offset included", "once, to the output dtype"),
+    ContractRow(
+        "rms_norm", "offset weight", _ANY_MIX, "float32, weight + offset included", "once, to the output dtype"
+    ),
     ContractRow(
         "rms_norm",
         "round_dtype",
@@ -35,7 +37,9 @@ CONTRACT = (
         "the normalised value to round_dtype, the product to the output dtype, the sum with the bias again",
     ),
     ContractRow("rms_norm", "clamp_eps", _ANY_MIX, "float32", "once, to the output dtype"),
-    ContractRow("layer_norm", "plain", _ANY_MIX, "float32, the variance from centred values", "once, to the output dtype"),
+    ContractRow(
+        "layer_norm", "plain", _ANY_MIX, "float32, the variance from centred values", "once, to the output dtype"
+    ),
 )
 
 

@@ -25,9 +25,7 @@ from diffkern.providers import eager
 from diffkern.providers.base import Kernel, Support
 
 #: The ops of a build, and the reference functions whose arguments they take in the same order.
-_OPS = MappingProxyType(
-    {op: eager.PROVIDER.kernel(op, torch.device("cpu")) for op in ("rms_norm", "layer_norm")}
-)
+_OPS = MappingProxyType({op: eager.PROVIDER.kernel(op, torch.device("cpu")) for op in ("rms_norm", "layer_norm")})
 
 
 class CompiledProvider:
@@ -88,9 +86,7 @@ def refusal(build: Build, device: torch.device) -> str | None:
         return f"built for {variant.system}, and this is {sys.platform}"
     if variant.toolkit is None:
         return None
-    name, torch_toolkit = (
-        ("ROCm", torch.version.hip) if variant.backend == "rocm" else ("CUDA", torch.version.cuda)
-    )
+    name, torch_toolkit = ("ROCm", torch.version.hip) if variant.backend == "rocm" else ("CUDA", torch.version.cuda)
     needed = ".".join(map(str, variant.toolkit))
     if torch_toolkit is None:
         return f"built for {name} {needed}, and torch {torch.__version__} has no {name}"

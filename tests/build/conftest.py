@@ -1,4 +1,4 @@
-"""The CPU kernels, compiled once for all tests and workers; required and fake compilers; fresh interpreters."""
+"""The CPU kernels, compiled once for all tests; required and fake compilers; fresh interpreters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def require_tool(name: str, find: Callable[[], Tool]) -> Tool:
 
 @pytest.fixture(scope="session")
 def kernels_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a build of the CPU kernels, shared by the workers of a run: builds are parallel-safe."""
+    """A directory with a build of the CPU kernels, shared by all workers: builds are parallel-safe."""
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("no C++ compiler to build the CPU kernels with")
     base = tmp_path_factory.getbasetemp()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo
-from tests.injection.models import ltx_inputs, run, tiny_ltx
 from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
+from tests.injection.models import ltx_inputs, run, tiny_ltx
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,9 @@ def test_dk53_pipelines_that_share_a_text_encoder() -> None:
     again = inject_optimized_kernels(second)
     assert report.restore() == len(report.patched)
     assert restore(second) == len(again.patched)
-    assert not any("_diffkern" in vars(m) for pipe in (first, second) for part in models(pipe).values() for m in part.modules())
+    assert not any(
+        "_diffkern" in vars(m) for pipe in (first, second) for part in models(pipe).values() for m in part.modules()
+    )
 
 
 def test_a_pipeline_without_the_default_names_needs_them() -> None:
@@ -81,7 +83,9 @@ def test_a_pipeline_without_the_default_names_needs_them() -> None:
             return {"safety_checker": nn.Sequential(nn.LayerNorm(8)), "vae": AutoencoderKL(norm_num_groups=1)}
 
     report = plan(Odd.__new__(Odd))
-    assert report.notes == ["component 'safety_checker': not touched by default: pass components=['safety_checker', ...]"]
+    assert report.notes == [
+        "component 'safety_checker': not touched by default: pass components=['safety_checker', ...]"
+    ]
     assert {site.class_name for site in report.skipped} == {"torch.nn.modules.normalization.GroupNorm"}
 
 

@@ -10,10 +10,10 @@ import accelerate.hooks
 import pytest
 import torch
 from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading, apply_layerwise_casting
-from tests.injection.models import run, tiny_ltx
 from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
+from tests.injection.models import run, tiny_ltx
 
 
 class AccelerateAddOne(accelerate.hooks.ModelHook):

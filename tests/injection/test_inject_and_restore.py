@@ -6,15 +6,16 @@ import copy
 import json
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from tests.injection.models import ltx_inputs, randomise, run, tiny_ltx
 from torch import nn
 
 import diffkern.injection.inject as inject_module
 from diffkern import InjectionError, KernelConfig, inject_optimized_kernels, optimized, plan, restore
+from tests.injection.models import ltx_inputs, randomise, run, tiny_ltx
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, dict[str, object], list[str]]]:
@@ -118,7 +119,10 @@ def test_dk53_only_the_injected_model_changes() -> None:
     report = inject_optimized_kernels(one.transformer_blocks[0])
     assert snapshot(other.transformer_blocks[0]) == before
     assert torch.equal(run(other), stock)
-    assert type(shared.norm1).forward is class_forward and nn.LayerNorm.forward.__module__ == "torch.nn.modules.normalization"
+    assert (
+        type(shared.norm1).forward is class_forward
+        and nn.LayerNorm.forward.__module__ == "torch.nn.modules.normalization"
+    )
     report.restore()
 
 
@@ -149,7 +153,7 @@ def test_a_pickled_model_comes_back_stock() -> None:
     assert torch.equal(run(loaded), stock)
 
 
-def test_weights_keys_and_saved_files_are_untouched(tmp_path: object) -> None:
+def test_weights_keys_and_saved_files_are_untouched(tmp_path: Path) -> None:
     model = tiny_ltx()
     model.save_pretrained(f"{tmp_path}/before")
     parameters, keys = {name: id(p) for name, p in model.named_parameters()}, list(model.state_dict())
@@ -159,8 +163,7 @@ def test_weights_keys_and_saved_files_are_untouched(tmp_path: object) -> None:
     assert list(model.state_dict()) == keys
     model.save_pretrained(f"{tmp_path}/during")
     for file in ("diffusion_pytorch_model.safetensors", "config.json"):
-        before, during = (open(f"{tmp_path}/{when}/{file}", "rb").read() for when in ("before", "during"))
-        assert before == during, file
+        assert (tmp_path / "before" / file).read_bytes() == (tmp_path / "during" / file).read_bytes(), file
     assert torch.equal(run(LTXVideoTransformer3DModel.from_pretrained(f"{tmp_path}/during").eval()), run(tiny_ltx()))
 
 

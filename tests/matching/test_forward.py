@@ -126,10 +126,7 @@ def test_autocast_of_the_inputs_device_runs_stock() -> None:
     x = torch.zeros(2, 8)
     semantics = semantics_of(module)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert (
-            declines(semantics, module, x)
-            == "autocast is on for cpu, and the stock forward follows its rules"
-        )
+        assert declines(semantics, module, x) == "autocast is on for cpu, and the stock forward follows its rules"
         with torch.autocast("cpu", enabled=False):
             assert declines(semantics, module, x) is None
     assert declines(semantics, module, x) is None
@@ -161,9 +158,7 @@ def test_gradients_are_those_of_stock() -> None:
     module.weight.data = torch.randn(8)
     x = torch.randn(2, 8, 3, 4, requires_grad=True)
     target = torch.randn(2, 8, 3, 4)
-    ours = torch.autograd.grad(
-        (apply(semantics_of(module), module, x) * target).sum(), (x, *module.parameters())
-    )
+    ours = torch.autograd.grad((apply(semantics_of(module), module, x) * target).sum(), (x, *module.parameters()))
     stock = torch.autograd.grad((module(x) * target).sum(), (x, *module.parameters()))
     for mine, theirs in zip(ours, stock, strict=True):
         torch.testing.assert_close(mine, theirs)

@@ -36,9 +36,9 @@ class LlamaRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        return (
-            wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.small_eps) * (1 + self.gamma.float())
-        ).to(x.dtype)
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.small_eps) * (1 + self.gamma.float())).to(
+            x.dtype
+        )
 
 
 class Scaled(nn.Module):
@@ -174,9 +174,7 @@ def _normalised(semantics: NormSemantics, module: nn.Module) -> NormSemantics:
         dim=semantics.dim if isinstance(dim, tuple) else dim,
         optional_eps=semantics.optional_eps and eps_is_none,
         weight=semantics.weight if has_weight else None,
-        bias=semantics.bias
-        if has_weight and isinstance(getattr(module, str(semantics.bias), None), Tensor)
-        else None,
+        bias=semantics.bias if has_weight and isinstance(getattr(module, str(semantics.bias), None), Tensor) else None,
         rounding=semantics.rounding if has_weight else "once",
         output=semantics.output if has_weight else "input",
         weight_offset=semantics.weight_offset if has_weight else 0.0,
@@ -185,9 +183,7 @@ def _normalised(semantics: NormSemantics, module: nn.Module) -> NormSemantics:
 
 
 #: One class of each entry of the tables, in all its variants. Without force_fp32 StableAudio3RMSNorm is another.
-DISTINCT = {
-    (TABLE[s.name], s.args, str(s.kwargs), s.shape): s for s in specimens() if "force_fp32" not in s.kwargs
-}
+DISTINCT = {(TABLE[s.name], s.args, str(s.kwargs), s.shape): s for s in specimens() if "force_fp32" not in s.kwargs}
 
 
 @pytest.mark.parametrize("specimen", list(DISTINCT.values()), ids=str)
@@ -335,9 +331,7 @@ def test_a_known_class_whose_forward_was_replaced_is_left_alone(monkeypatch: pyt
     monkeypatch.setattr(RMSNorm, "forward", faster)
     matched = match(RMSNorm(8, 1e-6))
     assert matched is not None and matched.semantics is None
-    assert "the forward of its class was replaced by" in str(matched.reason) and "faster" in str(
-        matched.reason
-    )
+    assert "the forward of its class was replaced by" in str(matched.reason) and "faster" in str(matched.reason)
 
 
 def test_a_scripted_norm_is_no_module_to_patch() -> None:

@@ -138,9 +138,7 @@ def test_every_norm_of_diffusers_models_is_known() -> None:
 
 
 def test_every_norm_of_the_text_encoders_in_the_table_is_known() -> None:
-    modules = {
-        name.rpartition(".")[0] for name in TABLE if name.startswith("transformers.") and is_written_for(name)
-    }
+    modules = {name.rpartition(".")[0] for name in TABLE if name.startswith("transformers.") and is_written_for(name)}
     unknown = [
         full_name(value)
         for module in modules
@@ -160,10 +158,7 @@ def test_every_norm_of_torch_is_known() -> None:
         full_name(value)
         for file in files
         for name, value in vars(importlib.import_module(f"torch.nn.modules.{file}")).items()
-        if inspect.isclass(value)
-        and issubclass(value, nn.Module)
-        and not name.startswith("_")
-        and name != "Module"
+        if inspect.isclass(value) and issubclass(value, nn.Module) and not name.startswith("_") and name != "Module"
     }
     assert names <= set(TABLE)
 
