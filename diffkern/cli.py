@@ -16,6 +16,9 @@ app = typer.Typer(
     help="Fused kernels for diffusers pipelines: see what runs, and build it.",
 )
 
+bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
+app.add_typer(bench, name="bench")
+
 
 @app.command()
 def doctor(
@@ -74,6 +77,28 @@ def build(
         typer.echo("nothing to build: no compiler was found; diffkern doctor says which ones are looked for", err=True)
     if not any(result.directory for result in results):
         raise typer.Exit(1)
+
+
+@bench.command("ops")
+def bench_ops(
+    only: Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")] = None,
+    output: Annotated[Path, typer.Option(help="Directory for the JSON file and the plot.")] = Path("benchmarks"),
+    repetitions: Annotated[int, typer.Option(min=5, help="Timed calls per arm.")] = 40,
+) -> None:
+    """Time every op on this GPU against its byte floor and its rivals."""
+    import torch
+
+    if not torch.cuda.is_available():
+        typer.echo("diffkern bench ops: torch sees no CUDA or ROCm GPU here, and on a CPU there is no byte floor", err=True)
+        raise typer.Exit(1)
+    from diffkern.bench import ops
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    console = Console(width=200)
+    results = ops.run(device, only or (), repetitions, say=lambda case: typer.echo(case, err=True))
+    console.print(ops.table(results, f"{torch.cuda.get_device_name(device)}, bfloat16, us (times the floor)"))
+    for path in ops.save(results, device, output):
+        typer.echo(f"wrote {path}")
 
 
 if __name__ == "__main__":

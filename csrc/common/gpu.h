@@ -36,6 +36,24 @@ constexpr int kWaveSize = 32;
 
 constexpr int kMaxThreads = 1024;  // of a block, on every GPU
 
+// Product and sum, each rounded by itself: the compiler makes no fused multiply-add of them. (hipcc is told so
+// by -ffp-contract=off.)
+__device__ __forceinline__ float exact_mul(float a, float b) {
+#if DIFFKERN_HIP
+  return a * b;
+#else
+  return __fmul_rn(a, b);
+#endif
+}
+
+__device__ __forceinline__ float exact_add(float a, float b) {
+#if DIFFKERN_HIP
+  return a + b;
+#else
+  return __fadd_rn(a, b);
+#endif
+}
+
 // The value of the lane whose index differs in the bits of `mask`. All lanes of the wave must take part.
 __device__ __forceinline__ float shuffle_xor(float value, int mask) {
 #if DIFFKERN_HIP
@@ -64,6 +82,18 @@ __device__ __forceinline__ float block_sum(float value, float* partials) {
   if (lane == 0) partials[wave] = value;
   __syncthreads();
   return group_sum<kWaveSize>(lane < waves ? partials[lane] : 0.0f);
+}
+
+// The same for two values at once, in one synchronisation.
+__device__ __forceinline__ float2 block_sum(float2 value, float2* partials) {
+  value = float2{group_sum<kWaveSize>(value.x), group_sum<kWaveSize>(value.y)};
+  const int wave = threadIdx.x / kWaveSize;
+  const int lane = threadIdx.x % kWaveSize;
+  const int waves = blockDim.x / kWaveSize;
+  if (lane == 0) partials[wave] = value;
+  __syncthreads();
+  value = lane < waves ? partials[lane] : float2{0.0f, 0.0f};
+  return float2{group_sum<kWaveSize>(value.x), group_sum<kWaveSize>(value.y)};
 }
 
 constexpr int kMinWaveSize = 32;

@@ -17,6 +17,7 @@ struct Operand {
   const void* data;  // null if there is none
   Dtype dtype;
   int64_t stride;  // from one element of a row to the next; 0 where the row repeats one element
+  bool aligned;    // whether rows can be read in packets of 16 bytes; the GPU's launch finds out
 };
 
 // new_residual = residual + act(gate) * x, where there is a residual, and

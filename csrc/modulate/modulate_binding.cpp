@@ -73,7 +73,7 @@ class Call {
     if (tensor == nullptr) return;
     check_device(*tensor, name);
     tensors_[index] = tensor;
-    operand(index) = Operand{nullptr, dtype_of(tensor->scalar_type(), op_, name), 0};
+    operand(index) = Operand{nullptr, dtype_of(tensor->scalar_type(), op_, name), 0, false};
   }
 
   void set_parameter(Operand* parameter, const OptionalTensor& tensor, const char* name) {
@@ -82,7 +82,7 @@ class Call {
     STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == shape_.last(), op_, ": ", name, " must have shape [",
                     shape_.last(), "], the size of the last dimension of x");
     *parameter = Operand{tensor->const_data_ptr(), dtype_of(tensor->scalar_type(), op_, name),
-                         shape_.last() > 1 ? tensor->stride(0) : 1};
+                         shape_.last() > 1 ? tensor->stride(0) : 1, false};
   }
 
   Tensor output(ScalarType type) const { return empty_contiguous(on_, shape_.rank, shape_.sizes.data(), type); }

@@ -101,7 +101,7 @@ void modulate_row(const ModulateParams& p, const Offsets& row) {
   }
 
   // From the second pass on the new residual is there to be read.
-  const Operand input = p.residual.data == nullptr ? p.x : Operand{p.new_residual, p.new_dtype, 1};
+  const Operand input = p.residual.data == nullptr ? p.x : Operand{p.new_residual, p.new_dtype, 1, false};
   const int64_t input_row = p.residual.data == nullptr ? row.of[kX] : row.of[kOut];
   const double size = static_cast<double>(p.size);
   Normaliser norm;

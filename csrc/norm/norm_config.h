@@ -1,20 +1,9 @@
 // Which threads compute a row: the choices that are tuned, apart from the kernels that carry them out.
 #pragma once
 
-#include <cstdint>
+#include "../common/row_config.h"
 
 namespace diffkern {
-
-// How a kernel that keeps its row in registers is laid out.
-struct RowConfig {
-  int lanes;    // threads of one row; 0 means the whole block
-  int packets;  // 16-byte packets that a thread holds
-  int threads;  // threads of a block; for lanes 0 the most there may be, the row decides
-
-  constexpr bool fits(int64_t row_packets) const {
-    return row_packets <= static_cast<int64_t>(lanes != 0 ? lanes : threads) * packets;
-  }
-};
 
 // Narrow rows share a wave. From 128 packets on (1024 half elements) a row takes a block: two or three
 // packets a thread and many small blocks kept an H100 within 2 to 4 % of copy speed, where one wave with 8 or

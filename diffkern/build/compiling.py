@@ -117,9 +117,7 @@ def _runtime_libraries(device: Tool | None) -> list[str]:
     if device.name == "nvcc":
         # Linked in, so that the library asks nothing of the machine but its driver. nvcc itself is asked
         # where it is, since toolkits are laid out in many ways and nvcc may be a wrapper script.
-        plan = subprocess.run(
-            [*device.command, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False
-        )
+        plan = subprocess.run([*device.command, "--dryrun", "-c", "x.cu"], capture_output=True, text=True, check=False)
         line = re.search(r"LIBRARIES=(.*)", plan.stdout + plan.stderr)
         search = [] if line is None else shlex.split(line[1])
         return [*search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]

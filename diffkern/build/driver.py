@@ -80,11 +80,7 @@ def build_kernels(
     if strict is None:
         strict = backends != "auto"
     names = (
-        available_backends()
-        if backends == "auto"
-        else (backends,)
-        if isinstance(backends, str)
-        else tuple(backends)
+        available_backends() if backends == "auto" else (backends,) if isinstance(backends, str) else tuple(backends)
     )
     for name in names:
         if name not in BACKENDS:
@@ -181,9 +177,7 @@ def _check_torch(version: str) -> None:
     major, minor = (int(part) for part in version.split(".")[:2])
     if (major, minor) < TORCH_ABI:
         oldest = ".".join(map(str, TORCH_ABI))
-        raise ToolchainError(
-            f"the kernels are built with torch {oldest} or newer, and this is torch {version}"
-        )
+        raise ToolchainError(f"the kernels are built with torch {oldest} or newer, and this is torch {version}")
 
 
 def _resolve(
@@ -194,14 +188,10 @@ def _resolve(
     if wanted is None or "native" in wanted:
         native = _native_archs(tool)
         if wanted is not None and not native:
-            raise ToolchainError(
-                '"native" needs a GPU that torch can see, and there is none: name the architectures'
-            )
+            raise ToolchainError('"native" needs a GPU that torch can see, and there is none: name the architectures')
     archs = resolve(tool, native or wanted)
     if wanted is None and native:
-        note = (
-            f'built for the GPU of this machine, {", ".join(archs.names)}, only: "all" builds for every GPU'
-        )
+        note = f'built for the GPU of this machine, {", ".join(archs.names)}, only: "all" builds for every GPU'
         return Archs(archs.names, archs.flags, (*archs.notes, note))
     return archs
 

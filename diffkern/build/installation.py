@@ -49,9 +49,7 @@ class InstallationPlan:
     left_out: Mapping[str, str]
 
 
-def plan_installation(
-    environment: Mapping[str, str], available: tuple[str, ...], has_gpu: bool
-) -> InstallationPlan:
+def plan_installation(environment: Mapping[str, str], available: tuple[str, ...], has_gpu: bool) -> InstallationPlan:
     """Reads the user's wishes.
 
     Args:

@@ -46,9 +46,7 @@ def library_name(namespace: str) -> str:
     return f"{namespace}.abi3.so"
 
 
-def write_python(
-    directory: Path, sources: Path, namespace: str, variant: Variant, archs: Sequence[str]
-) -> None:
+def write_python(directory: Path, sources: Path, namespace: str, variant: Variant, archs: Sequence[str]) -> None:
     """Writes everything of a build but the library into ``directory``."""
     for path in (sources / "torch-ext" / KERNEL_NAME).glob("*.py"):
         shutil.copyfile(path, directory / path.name)

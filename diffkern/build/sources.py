@@ -51,9 +51,7 @@ def _family_units(family: str, backend: str, machine: str) -> list[Unit]:
     if backend != "cpu":
         return [
             Unit(f"{path}_kernels.cu", f"{family}_kernels.o", kind="device"),
-            Unit(
-                f"{path}_binding.cpp", f"{family}_binding.o", ("-DDIFFKERN_GPU", "-DUSE_CUDA"), kind="torch"
-            ),
+            Unit(f"{path}_binding.cpp", f"{family}_binding.o", ("-DDIFFKERN_GPU", "-DUSE_CUDA"), kind="torch"),
         ]
     levels: dict[str, tuple[str, ...]] = {"baseline": ()}
     if machine == "x86_64":

@@ -52,16 +52,13 @@ def find_cxx() -> Tool:
     """
     if sys.platform != "linux":
         raise ToolchainError(
-            f"the compiled kernels are built on Linux only, and this is {sys.platform}: "
-            "the other providers serve here"
+            f"the compiled kernels are built on Linux only, and this is {sys.platform}: the other providers serve here"
         )
     if chosen := os.environ.get("CXX"):
         command = tuple(shlex.split(chosen))
         found = shutil.which(command[0])
         if found is None:
-            raise ToolchainError(
-                f"CXX names {command[0]!r}, which is not an executable: correct or unset CXX"
-            )
+            raise ToolchainError(f"CXX names {command[0]!r}, which is not an executable: correct or unset CXX")
         command = (found, *command[1:])
     else:
         found = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
@@ -93,9 +90,7 @@ def find_hipcc() -> Tool:
     """
     found = _find("hipcc", ("ROCM_HOME", "ROCM_PATH", "HIP_PATH"), Path("/opt/rocm"))
     if found is None:
-        raise ToolchainError(
-            "hipcc was not found: install ROCm's HIP compiler, or set ROCM_HOME to where it is"
-        )
+        raise ToolchainError("hipcc was not found: install ROCm's HIP compiler, or set ROCM_HOME to where it is")
     return Tool("hipcc", (found,), _version((found,), "--version", r"HIP version: (\d+)\.(\d+)"))
 
 
@@ -130,9 +125,7 @@ def _find(name: str, variables: Iterable[str], usual: Path) -> str | None:
         if home := os.environ.get(variable):
             path = Path(home) / "bin" / name
             if not os.access(path, os.X_OK):
-                raise ToolchainError(
-                    f"{variable} is {home}, but there is no {path}: correct or unset {variable}"
-                )
+                raise ToolchainError(f"{variable} is {home}, but there is no {path}: correct or unset {variable}")
             return str(path)
     return shutil.which(name) or shutil.which(usual / "bin" / name)
 

@@ -6,7 +6,7 @@ Numerical contract (``docs/numerics.md`` has the table):
 * all arithmetic in float32, products and sums one after the other (never a fused multiply-add);
 * ``rounding="once"`` rounds each result once, to its dtype. ``rounding="each"`` rounds where the chain of torch ops
   does that a model writes: after the norm, after ``1 + scale``, after the product and after the sum. Without a norm it
-  is bit-equal to that chain.
+  is bit-equal to that chain (scalar tensors apart, which torch rounds to the dtype of the others first).
 
 Modulation tensors broadcast against the input as torch broadcasts, and are read in place, so that chunks of a larger
 modulation tensor, one row per sample, per frame or per token, need no copy.

@@ -55,7 +55,8 @@ def needs_dispatcher(x: Tensor, *parameters: Tensor | None) -> bool:
     """Whether a call must go through the registered op and not straight to the provider's kernel.
 
     It must where somebody looks at the call instead of running it (tracing, fake tensors, functorch), where
-    a gradient is wanted, and where the memory does not hold the values themselves. The direct way saves about half of the host time of a call.
+    a gradient is wanted, and where the memory does not hold the values themselves. The direct way saves about
+    half of the host time of a call.
     """
     if torch.compiler.is_compiling() or (type(x) is not Tensor and type(x) is not torch.nn.Parameter):
         return True

@@ -22,6 +22,9 @@ Kernel = Callable[..., torch.Tensor]
 #: The dtypes that every fused kernel of diffkern reads and writes. float64 is the reference's alone.
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
+#: Those of rope and rope_3d, whose tables and arithmetic are float64 in some models.
+ROPE_DTYPES = KERNEL_DTYPES | {torch.float64}
+
 
 @dataclass(frozen=True)
 class Request:

@@ -98,9 +98,7 @@ class Generation:
 
 
 def main(
-    model: Annotated[
-        str, typer.Option(help="Hub id or local folder of the pipeline.")
-    ] = "Lightricks/LTX-Video",
+    model: Annotated[str, typer.Option(help="Hub id or local folder of the pipeline.")] = "Lightricks/LTX-Video",
     random_weights: Annotated[
         Size | None,
         typer.Option(help="Build the pipeline with random weights instead; downloads nothing."),
@@ -120,9 +118,7 @@ def main(
     width: Annotated[
         int | None, typer.Option(min=32, help="Pixels, a multiple of 32. Default: 768, or 192 for tiny.")
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps. Default: 50, or 8 for tiny.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps. Default: 50, or 8 for tiny.")] = None,
     guidance_scale: Annotated[float, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = 4.5,
     seed: Annotated[int, typer.Option(help="Of the initial noise, and of random weights.")] = 42,
     batch_size: Annotated[int, typer.Option(min=1, help="Videos per call.")] = 1,
@@ -279,9 +275,7 @@ def choose_arms(
     else:
         arms = [STOCK, wanted] if baseline and wanted != STOCK else [wanted]
     if offload is Offload.SEQUENTIAL:
-        reason: str | None = (
-            "torch.compile does not see weights that --offload sequential moves; use model or group"
-        )
+        reason: str | None = "torch.compile does not see weights that --offload sequential moves; use model or group"
     else:
         reason = compiler_unavailable_reason(device)
     if reason is None:
@@ -309,12 +303,11 @@ def load_pipeline(
         from huggingface_hub.constants import HF_HUB_CACHE
 
         console.print(
-            f"Loading {model} from the Hugging Face Hub. "
-            f"Files that are not yet in {HF_HUB_CACHE} are downloaded now.",
+            f"Loading {model} from the Hugging Face Hub. Files that are not yet in {HF_HUB_CACHE} are downloaded now.",
             highlight=False,
         )
     try:
-        return LTXPipeline.from_pretrained(model, dtype=dtype)
+        return LTXPipeline.from_pretrained(model, torch_dtype=dtype)
     except OSError as error:
         raise typer.BadParameter(
             f"could not load {model}: {error}\n"
@@ -369,9 +362,7 @@ def run_arm(
     return result, generations[-1]
 
 
-def generate(
-    pipe: LTXPipeline, video: Video, device: torch.device, progress: Progress, description: str
-) -> Generation:
+def generate(pipe: LTXPipeline, video: Video, device: torch.device, progress: Progress, description: str) -> Generation:
     """Calls the pipeline once.
 
     The noise is drawn on the CPU, so that a seed means the same video on every machine. The latents are
@@ -381,9 +372,7 @@ def generate(
     clock = measure.StepClock(device)
     latents: dict[str, torch.Tensor] = {}
 
-    def on_step_end(
-        _pipe: Any, _step: int, _timestep: Any, state: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def on_step_end(_pipe: Any, _step: int, _timestep: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         clock.mark()
         latents["final"] = state["latents"]
         progress.advance(task)

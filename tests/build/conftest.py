@@ -56,6 +56,7 @@ def run_python() -> RunPython:
     def run(code: str, root: Path = REPOSITORY, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", code],
+            cwd=root,
             env=os.environ | {"PYTHONPATH": str(root)} | environment,
             capture_output=True,
             text=True,

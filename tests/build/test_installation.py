@@ -65,9 +65,7 @@ def build_wheel(
 
 
 def log_of(checkout: Path) -> dict[str, str]:
-    return json.loads(
-        (checkout / "site" / "diffkern" / "_kernels" / "build_log.json").read_text(encoding="utf-8")
-    )
+    return json.loads((checkout / "site" / "diffkern" / "_kernels" / "build_log.json").read_text(encoding="utf-8"))
 
 
 PRINT_REASON = """
@@ -122,14 +120,10 @@ def test_with_torch_and_a_compiler_the_wheel_holds_the_kernels(
     assert used.stdout.splitlines() == ["None", "[[1.0, 1.0, 1.0, 1.0]]"], used.stderr
     code = "from diffkern.build import build_kernels; print(build_kernels('cpu')[0].fresh)"
     again = run_python(code, checkout / "site")
-    assert again.stdout.strip() == "False", (
-        again.stderr
-    )  # the sources in the wheel are those it was built from
+    assert again.stdout.strip() == "False", again.stderr  # the sources in the wheel are those it was built from
 
 
-def test_switched_off_gives_a_pure_wheel_that_says_why(
-    checkout: Path, tmp_path: Path, run_python: RunPython
-) -> None:
+def test_switched_off_gives_a_pure_wheel_that_says_why(checkout: Path, tmp_path: Path, run_python: RunPython) -> None:
     run, wheel = build_wheel(checkout, DIFFKERN_BUILD="0")
     assert wheel is not None, run.stderr
     assert wheel.name == "diffkern-0.1.0-py3-none-any.whl"

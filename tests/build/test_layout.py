@@ -63,9 +63,7 @@ def test_library_holds_no_path_of_the_machine_it_was_built_on(cpu_build: Build) 
     assert str(Path(__file__).parents[2]).encode() not in content
 
 
-def test_provider_loads_the_build_that_the_environment_names(
-    kernels_root: Path, run_python: RunPython
-) -> None:
+def test_provider_loads_the_build_that_the_environment_names(kernels_root: Path, run_python: RunPython) -> None:
     code = f"""{CHECK_VALUES}
 from functools import partial
 from diffkern.ops import layer_norm, rms_norm
@@ -94,9 +92,7 @@ torch.library.opcheck(module.ops.layer_norm, (x, None, None, 1e-5, torch.float16
     assert run.returncode == 0, run.stderr
 
 
-def test_two_copies_of_one_build_live_in_one_process(
-    kernels_root: Path, tmp_path: Path, run_python: RunPython
-) -> None:
+def test_two_copies_of_one_build_live_in_one_process(kernels_root: Path, tmp_path: Path, run_python: RunPython) -> None:
     pytest.importorskip("kernels", reason="the kernels package is not installed")
     copy = tmp_path / "copy"
     shutil.copytree(kernels_root, copy)
@@ -134,9 +130,7 @@ print(build_kernels('cpu', output={str(tmp_path)!r})[0].fresh)
     ]
     answers = sorted(process.communicate(timeout=300)[0].strip() for process in processes)
     assert answers == ["False", "True"]
-    assert [path.name for path in (tmp_path / "build").iterdir()] == [
-        Variant("cpu", None, platform.machine()).name
-    ]
+    assert [path.name for path in (tmp_path / "build").iterdir()] == [Variant("cpu", None, platform.machine()).name]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +147,6 @@ def test_variant_names_can_be_read_back(variant: Variant, name: str) -> None:
     assert Variant.parse(name) == variant
 
 
-@pytest.mark.parametrize(
-    "name", ["torch213-cxx11-cu130-x86_64-linux", "torch-cuda", "torch-stable-abi211", ""]
-)
+@pytest.mark.parametrize("name", ["torch213-cxx11-cu130-x86_64-linux", "torch-cuda", "torch-stable-abi211", ""])
 def test_other_kinds_of_hub_builds_are_not_taken_for_ours(name: str) -> None:
     assert Variant.parse(name) is None

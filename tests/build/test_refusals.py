@@ -69,9 +69,7 @@ def test_dk74_the_reason_of_a_failed_build_is_passed_on(empty: Path) -> None:
 
 def test_a_directory_that_is_not_there_is_named(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFKERN_KERNELS", str(empty / "nowhere"))
-    assert (
-        PROVIDER.unavailable_reason(CPU) == f"DIFFKERN_KERNELS is {empty / 'nowhere'}, which is no directory"
-    )
+    assert PROVIDER.unavailable_reason(CPU) == f"DIFFKERN_KERNELS is {empty / 'nowhere'}, which is no directory"
 
 
 def test_dk72_torch_versions_are_compared_before_the_library_is_opened(empty: Path) -> None:
@@ -129,9 +127,7 @@ def test_dk72_gpu_architectures_are_compared(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     arch = f"sm_{capability[0]}{capability[1]}"
-    sentence = (
-        f"built for {', '.join(archs)}, and Test GPU is {arch}: run `diffkern build --cuda --arch {arch}`"
-    )
+    sentence = f"built for {', '.join(archs)}, and Test GPU is {arch}: run `diffkern build --cuda --arch {arch}`"
     assert refusal(build, GPU) == (None if fits else sentence)
 
 

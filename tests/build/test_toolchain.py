@@ -23,9 +23,7 @@ def no_homes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_dk73_a_missing_cpp_compiler_is_named_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dk73_a_missing_cpp_compiler_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolchainError, match=r"no C\+\+ compiler was found: install g\+\+"):
         find_cxx()
@@ -85,9 +83,7 @@ def test_a_compiler_that_cannot_tell_its_version_is_called_broken(
 def test_dk74_a_failing_compiler_fails_the_build_with_its_own_words(
     fake_tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = (
-        'case "$1" in -dumpfullversion) echo 12.2.0;; *) echo "internal compiler error: 42"; exit 3;; esac'
-    )
+    script = 'case "$1" in -dumpfullversion) echo 12.2.0;; *) echo "internal compiler error: 42"; exit 3;; esac'
     monkeypatch.setenv("CXX", str(fake_tool("g++", script)))
     output = tmp_path / "kernels"
     with pytest.raises(BuildError, match=r"exit status 3(.|\n)*internal compiler error: 42"):
@@ -123,9 +119,7 @@ def test_architectures_unknown_to_nvcc_are_left_out_with_a_reason(fake_tool: Fak
     archs = cuda_archs(fake_nvcc(fake_tool, "sm_75", "sm_80", "sm_86", "sm_89", "sm_90"), None)
     assert archs.names == ("7.5", "8.0", "8.6", "8.9", "9.0+PTX")
     assert archs.flags[-1] == "-gencode=arch=compute_90,code=compute_90"
-    assert archs.notes == tuple(
-        f"sm_{arch} is left out: nvcc 12.4 does not know it" for arch in ("100", "120")
-    )
+    assert archs.notes == tuple(f"sm_{arch} is left out: nvcc 12.4 does not know it" for arch in ("100", "120"))
 
 
 @pytest.mark.parametrize("name", ["sm_90", "90", "9.0", "compute_90", "9.0+PTX"])

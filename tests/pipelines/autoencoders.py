@@ -23,9 +23,7 @@ def shifted_image_vae(latent_channels: int) -> AutoencoderKL:
     )
 
 
-def _vae(
-    latent_channels: int, channels: tuple[int, ...], groups: int, **options: float | bool
-) -> AutoencoderKL:
+def _vae(latent_channels: int, channels: tuple[int, ...], groups: int, **options: float | bool) -> AutoencoderKL:
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,

@@ -78,9 +78,7 @@ def test_an_injected_run_is_as_close_to_float64_as_the_stock_run(experiment: Exp
 
 def test_the_denoiser_runs_fused_and_no_site_fails(experiment: Experiment) -> None:
     assert experiment.report.failed == []
-    denoiser = {
-        path: calls for path, calls in experiment.calls.items() if path.startswith(("transformer", "unet"))
-    }
+    denoiser = {path: calls for path, calls in experiment.calls.items() if path.startswith(("transformer", "unet"))}
     assert sum(calls["fused"] for calls in denoiser.values()) > 0
     assert {path: calls["stock_reasons"] for path, calls in denoiser.items() if calls["stock"]} == {}
 

@@ -12,9 +12,7 @@ _BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 def t5_tokenizer() -> T5Tokenizer:
     """Unigram tokenizer of single characters."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
-    pieces += [
-        (letter, -3.0 - 0.01 * rank) for rank, letter in enumerate(ascii_letters + digits + ".,!?-'\"")
-    ]
+    pieces += [(letter, -3.0 - 0.01 * rank) for rank, letter in enumerate(ascii_letters + digits + ".,!?-'\"")]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
 
 

@@ -93,9 +93,7 @@ def wan() -> tuple[WanPipeline, dict[str, Any]]:
         tokenizer=tokenizer,
         text_encoder=umt5_encoder(len(tokenizer)),
         vae=vae,
-        scheduler=UniPCMultistepScheduler(
-            flow_shift=3.0, prediction_type="flow_prediction", use_flow_sigmas=True
-        ),
+        scheduler=UniPCMultistepScheduler(flow_shift=3.0, prediction_type="flow_prediction", use_flow_sigmas=True),
         transformer=transformer,
     )
     return pipe, {

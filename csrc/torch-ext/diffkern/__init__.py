@@ -44,9 +44,7 @@ def rms_norm(
     Returns:
         A new tensor of the shape of ``x``.
     """
-    return ops.rms_norm(
-        x, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve_strides
-    )
+    return ops.rms_norm(x, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve_strides)
 
 
 def layer_norm(

@@ -7,11 +7,12 @@ first time one of them is called. In here ``import triton`` means the real Trito
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 
 import torch
 
-from diffkern.providers.base import Kernel, Support
+from diffkern.providers.base import ROPE_DTYPES, Kernel, Support
 from diffkern.providers.triton.availability import unavailable_reason
 
 #: Every op, and the module of this package whose function of the same name computes it.
@@ -32,13 +33,16 @@ _MODULES: Mapping[str, str] = {
 
 # The CPU is listed for Triton's interpreter; without the interpreter `unavailable_reason` says no.
 _SUPPORT = Support(frozenset({"cpu", "cuda", "xpu"}))
+_ROPE_SUPPORT = replace(_SUPPORT, dtypes=ROPE_DTYPES)
 
 
 class TritonProvider:
     """Triton kernels for GPUs, and for the CPU when Triton's interpreter is on."""
 
     name = "triton"
-    support: Mapping[str, Support] = {op: _SUPPORT for op in _MODULES}
+    support: Mapping[str, Support] = {op: _SUPPORT for op in _MODULES} | {
+        op: _ROPE_SUPPORT for op in ("rope", "rope_3d")
+    }
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Returns why Triton cannot run on ``device`` and what to do about it, or None."""

@@ -29,7 +29,7 @@ _TILE_ELEMENTS = 4096
 _NUM_WARPS = 4
 #: Consecutive elements of a tile that make full use of memory transactions, whatever the dtype.
 _ALONG = 64
-_MOST_CHANNELS = 128
+_MOST_COLUMNS = 128
 #: A group is shared among so many programs that even a few groups fill a GPU ...
 _MOST_PARTS = 64
 #: ... but each has this many tiles to sum, if there are as many.
@@ -55,7 +55,7 @@ def group_norm_silu(
         dense = group_norm_silu(x.contiguous(), num_groups, weight, bias, eps, silu, per_frame, False)
         return y.copy_(dense)
     partial = torch.empty(launch.samples * num_groups * launch.parts * 3, dtype=torch.float32, device=x.device)
-    fixed = (launch.nested, launch.positions, launch.groups, launch.channels)
+    fixed = (launch.nested, launch.positions, launch.groups, launch.columns)
     with device_guard(x.device):
         group_statistics_kernel[(launch.samples * launch.group_tiles * launch.parts,)](
             x, partial, *launch.walk, *launch.x_geometry, *fixed, num_warps=_NUM_WARPS, enable_fp_fusion=True
@@ -118,7 +118,7 @@ class GroupLaunch:
         nested: Whether the positions need more than one loop.
         positions: Positions of a tile.
         groups: Groups of a tile.
-        channels: Channels of each of them.
+        columns: Channels of a tile, all groups together.
     """
 
     samples: int
@@ -131,7 +131,7 @@ class GroupLaunch:
     nested: bool
     positions: int
     groups: int
-    channels: int
+    columns: int
 
 
 @lru_cache(maxsize=1024)
@@ -148,15 +148,16 @@ def group_launch_for(
         return None
     count = loops.sizes[0] * loops.sizes[1] * loops.sizes[2]
     of_group = shape[1] // num_groups
-    channels = min(_power_of_two(of_group), _MOST_CHANNELS)
+    groups, columns = 1, min(_power_of_two(of_group), _MOST_COLUMNS)
     if _channels_are_neighbours(loops, x_strides[1]):
-        groups = min(_power_of_two(num_groups), max(_ALONG // channels, 1))
-        positions = min(_power_of_two(count), _TILE_ELEMENTS // (groups * channels))
+        if 2 * of_group <= _ALONG:  # a power of two, as all lengths in Triton
+            groups = min(1 << (_ALONG // of_group).bit_length() - 1, _power_of_two(num_groups))
+            columns = _power_of_two(groups * of_group)
+        positions = min(_power_of_two(count), _TILE_ELEMENTS // columns)
     else:
-        groups = 1
-        positions = min(_power_of_two(count), max(_TILE_ELEMENTS // channels, _ALONG))
-        channels = min(channels, max(_TILE_ELEMENTS // positions, 1))
-    channel_tiles = -(-of_group // channels)
+        positions = min(_power_of_two(count), max(_TILE_ELEMENTS // columns, _ALONG))
+        columns = min(columns, _TILE_ELEMENTS // positions)
+    channel_tiles = -(-of_group // columns) if groups == 1 else 1
     tiles = channel_tiles * -(-count // positions)
     parts = min(_MOST_PARTS, -(-tiles // _TILES_PER_PART))
     frames = shape[2] if per_frame else 1
@@ -176,7 +177,7 @@ def group_launch_for(
         nested=loops.nested,
         positions=positions,
         groups=groups,
-        channels=channels,
+        columns=columns,
     )
 
 

@@ -1,11 +1,11 @@
 """The Triton kernels of group_norm_silu and channel_rms_norm_silu. Imported at first use, since this needs Triton.
 
-A group is walked in tiles of ``POSITIONS`` x ``COLS`` elements. The columns are ``GROUPS`` groups of ``CHANNELS``
-channels each (powers of two, masked); one group where the positions are neighbours in memory, several where the
-channels are. Two passes: the first leaves, for each of ``parts`` shares of a group, the number of elements, their
-mean and the sum of squares around it; the second combines them and normalises. All values are taken relative to the
-first element of their group, so that a mean far from zero costs no accuracy. Which share an element belongs to
-depends on the shape of a group alone, and everything is added in a fixed order.
+A group is walked in tiles of ``POSITIONS`` x ``COLS`` elements. The columns are channels: some of one group where the
+positions are neighbours in memory, all those of ``GROUPS`` groups where the channels are. Two passes: the first
+leaves, for each of ``parts`` shares of a group, the number of elements, their mean and the sum of squares around it;
+the second combines them and normalises. All values are taken relative to the first element of their group, so that
+a mean far from zero costs no accuracy. Which share an element belongs to depends on the shape of a sample alone, and
+everything is added in a fixed order.
 
 Offsets are 64-bit, since a stride times an index passes 2^31 in tensors that models really have.
 """
@@ -34,64 +34,77 @@ def _spatial_offsets(position, size0, size1, stride0, stride1, stride2, NESTED: 
 
 
 @triton.jit
-def _group_columns(group_tile, channels, GROUPS: tl.constexpr, CHANNELS: tl.constexpr):
-    """For each column its group, its channel in the group's current tile of channels, and its place among them."""
-    column = tl.arange(0, GROUPS * CHANNELS)
-    return group_tile * GROUPS + column // CHANNELS, column % CHANNELS
+def _columns(group_tile, tile, channel_tiles, channels, num_groups, GROUPS: tl.constexpr, COLS: tl.constexpr):
+    """For each column of a tile its group (counted within the tile), its channel, and whether that exists."""
+    column = tl.arange(0, COLS)
+    if GROUPS == 1:
+        within = (tile % channel_tiles) * COLS + column
+        return column * 0, group_tile.to(tl.int64) * channels + within, within < channels
+    first = group_tile * GROUPS
+    groups = tl.minimum(GROUPS, num_groups - first)
+    # Columns past the last group are counted to it; nothing comes from them.
+    group = tl.minimum(column // channels, GROUPS - 1)
+    return group, first.to(tl.int64) * channels + column, column < groups * channels
 
 
 @triton.jit
-def _pivots(x_ptr, sample, group, num_groups, channels, stride):
+def _pivots(x_ptr, group_tile, group, channels, stride, inside, GROUPS: tl.constexpr):
     """The first element of the group of each column."""
-    inside = group < num_groups
-    return tl.load(x_ptr + sample + group.to(tl.int64) * channels * stride, mask=inside, other=0.0).to(tl.float32)
+    channel = (group_tile * GROUPS + group).to(tl.int64) * channels
+    return tl.load(x_ptr + channel * stride, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
 def group_statistics_kernel(
     x_ptr, partial_ptr, num_groups, channels, positions, channel_tiles, tiles, parts, samples1, group_tiles,
     x_n0, x_n1, x_c, size0, size1, x0, x1, x2,
-    NESTED: tl.constexpr, POSITIONS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
+    NESTED: tl.constexpr, POSITIONS: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Writes count, mean and squares of one share of ``GROUPS`` groups, three floats for each."""
     program = tl.program_id(0)
     part = program % parts
     group_tile = (program // parts) % group_tiles
     sample_index = program // parts // group_tiles
-    sample = (sample_index // samples1).to(tl.int64) * x_n0 + (sample_index % samples1).to(tl.int64) * x_n1
-    group, lane = _group_columns(group_tile, channels, GROUPS, CHANNELS)
-    pivot = _pivots(x_ptr, sample, group, num_groups, channels, x_c)
+    x_ptr += (sample_index // samples1).to(tl.int64) * x_n0 + (sample_index % samples1).to(tl.int64) * x_n1
 
-    count = tl.zeros((GROUPS,), dtype=tl.float32)
-    mean = tl.zeros((GROUPS,), dtype=tl.float32)
-    squares = tl.zeros((GROUPS,), dtype=tl.float32)
+    # Sums around the mean of the first tile, so that no large terms cancel in the end.
+    count = tl.zeros((COLS,), dtype=tl.float32)
+    centre = tl.zeros((COLS,), dtype=tl.float32)
+    plain = tl.zeros((POSITIONS, COLS), dtype=tl.float32)
+    squares = tl.zeros((POSITIONS, COLS), dtype=tl.float32)
     for tile in range(part, tiles, parts):
-        position = (tile // channel_tiles).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
-        channel = (tile % channel_tiles) * CHANNELS + lane
-        inside = (position < positions)[:, None] & ((channel < channels) & (group < num_groups))[None, :]
-        rows = sample + _spatial_offsets(position, size0, size1, x0, x1, x2, NESTED)
-        columns = (group.to(tl.int64) * channels + channel) * x_c
-        x = tl.load(x_ptr + rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(inside, x - pivot[None, :], 0.0)
-        x = tl.reshape(x, (POSITIONS, GROUPS, CHANNELS))
-        there = tl.reshape(inside, (POSITIONS, GROUPS, CHANNELS))
+        group, channel, exists = _columns(group_tile, tile, channel_tiles, channels, num_groups, GROUPS, COLS)
+        first = (tile // channel_tiles).to(tl.int64) * POSITIONS
+        position = first + tl.arange(0, POSITIONS)
+        inside = (position < positions)[:, None] & exists[None, :]
+        rows = _spatial_offsets(position, size0, size1, x0, x1, x2, NESTED)
+        x = tl.load(x_ptr + rows[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(inside, x - _pivots(x_ptr, group_tile, group, channels, x_c, exists, GROUPS)[None, :], 0.0)
+        rows_inside = tl.minimum(positions - first, POSITIONS).to(tl.float32)
+        if tile == part:
+            centre = tl.sum(x, axis=0) / rows_inside
+        x = tl.where(inside, x - centre[None, :], 0.0)
+        plain += x
+        squares += x * x
+        count += tl.where(exists, rows_inside, 0.0)
 
-        new = tl.sum(tl.sum(there.to(tl.float32), axis=2), axis=0)
-        new_mean = tl.sum(tl.sum(x, axis=2), axis=0) / tl.maximum(new, 1.0)
-        centred = tl.where(there, x - new_mean[None, :, None], 0.0)
-        new_squares = tl.sum(tl.sum(centred * centred, axis=2), axis=0)
-        total = count + new
-        weight = new / tl.maximum(total, 1.0)
-        delta = new_mean - mean
-        mean += delta * weight
-        squares += new_squares + delta * delta * count * weight
-        count = total
-    local = group_tile * GROUPS + tl.arange(0, GROUPS)
-    place = ((sample_index.to(tl.int64) * num_groups + local) * parts + part) * 3
-    exists = local < num_groups
-    tl.store(partial_ptr + place, count, mask=exists)
-    tl.store(partial_ptr + place + 1, mean, mask=exists)
-    tl.store(partial_ptr + place + 2, squares, mask=exists)
+    plain_sum = tl.sum(plain, axis=0)
+    rest = plain_sum / tl.maximum(count, 1.0)
+    squares_sum = tl.sum(squares, axis=0) - plain_sum * rest
+    mean = centre + rest
+    column = tl.arange(0, COLS)
+    for local in tl.static_range(GROUPS):
+        mine = (tl.minimum(column // channels, GROUPS - 1) == local) if GROUPS > 1 else (column >= 0)
+        total = tl.sum(tl.where(mine, count, 0.0), axis=0)
+        group_mean = tl.sum(tl.where(mine, count * mean, 0.0), axis=0) / tl.maximum(total, 1.0)
+        delta = mean - group_mean
+        group_squares = tl.sum(tl.where(mine, squares_sum + count * delta * delta, 0.0), axis=0)
+        group = group_tile * GROUPS + local
+        if group < num_groups:
+            place = partial_ptr + ((sample_index.to(tl.int64) * num_groups + group) * parts + part) * 3
+            tl.store(place, total)
+            tl.store(place + 1, group_mean)
+            tl.store(place + 2, group_squares)
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -100,7 +113,7 @@ def group_normalise_kernel(
     num_groups, channels, positions, channel_tiles, tiles, parts, samples1, group_tiles,
     x_n0, x_n1, x_c, size0, size1, x0, x1, x2, y_n0, y_n1, y_c, y0, y1, y2, w_stride, b_stride, eps,
     SILU: tl.constexpr, PARTS: tl.constexpr,
-    NESTED: tl.constexpr, POSITIONS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
+    NESTED: tl.constexpr, POSITIONS: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Writes one tile of ``silu((x - mean) / sqrt(var + eps) * w + b)``."""
     # Backwards: what the first pass read last is still in the cache.
@@ -109,42 +122,38 @@ def group_normalise_kernel(
     group_tile = (program // tiles) % group_tiles
     sample_index = program // tiles // group_tiles
     n0, n1 = (sample_index // samples1).to(tl.int64), (sample_index % samples1).to(tl.int64)
-    x_sample = n0 * x_n0 + n1 * x_n1
-    group, lane = _group_columns(group_tile, channels, GROUPS, CHANNELS)
+    x_ptr += n0 * x_n0 + n1 * x_n1
+    group, channel, exists = _columns(group_tile, tile, channel_tiles, channels, num_groups, GROUPS, COLS)
     position = (tile // channel_tiles).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
-    channel = (tile % channel_tiles) * CHANNELS + lane
-    column_inside = (channel < channels) & (group < num_groups)
-    inside = (position < positions)[:, None] & column_inside[None, :]
-    column = group.to(tl.int64) * channels + channel
-    rows = x_sample + _spatial_offsets(position, size0, size1, x0, x1, x2, NESTED)
-    x = tl.load(x_ptr + rows[:, None] + (column * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
-    pivot = _pivots(x_ptr, x_sample, group, num_groups, channels, x_c)
+    inside = (position < positions)[:, None] & exists[None, :]
+    rows = _spatial_offsets(position, size0, size1, x0, x1, x2, NESTED)
+    x = tl.load(x_ptr + rows[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
+    pivot = _pivots(x_ptr, group_tile, group, channels, x_c, exists, GROUPS)
 
     local = group_tile * GROUPS + tl.arange(0, GROUPS)
     part = tl.arange(0, PARTS)
-    place = ((sample_index.to(tl.int64) * num_groups + local) * parts)[:, None] + part[None, :]
+    place = partial_ptr + (((sample_index.to(tl.int64) * num_groups + local) * parts)[:, None] + part[None, :]) * 3
     there = (local < num_groups)[:, None] & (part < parts)[None, :]
-    count = tl.load(partial_ptr + place * 3, mask=there, other=0.0)
-    part_mean = tl.load(partial_ptr + place * 3 + 1, mask=there, other=0.0)
-    squares = tl.load(partial_ptr + place * 3 + 2, mask=there, other=0.0)
+    count = tl.load(place, mask=there, other=0.0)
+    part_mean = tl.load(place + 1, mask=there, other=0.0)
+    part_squares = tl.load(place + 2, mask=there, other=0.0)
     total = tl.maximum(tl.sum(count, axis=1), 1.0)
     mean = tl.sum(count * part_mean, axis=1) / total
     delta = part_mean - mean[:, None]
-    variance = tl.sum(squares + count * delta * delta, axis=1) / total
+    variance = tl.sum(part_squares + count * delta * delta, axis=1) / total
     rate = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
-
-    shape: tl.constexpr = (GROUPS, CHANNELS)
-    mean = tl.reshape(tl.broadcast_to(mean[:, None], shape), (GROUPS * CHANNELS,))
-    rate = tl.reshape(tl.broadcast_to(rate[:, None], shape), (GROUPS * CHANNELS,))
+    # From groups to columns.
+    mean = tl.gather(mean, group, 0)
+    rate = tl.gather(rate, group, 0)
     if w_ptr is not None:
-        rate *= tl.load(w_ptr + column * w_stride, mask=column_inside, other=0.0).to(tl.float32)
+        rate *= tl.load(w_ptr + channel * w_stride, mask=exists, other=0.0).to(tl.float32)
     y = ((x - pivot[None, :]) - mean[None, :]) * rate[None, :]
     if b_ptr is not None:
-        y += tl.load(b_ptr + column * b_stride, mask=column_inside, other=0.0).to(tl.float32)[None, :]
+        y += tl.load(b_ptr + channel * b_stride, mask=exists, other=0.0).to(tl.float32)[None, :]
     if SILU:
         y = sigmoid_product(y, y)
     rows = n0 * y_n0 + n1 * y_n1 + _spatial_offsets(position, size0, size1, y0, y1, y2, NESTED)
-    tl.store(y_ptr + rows[:, None] + (column * y_c)[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + rows[:, None] + (channel * y_c)[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from diffkern.providers.eager.modulate import NO_NORM
-from diffkern.providers.eager.rope import FLOAT64, INPUT
-from diffkern.providers.triton.norm import _ROUND_DTYPES, _device_guard
+from diffkern.providers.eager.rope import FLOAT64, INPUT, expand_axes, fit_table
+from diffkern.providers.triton.launching import device_guard
 from diffkern.providers.triton.rope_kernels import rope_kernel
 from diffkern.providers.triton.rows import broadcast_strides, merge_loops
 
@@ -138,14 +138,13 @@ def qk_norm_rope(
     Raises:
         TypeError: ``round_dtype`` is none of float16, bfloat16, float32 and float64.
     """
-    if round_dtype is not None and round_dtype not in _ROUND_DTYPES:
+    if round_dtype is not None and round_dtype not in _TYPES:
         raise TypeError(f"the Triton qk_norm_rope cannot round to {round_dtype}: use the eager provider for it")
     rest = (coords, grid, alternating, front_pad, half, arithmetic, rotary_dim, seq_dim, start, length)
     kind = Norm(norm, eps, weight_offset, round_dtype, round_norm or arithmetic == INPUT)
     q_out, k_out = _run(
         q, k, (q_weight, q_bias), (k_weight, k_bias), Rotation(cos, sin, *rest), Rotation(cos_k, sin_k, *rest), kind, heads
     )  # fmt: skip
-    assert k_out is not None
     return q_out, k_out
 
 
@@ -192,48 +191,50 @@ def _run(
     k_rotation: Rotation,
     norm: Norm,
     heads: int,
-) -> tuple[Tensor, Tensor | None]:
+) -> list[Tensor]:
     """One launch for q and, if there is one, k."""
-    q_out, k_out = torch.empty_like(q), None if k is None else torch.empty_like(k)
     head_dim = q.shape[-1] // heads if heads else q.shape[-1]
-    both = [(q, q_out, q_parameters, q_rotation)]
-    if k is not None and k_out is not None and k.numel() > 0:
-        both.append((k, k_out, k_parameters, k_rotation))
-    if q.numel() == 0:
-        both = both[1:]
-    if not both:
-        return q_out, k_out
+    given = [(q, q_parameters, q_rotation)] + ([] if k is None else [(k, k_parameters, k_rotation)])
+    outs = [torch.empty_like(x) for x, _, _ in given]
+    across = heads > 0 and norm.kind != NO_NORM
     rotary = q_rotation.rotary_dim or head_dim
     pairs = _power_of_two(max(rotary // 2, 1))
     rest = 0 if rotary == head_dim else _power_of_two(head_dim - rotary)
-    operands = [_operand(*each, head_dim, heads > 0, norm.kind, 2 * pairs + rest) for each in both]
-    first, second = operands[0], operands[1] if len(operands) > 1 else None
-    other = second or first
+    operands = [
+        _operand(x, out, parameters, rotation, head_dim, rotary, heads > 0, across, 2 * pairs + rest)
+        for (x, parameters, rotation), out in zip(given, outs, strict=True)
+        if x.numel() > 0
+    ]
+    if not operands:
+        return outs
+    if None in operands:
+        # Rare: by way of contiguous inputs and full tables, whose rows make a single loop.
+        dense = [(x.contiguous(), _dense(rotation, _split(x, heads, head_dim), rotary)) for x, _, rotation in given]
+        (q, q_rotation), (k_dense, k_rotation) = dense[0], dense[-1]
+        results = _run(
+            q, None if k is None else k_dense, q_parameters, k_parameters, q_rotation, k_rotation, norm, heads
+        )
+        return [out.copy_(result) for out, result in zip(outs, results, strict=True)]
+    first, other = operands[0], operands[-1]
+    assert first is not None and other is not None
     tables = 0 if not q_rotation.cos else 2 if q_rotation.axes else 1
     wide = tl.float64 if q.dtype == torch.float64 else tl.float32
-    partial = tables > 0 and q_rotation.length >= 0
-    largest = max(operand.rows for operand in operands) * (2 * pairs + rest)
-    with _device_guard(q.device):
-        rope_kernel[(sum(operand.programs for operand in operands),)](
+    largest = max(first.rows, other.rows) * (2 * pairs + rest)
+    with device_guard(q.device):
+        rope_kernel[(first.programs + (other.programs if other is not first else 0),)](
             first.tensors, first.loops, first.strides,
-            None if second is None else second.tensors, other.loops, other.strides,
+            None if other is first else other.tensors, other.loops, other.strides,
             first.programs, head_dim, rotary, q_rotation.start, max(q_rotation.length, 0), norm.eps, norm.weight_offset,
             _axes(q_rotation) if tables == 2 else None,
             *first.compact, first.shared, first.rows, *other.compact, other.shared, other.rows,
-            tables, q_rotation.alternating, partial, norm.kind, heads > 0,
-            None if norm.round_dtype is None else _ROUND_DTYPES[norm.round_dtype],
+            tables, q_rotation.alternating, tables > 0 and q_rotation.length >= 0, norm.kind, across,
+            None if norm.round_dtype is None else _TYPES[norm.round_dtype],
             _TYPES[q.dtype] if norm.round_norm and q.dtype != torch.float64 else None,
             q_rotation.half, q_rotation.arithmetic == INPUT, wide,
             tl.float64 if q_rotation.arithmetic == FLOAT64 else wide, pairs, rest,
             num_warps=min(max(largest // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), enable_fp_fusion=False,
         )  # fmt: skip
-    return q_out, k_out
-
-
-def _axes(rotation: Rotation) -> tuple[object, ...]:
-    widths = tuple(table.shape[1] for table in rotation.cos)
-    sizes = tuple(table.shape[0] for table in rotation.cos)
-    return widths, sizes, tuple(rotation.grid) or sizes, rotation.front_pad
+    return outs
 
 
 def _operand(
@@ -242,36 +243,124 @@ def _operand(
     parameters: tuple[Tensor | None, Tensor | None],
     rotation: Rotation,
     head_dim: int,
+    rotary: int,
+    flat: bool,
     across: bool,
-    norm: int,
     row_elements: int,
-) -> _Operand:
-    views = [x, out]
-    if across:
-        views = [view.unflatten(-1, (view.shape[-1] // head_dim, head_dim)) for view in views]
-    shape = tuple(views[0].shape)
-    tables, steps = _table_strides(rotation, shape, head_dim)
+) -> _Operand | None:
+    """Plans the share of q or k in a launch; None if its rows need more loops than there are."""
+    x_view, out_view = (t.unflatten(-1, (-1, head_dim)) if flat else t for t in (x, out))
+    shape = tuple(x_view.shape)
+    tables = _tables(rotation, shape, rotary)
     layout = _layout(
-        shape[:-1], (views[1].stride()[:-1], views[0].stride()[:-1], *steps), across and norm != NO_NORM
+        shape[:-1], (out_view.stride()[:-1], x_view.stride()[:-1], tables.first, tables.second, tables.token), across
     )
     if layout is None:
-        # Rare: by way of a contiguous input and a full table, whose rows make a single loop.
-        dense = x.contiguous()
-        result = _run(dense, None, parameters, parameters, _dense(rotation, shape), rotation, Norm(), 0)
-        raise AssertionError(result)
+        return None
+    inner = layout.sizes[0]
+    rows = _power_of_two(inner) if across else min(_power_of_two(inner), max(_TILE // row_elements, 1))
+    tiles = -(-inner // rows)
+    y_steps, x_steps, first, second, token = layout.strides
     weight, bias = parameters
-    rows = min(_power_of_two(layout.sizes[0]), max(_TILE // row_elements, 1))
-    if across and norm != NO_NORM:
-        rows = _power_of_two(layout.sizes[0])
-    tiles = -(-layout.sizes[0] // rows)
-    y, x_steps, a, b, token = layout.strides
     return _Operand(
-        (x, out, weight, bias, *tables),
-        (layout.sizes[0], layout.sizes[1], tiles, x.shape[-1] if across else head_dim),
-        ((*y, _last(views[1])), (*x_steps, _last(views[0])), (*a, _column(rotation, 0)), (*b, _column(rotation, 1)), token,
-         1 if weight is None else weight.stride(0), 1 if bias is None else bias.stride(0)),
-        a[0] == 0 and b[0] == 0 and token[0] == 0,
-        _compact(rotation, head_dim),
+        (x, out, weight, bias, tables.cos, tables.sin, rotation.coords),
+        (inner, layout.sizes[1], tiles, x.shape[-1] if across else head_dim),
+        (
+            (*y_steps, _step(out_view)), (*x_steps, _step(x_view)), (*first, *tables.first_column),
+            (*second, *tables.second_column), token,
+            1 if weight is None else weight.stride(0), 1 if bias is None else bias.stride(0),
+        ),
+        first[0] == 0 and second[0] == 0 and token[0] == 0,
+        tables.compact,
         rows,
         tiles * layout.sizes[1] * layout.sizes[2],
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """How the tables are read.
+
+    Attributes:
+        cos: The full table, or one per axis.
+        sin: The same of the sines.
+        first: Strides of the cosines, or of the coordinates, along the leading dimensions of what is rotated.
+        second: Those of the sines, or of the first pair of a row among the pairs of all heads.
+        token: Those of the number of the token.
+        first_column: Step along the row, and the offset of the first token to rotate.
+        second_column: The same.
+        compact: Whether cosines and sines have one angle per pair.
+    """
+
+    cos: tuple[Tensor, ...]
+    sin: tuple[Tensor, ...]
+    first: Strides
+    second: Strides
+    token: Strides
+    first_column: tuple[int, int]
+    second_column: tuple[int, int]
+    compact: tuple[bool, bool]
+
+
+def _tables(rotation: Rotation, shape: Strides, rotary: int) -> _Tables:
+    lead = len(shape) - 1
+    none = (0,) * lead
+    start, seq_dim = rotation.start, rotation.seq_dim
+    if not rotation.cos:
+        return _Tables((), (), none, none, none, (1, 0), (1, 0), (False, False))
+    token = tuple(int(dim == seq_dim) for dim in range(lead))
+    if not rotation.axes:
+        cos, sin = rotation.cos[0], rotation.sin[0]
+        partial = rotation.length >= 0
+        span = (*shape[:seq_dim], rotation.length, *shape[seq_dim + 1 : -1]) if partial else shape[:-1]
+        first, second = (broadcast_strides(t.shape[:-1], t.stride()[:-1], span) for t in (cos, sin))
+        columns = [(_step(t), start * steps[seq_dim] if partial else 0) for t, steps in ((cos, first), (sin, second))]
+        compact = (cos.shape[-1] != rotary, sin.shape[-1] != rotary)
+        return _Tables((cos,), (sin,), first, second, token if partial else none, *columns, compact)
+    cos_axes, sin_axes = (tuple(table.contiguous() for table in tables) for tables in (rotation.cos, rotation.sin))
+    coords, column = none, (1, 0)
+    if rotation.coords is not None:
+        steps = rotation.coords.stride()
+        samples = steps[0] if rotation.coords.ndim == 3 and rotation.coords.shape[0] > 1 else 0
+        coords = tuple(steps[-2] if dim == seq_dim else samples if dim == 0 else 0 for dim in range(lead))
+        column = (steps[-1], start * steps[-2])
+    pairs = rotation.front_pad + sum(table.shape[1] for table in cos_axes)
+    own = rotary // 2 if 2 * pairs != rotary else 0
+    heads = tuple(own if dim == 3 - seq_dim else 0 for dim in range(lead))
+    return _Tables(cos_axes, sin_axes, coords, heads, token, column, (1, 0), (True, True))
+
+
+def _axes(rotation: Rotation) -> tuple[object, ...]:
+    widths = tuple(table.shape[1] for table in rotation.cos)
+    sizes = tuple(table.shape[0] for table in rotation.cos)
+    return widths, sizes, tuple(rotation.grid) or sizes, rotation.front_pad
+
+
+def _dense(rotation: Rotation, x: Tensor, rotary: int) -> Rotation:
+    """The same rotation from full tables that have an own, contiguous row for every row of ``x``."""
+    if not rotation.cos:
+        return rotation
+    tables = []
+    for axes, fill in ((rotation.cos, 1.0), (rotation.sin, 0.0)):
+        table = axes[0]
+        if rotation.axes:
+            full = expand_axes(axes, rotation.coords, rotation.grid, rotation.alternating, rotation.front_pad, fill)
+            table = fit_table(full, x, rotation.seq_dim, rotary)
+        whole = table.new_full((*x.shape[:-1], table.shape[-1]), fill)
+        part = whole if rotation.length < 0 else whole.narrow(rotation.seq_dim, rotation.start, rotation.length)
+        part.copy_(table)
+        tables.append(whole)
+    return replace(rotation, cos=tables[:1], sin=tables[1:], coords=None, grid=(), start=0, length=-1)
+
+
+def _split(x: Tensor, heads: int, head_dim: int) -> Tensor:
+    return x.unflatten(-1, (-1, head_dim)) if heads else x
+
+
+def _step(x: Tensor) -> int:
+    """The stride along the row. A single element may carry any; 1 spares a variant of the kernel."""
+    return x.stride(-1) if x.shape[-1] > 1 else 1
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()

@@ -228,8 +228,8 @@ def _rotate(
         known = table_row < n0
         if PARTIAL:
             known = known & (token >= 0) & (token < length)
-        first = _offsets(table_row, loop1, loop2, a_strides)
-        second = _offsets(table_row, loop1, loop2, b_strides)
+        first = _offsets(table_row, loop1, loop2, a_strides) - a_strides[4]
+        second = _offsets(table_row, loop1, loop2, b_strides) - b_strides[4]
         a_stride = a_strides[3]
         b_stride = b_strides[3]
         if TABLES == 2:

@@ -1,0 +1,41 @@
+// Activations and gated units: what the torch binding asks of the CPU and of the GPU kernels.
+#pragma once
+
+#include "../common/activation.h"
+#include "../common/dtypes.h"
+#include "../common/leading_map.h"
+
+namespace diffkern {
+
+enum ActivationOperand : int { kOut, kGate, kValue, kActivationOperands };
+
+// out = activation(gate), or value * activation(gate) where there is a value. All in float32, rounded once; with
+// round_activation also between the activation and the product, to the dtype of gate.
+struct ActivationParams {
+  const void* gate;
+  const void* value;  // or null
+  void* out;
+  Dtype gate_dtype;
+  Dtype value_dtype;
+  Dtype out_dtype;
+  Activation activation;
+  bool round_activation;
+  int64_t size;                          // of a run: elements that are equally spaced in all operands
+  int64_t steps[kActivationOperands];    // from one to the next
+  LeadingMap<kActivationOperands> runs;  // where the runs begin
+};
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// On the CPU runs are cut into pieces, so that one long run can be shared among threads.
+constexpr int64_t kPieceSize = 8192;
+
+inline int64_t pieces_of(const ActivationParams& params) { return params.runs.rows * ceil_div(params.size, kPieceSize); }
+
+// Computes the pieces [begin, end) with the best instruction set of this CPU.
+void activation_cpu(const ActivationParams& params, int64_t begin, int64_t end);
+
+// Enqueues everything on a CUDA or HIP stream of the current device; returns the runtime's error code.
+int activation_gpu(const ActivationParams& params, void* stream);
+
+}  // namespace diffkern

@@ -1,0 +1,117 @@
+// Activations and gated units as torch ops: checks, the output tensor, and the way to the kernels.
+#include <algorithm>
+#include <string>
+
+#include "../common/torch_binding.h"
+#include "activation.h"
+
+namespace diffkern {
+namespace {
+
+// Whether the dimensions of x lie in memory in the order of their indices, gaps allowed: then the dense tensor
+// of the same order is the contiguous one.
+bool in_plain_order(const Tensor& x) {
+  const auto sizes = x.sizes();
+  const auto strides = x.strides();
+  int64_t reach = 0;  // how far the inner dimensions extend
+  for (int64_t dim = x.dim() - 1; dim >= 0; --dim) {
+    if (sizes[dim] == 1) continue;
+    if (strides[dim] <= reach) return false;
+    reach = strides[dim] * (sizes[dim] - 1);
+  }
+  return true;
+}
+
+// Takes the fastest dimension out of the map: it is the run, the others say where runs begin.
+void take_run(ActivationParams* p) {
+  auto& map = p->runs;
+  p->size = map.sizes[0];
+  map.rows /= p->size;
+  for (int operand = 0; operand < kActivationOperands; ++operand) {
+    // A single element may carry any stride; 1 lets it pass for a vector.
+    p->steps[operand] = p->size > 1 ? map.strides[operand][0] : 1;
+    for (int dim = 1; dim < map.dims; ++dim) map.strides[operand][dim - 1] = map.strides[operand][dim];
+    if (map.dims == 1) map.strides[operand][0] = 0;
+  }
+  for (int dim = 1; dim < map.dims; ++dim) map.sizes[dim - 1] = map.sizes[dim];
+  if (map.dims == 1) {
+    map.sizes[0] = 1;
+  } else {
+    --map.dims;
+  }
+}
+
+bool launch_strided(const char* op, ActivationParams params, const Tensor& gate, const Tensor* value, const Tensor& out) {
+  const auto gate_strides = gate.strides();
+  const auto value_strides = value != nullptr ? value->strides() : gate.strides();
+  const auto out_strides = out.strides();
+  if (!make_leading_map(static_cast<int>(gate.dim()), gate.sizes().data(),
+                        {out_strides.data(), gate_strides.data(), value_strides.data()}, &params.runs)) {
+    return false;
+  }
+  take_run(&params);
+  params.gate = gate.const_data_ptr();
+  params.value = value != nullptr ? value->const_data_ptr() : nullptr;
+  params.out = out.mutable_data_ptr();
+#if defined(DIFFKERN_GPU)
+  launch_on_device_of(gate, op, [&params](void* stream) { return activation_gpu(params, stream); });
+#else
+  constexpr int64_t kGrain = 16384;  // elements that are worth a thread of their own
+  torch::stable::parallel_for(0, pieces_of(params), std::max<int64_t>(1, kGrain / params.size),
+                              [&params](int64_t begin, int64_t end) { activation_cpu(params, begin, end); });
+#endif
+  return true;
+}
+
+Tensor run(const char* op, ActivationParams params, const Tensor& gate, const Tensor* value, const std::string& function,
+           ScalarType out_type) {
+  params.activation = activation_named(function.c_str());
+  STD_TORCH_CHECK(params.activation != Activation::kNone, op, ": unknown activation ", function);
+  const Tensor& like = value != nullptr ? *value : gate;
+  Tensor out = empty_output(like, out_type, !in_plain_order(like));
+  if (out.numel() == 0 || launch_strided(op, params, gate, value, out)) return out;
+  // More dimensions than a kernel can step through: by way of contiguous tensors.
+  const Tensor dense_gate = torch::stable::contiguous(gate);
+  const Tensor dense_value = value != nullptr ? torch::stable::contiguous(*value) : dense_gate;
+  const Tensor result = empty_output(dense_gate, out_type, false);
+  launch_strided(op, params, dense_gate, value != nullptr ? &dense_value : nullptr, result);
+  torch::stable::copy_(out, result);
+  return out;
+}
+
+Tensor activation(Tensor x, std::string function) {
+  ActivationParams params{};
+  params.gate_dtype = params.out_dtype = dtype_of(x.scalar_type(), "activation", "x");
+  return run("activation", params, x, nullptr, function, x.scalar_type());
+}
+
+Tensor glu(Tensor value, Tensor gate, std::string function, bool round_activation) {
+  STD_TORCH_CHECK(value.dim() == gate.dim(), "glu: value and gate must have the same shape");
+  for (int64_t dim = 0; dim < value.dim(); ++dim) {
+    STD_TORCH_CHECK(value.size(dim) == gate.size(dim), "glu: value and gate must have the same shape");
+  }
+  STD_TORCH_CHECK(value.is_cuda() == gate.is_cuda() && value.is_cpu() == gate.is_cpu() &&
+                      value.get_device_index() == gate.get_device_index(),
+                  "glu: value and gate are on different devices");
+  ActivationParams params{};
+  params.value_dtype = dtype_of(value.scalar_type(), "glu", "value");
+  params.gate_dtype = dtype_of(gate.scalar_type(), "glu", "gate");
+  params.round_activation = round_activation;
+  const ScalarType out_type = value.scalar_type() == gate.scalar_type() ? value.scalar_type() : ScalarType::Float;
+  params.out_dtype = dtype_of(out_type, "glu", "the output");
+  return run("glu", params, gate, &value, function, out_type);
+}
+
+}  // namespace
+
+DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
+  m.def("activation(Tensor x, str function) -> Tensor");
+  m.def("glu(Tensor value, Tensor gate, str function, bool round_activation) -> Tensor");
+}
+
+DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
+  m.impl("activation", TORCH_BOX(&activation));
+  m.impl("glu", TORCH_BOX(&glu));
+}
+
+}  // namespace diffkern

@@ -1,0 +1,139 @@
+// CUDA and HIP kernels for activations and gated units.
+//
+//  packet kernel:  runs of one dtype that all operands can be read and written in packets of 16 bytes.
+//  element kernel: any dtypes, alignment and strides.
+#include <algorithm>
+
+#include "../common/gpu_activation.h"
+#include "../common/gpu_vector.h"
+#include "activation.h"
+
+namespace diffkern {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kElements = 4;  // of a thread of the element kernel
+template <bool kGated>
+constexpr int kPackets = kGated ? 2 : 4;  // of a thread of the packet kernel
+
+// An index along all runs, split into the run and the place in it. 64-bit divisions are slow on a GPU.
+struct Place {
+  int64_t run;
+  int64_t at;
+};
+
+__device__ __forceinline__ Place split(int64_t index, int64_t per_run) {
+  if (index <= UINT32_MAX && per_run <= UINT32_MAX) {
+    const uint32_t run = static_cast<uint32_t>(index) / static_cast<uint32_t>(per_run);
+    return {run, static_cast<uint32_t>(index) - run * static_cast<uint32_t>(per_run)};
+  }
+  const int64_t run = index / per_run;
+  return {run, index - run * per_run};
+}
+
+// Each thread computes a few packets, all of whose loads are on their way before the first is used.
+template <typename T, bool kGated>
+__global__ void __launch_bounds__(kThreads) packet_kernel(const ActivationParams p) {
+  constexpr int kCount = kPacketSize<T>;
+  constexpr int kMine = kPackets<kGated>;
+  const int64_t per_run = p.size / kCount;
+  const int64_t packets = per_run * p.runs.rows;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kMine) + threadIdx.x;
+
+  uint4 gates[kMine];
+  uint4 factors[kGated ? kMine : 1];
+  int64_t outs[kMine];
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    const int64_t index = first + i * kThreads;
+    if (index >= packets) continue;
+    const Place place = split(index, per_run);
+    const auto run = locate(p.runs, place.run);
+    const int64_t at = place.at * kCount;
+    outs[i] = run.of[kOut] + at;
+    gates[i] = load_once(static_cast<const T*>(p.gate) + run.of[kGate] + at);
+    if constexpr (kGated) factors[i] = load_once(static_cast<const T*>(p.value) + run.of[kValue] + at);
+  }
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    if (first + i * kThreads >= packets) continue;
+    float values[kCount];
+    unpack<T>(gates[i], values);
+    apply<kCount>(p.activation, values);
+    if constexpr (kGated) {
+      float factor[kCount];
+      unpack<T>(factors[i], factor);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[j] = factor[j] * (p.round_activation ? rounded<T>(values[j]) : values[j]);
+    }
+    *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + outs[i]) = pack_packet<T>(values);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) element_kernel(const ActivationParams p) {
+  const int64_t elements = p.size * p.runs.rows;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kElements) + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    const int64_t index = first + i * kThreads;
+    if (index >= elements) return;
+    const Place place = split(index, p.size);
+    const auto run = locate(p.runs, place.run);
+    float value;
+    load_elements<1>(p.gate, p.gate_dtype, run.of[kGate] + place.at * p.steps[kGate], &value);
+    apply<1>(p.activation, &value);
+    if (p.value != nullptr) {
+      float factor;
+      load_elements<1>(p.value, p.value_dtype, run.of[kValue] + place.at * p.steps[kValue], &factor);
+      value = factor * (p.round_activation ? rounded_to(p.gate_dtype, value) : value);
+    }
+    store_elements<1>(&value, p.out, p.out_dtype, run.of[kOut] + place.at * p.steps[kOut]);
+  }
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kPacketBytes == 0; }
+
+bool in_packets(const ActivationParams& p) {
+  if (p.gate_dtype != p.out_dtype || (p.value != nullptr && p.value_dtype != p.out_dtype)) return false;
+  if (!aligned(p.gate) || !aligned(p.value) || !aligned(p.out)) return false;
+  const int64_t count = kPacketBytes / bytes_of(p.out_dtype);
+  if (p.size % count != 0) return false;
+  for (int operand = 0; operand < kActivationOperands; ++operand) {
+    if (p.steps[operand] != 1) return false;
+    for (int dim = 0; dim < p.runs.dims; ++dim) {
+      if (p.runs.strides[operand][dim] % count != 0) return false;
+    }
+  }
+  return true;
+}
+
+unsigned blocks_for(int64_t items, int64_t per_block) { return static_cast<unsigned>(ceil_div(items, per_block)); }
+
+template <typename T, bool kGated>
+void launch_packets(const ActivationParams& p, GpuStream stream) {
+  const int64_t packets = p.size / kPacketSize<T> * p.runs.rows;
+  packet_kernel<T, kGated><<<blocks_for(packets, kThreads * kPackets<kGated>), kThreads, 0, stream>>>(p);
+}
+
+template <typename T>
+void launch_packets(const ActivationParams& p, GpuStream stream) {
+  p.value != nullptr ? launch_packets<T, true>(p, stream) : launch_packets<T, false>(p, stream);
+}
+
+}  // namespace
+
+int activation_gpu(const ActivationParams& p, void* stream_pointer) {
+  const GpuStream stream = static_cast<GpuStream>(stream_pointer);
+  if (!in_packets(p)) {
+    element_kernel<<<blocks_for(p.size * p.runs.rows, kThreads * kElements), kThreads, 0, stream>>>(p);
+  } else if (p.out_dtype == Dtype::kFloat16) {
+    launch_packets<Half>(p, stream);
+  } else if (p.out_dtype == Dtype::kBFloat16) {
+    launch_packets<BFloat16>(p, stream);
+  } else {
+    launch_packets<float>(p, stream);
+  }
+  return last_launch_error();
+}
+
+}  // namespace diffkern

@@ -1,0 +1,60 @@
+// Activations of single floats on the GPU, in the very formulas of PyTorch's own CUDA kernels, so that they round alike.
+#pragma once
+
+#include "activation.h"
+#include "gpu.h"
+
+namespace diffkern {
+
+// x * sigmoid(y). The exponential may overflow: a division by infinity is the right zero.
+__device__ __forceinline__ float sigmoid_product(float x, float y) { return x / (1.0f + expf(-y)); }
+
+// x * sigmoid(x) to about 2^-21, for results that are rounded to a half dtype and must not wait for divisions.
+__device__ __forceinline__ float quick_silu(float x) {
+#if DIFFKERN_HIP
+  return sigmoid_product(x, x);
+#else
+  return __fdividef(x, 1.0f + __expf(-x));
+#endif
+}
+
+template <Activation kActivation>
+__device__ __forceinline__ float activated(float x) {
+  if constexpr (kActivation == Activation::kGelu) {
+    return x * 0.5f * (1.0f + erff(x * 0.70710678118654752440f));
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
+    const float inner = 0.79788456080286535588f * fmaf(0.044715f, x * x * x, x);
+    return 0.5f * x * (1.0f + tanhf(inner));
+  } else if constexpr (kActivation == Activation::kSilu) {
+    return sigmoid_product(x, x);
+  } else {
+    static_assert(kActivation == Activation::kQuickGelu, "every activation has its formula");
+    return sigmoid_product(x, kQuickGeluSlope * x);
+  }
+}
+
+// The same in place for kCount values and an activation known only at run time; all threads take the same way.
+template <int kCount>
+__device__ __forceinline__ void apply(Activation activation, float* values) {
+  switch (activation) {
+    case Activation::kGelu:
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = activated<Activation::kGelu>(values[i]);
+      return;
+    case Activation::kGeluTanh:
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = activated<Activation::kGeluTanh>(values[i]);
+      return;
+    case Activation::kSilu:
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = activated<Activation::kSilu>(values[i]);
+      return;
+    case Activation::kQuickGelu:
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = activated<Activation::kQuickGelu>(values[i]);
+      return;
+    case Activation::kNone: return;
+  }
+}
+
+}  // namespace diffkern

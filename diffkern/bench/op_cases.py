@@ -1,0 +1,275 @@
+"""The calls that ``diffkern bench ops`` times: every op at the shapes of real models, and its rivals.
+
+A case names the fewest bytes that its op has to move: each input read once, each output written once. The
+rivals are the chain of torch ops as a model writes it, the same chain compiled, the native torch function
+where there is one, and Liger where it has the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffkern import ops
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One op at one shape.
+
+    Attributes:
+        op: Name of the op.
+        label: Shape and variant, for tables.
+        bytes: Fewest bytes that the op must move.
+        fused: Our call, given a provider.
+        chain: The same as plain torch ops; a function of ``inputs``, so that it can be compiled.
+        inputs: Arguments of ``chain``.
+        rivals: Other calls that compute the same, by name.
+    """
+
+    op: str
+    label: str
+    bytes: int
+    fused: Callable[[str], object]
+    chain: Callable[..., object]
+    inputs: tuple[Tensor, ...]
+    rivals: Mapping[str, Call] = field(default_factory=dict)
+
+
+def cases(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Callable[[], OpCase]]:
+    """Yields builders of the cases one by one: together their tensors would not fit a small card."""
+    draw = _Draw(device, dtype)
+    for shape in ((1, 1024, 2048), (4, 1024, 2048), (2, 4096, 3072), (2, 8064, 2048), (1, 32760, 5120), (1, 4608, 24, 128)):
+        yield lambda shape=shape: _rms_norm(draw, shape)
+        yield lambda shape=shape: _layer_norm(draw, shape)
+    for shape in ((2, 2688, 2048), (2, 8064, 2048), (1, 4608, 3072), (1, 32760, 5120)):
+        for per_token in (False, True):
+            yield lambda shape=shape, per_token=per_token: _norm_modulate(draw, shape, per_token)
+            yield lambda shape=shape, per_token=per_token: _gate_residual(draw, shape, per_token)
+            yield lambda shape=shape, per_token=per_token: _gate_residual_norm_modulate(draw, shape, per_token)
+    yield lambda: _qk_norm_rope_ltx(draw, 2, (21, 16, 24), 32, 64)
+    yield lambda: _qk_norm_rope_heads(draw, 1, 4608, 24, 128, across=False)
+    yield lambda: _qk_norm_rope_heads(draw, 1, 32760, 40, 128, across=True)
+    for shape in ((2, 4096, 5120), (2, 1024, 10240)):
+        yield lambda shape=shape: _glu(draw, shape, "geglu")
+        yield lambda shape=shape: _glu(draw, shape, "swiglu")
+    yield lambda: _gelu(draw, (2, 8064, 8192))
+    for shape in ((1, 128, 1024, 1024), (1, 512, 128, 128), (2, 320, 128, 128), (1, 128, 20, 256, 256)):
+        for channels_last in (False, True):
+            yield lambda shape=shape, channels_last=channels_last: _group_norm_silu(draw, shape, channels_last)
+    for channels_last in (False, True):
+        yield lambda channels_last=channels_last: _channel_rms_norm_silu(draw, (1, 96, 9, 256, 256), channels_last)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Draws random tensors of one dtype on one device."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype or self.dtype)
+
+
+def _size(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _name(shape: tuple[int, ...], *notes: str) -> str:
+    return " ".join(("x".join(map(str, shape)), *notes))
+
+
+def _rms_norm(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
+    x, weight = draw(*shape), draw(shape[-1])
+
+    def chain(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.float()).to(x.dtype)
+
+    rivals: dict[str, Call] = {"native": lambda: F.rms_norm(x, x.shape[-1:], weight, 1e-6)}
+    liger = _liger("rms_norm", "LigerRMSNormFunction")
+    if liger is not None:
+        rivals["Liger"] = lambda: liger.apply(x, weight, 1e-6, 0.0, "llama", False)
+    fused = lambda provider: ops.rms_norm(x, weight, eps=1e-6, provider=provider)  # noqa: E731
+    return OpCase("rms_norm", _name(shape), 2 * _size(x), fused, chain, (x, weight), rivals)
+
+
+def _layer_norm(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
+    x, weight, bias = draw(*shape), draw(shape[-1]), draw(shape[-1])
+
+    def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+
+    rivals: dict[str, Call] = {}
+    liger = _liger("layer_norm", "LigerLayerNormFunction")
+    if liger is not None:
+        rivals["Liger"] = lambda: liger.apply(x, weight, bias, 1e-6)
+    fused = lambda provider: ops.layer_norm(x, weight, bias, 1e-6, provider=provider)  # noqa: E731
+    return OpCase("layer_norm", _name(shape), 2 * _size(x), fused, chain, (x, weight, bias), rivals)
+
+
+def _modulation(draw: _Draw, shape: tuple[int, ...], per_token: bool, count: int) -> tuple[Tensor, ...]:
+    """Views of one tensor of six modulations per sample or token, as an AdaLN block makes them."""
+    batch, tokens, size = shape
+    return draw(batch, tokens if per_token else 1, 6, size).unbind(2)[:count]
+
+
+def _norm_modulate(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCase:
+    x = draw(*shape)
+    scale, shift = _modulation(draw, shape, per_token, 2)
+
+    def chain(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, 1e-6) * (1 + scale) + shift
+
+    fused = lambda provider: ops.norm_modulate(x, scale, shift, provider=provider)  # noqa: E731
+    label = _name(shape, "per token" if per_token else "per sample")
+    return OpCase("norm_modulate", label, 2 * _size(x) + _size(scale, shift), fused, chain, (x, scale, shift))
+
+
+def _gate_residual(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCase:
+    residual, x = draw(*shape), draw(*shape)
+    (gate,) = _modulation(draw, shape, per_token, 1)
+
+    def chain(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+        return residual + x * gate
+
+    fused = lambda provider: ops.gate_residual(residual, x, gate, provider=provider)  # noqa: E731
+    label = _name(shape, "per token" if per_token else "per sample")
+    return OpCase("gate_residual", label, 3 * _size(x) + _size(gate), fused, chain, (residual, x, gate))
+
+
+def _gate_residual_norm_modulate(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCase:
+    residual, x = draw(*shape), draw(*shape)
+    gate, scale, shift = _modulation(draw, shape, per_token, 3)
+
+    def chain(residual: Tensor, x: Tensor, gate: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        residual = residual + x * gate
+        return residual, F.rms_norm(residual, x.shape[-1:], None, 1e-6) * (1 + scale) + shift
+
+    fused = lambda provider: ops.gate_residual_norm_modulate(  # noqa: E731
+        residual, x, gate, scale, shift, provider=provider
+    )
+    label = _name(shape, "per token" if per_token else "per sample")
+    size = 4 * _size(x) + _size(gate, scale, shift)
+    return OpCase("gate_residual_norm_modulate", label, size, fused, chain, (residual, x, gate, scale, shift))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((-imaginary, real), -1).flatten(-2)
+    return (x.float() * cos + rotated.float() * sin).to(x.dtype)
+
+
+def _qk_norm_rope_ltx(draw: _Draw, batch: int, grid: tuple[int, int, int], heads: int, head_dim: int) -> OpCase:
+    """LTX: a norm across all heads, then one rotation over them all, with tables per axis."""
+    tokens, size = grid[0] * grid[1] * grid[2], heads * head_dim
+    q, k, _ = draw(batch, tokens, 3 * size).chunk(3, -1)
+    weights = draw(size), draw(size)
+    angles = [draw(length, size // 6, dtype=torch.float32) for length in grid]
+    cos_axes, sin_axes = [angle.cos() for angle in angles], [angle.sin() for angle in angles]
+    options = {"grid": grid, "order": "alternating", "front_pad": (size % 6) // 2}
+    cos, sin = (t.repeat_interleave(2, -1) for t in ops.expand_axes(cos_axes, sin_axes, **options))  # type: ignore[arg-type]
+
+    def chain(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        normed = (F.rms_norm(q, q.shape[-1:], q_weight, 1e-5), F.rms_norm(k, k.shape[-1:], k_weight, 1e-5))
+        return _rotate(normed[0], cos, sin), _rotate(normed[1], cos, sin)
+
+    fused = lambda provider: ops.qk_norm_rope(  # noqa: E731
+        q, k, *weights, cos_axes, sin_axes, 1e-5, provider=provider, **options  # type: ignore[arg-type]
+    )
+    label = _name((batch, tokens, size), "LTX, packed, tables per axis")
+    return OpCase("qk_norm_rope", label, 4 * _size(q), fused, chain, (q, k, *weights, cos, sin))
+
+
+def _qk_norm_rope_heads(draw: _Draw, batch: int, tokens: int, heads: int, head_dim: int, across: bool) -> OpCase:
+    """Flux (a norm per head) and Wan (across heads), with one table shared by all heads."""
+    q, k = (draw(batch, tokens, heads * head_dim) for _ in range(2))
+    norm_size = heads * head_dim if across else head_dim
+    weights = draw(norm_size), draw(norm_size)
+    angle = draw(tokens, head_dim // 2, dtype=torch.float32).repeat_interleave(2, -1)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    if not across:
+        q, k = q.unflatten(-1, (heads, head_dim)), k.unflatten(-1, (heads, head_dim))
+
+    def chain(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        results = []
+        for x, weight in ((q, q_weight), (k, k_weight)):
+            normed = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+            results.append(_rotate(normed.unflatten(-1, (heads, head_dim)) if across else normed, cos, sin))
+        return tuple(results)
+
+    fused = lambda provider: ops.qk_norm_rope(  # noqa: E731
+        q, k, *weights, cos, sin, across_heads=heads if across else None, provider=provider
+    )
+    label = _name((batch, tokens, heads, head_dim), "Wan, across heads" if across else "Flux, per head")
+    size = 4 * _size(q) + _size(cos, sin)
+    return OpCase("qk_norm_rope", label, size, fused, chain, (q, k, *weights, cos, sin))
+
+
+def _glu(draw: _Draw, shape: tuple[int, ...], name: str) -> OpCase:
+    x = draw(*shape)
+    function = F.gelu if name == "geglu" else F.silu
+
+    def chain(x: Tensor) -> Tensor:
+        value, gate = x.chunk(2, -1)
+        return value * function(gate)
+
+    fused = lambda provider: getattr(ops, name)(x, provider=provider)  # noqa: E731
+    return OpCase(name, _name(shape), _size(x) * 3 // 2, fused, chain, (x,))
+
+
+def _gelu(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
+    x = draw(*shape)
+
+    def chain(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    fused = lambda provider: ops.gelu(x, "tanh", provider=provider)  # noqa: E731
+    return OpCase("gelu", _name(shape, "tanh"), 2 * _size(x), fused, chain, (x,))
+
+
+def _memory_format(x: Tensor, channels_last: bool) -> Tensor:
+    if not channels_last:
+        return x
+    return x.to(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+
+
+def _group_norm_silu(draw: _Draw, shape: tuple[int, ...], channels_last: bool) -> OpCase:
+    x, weight, bias = _memory_format(draw(*shape), channels_last), draw(shape[1]), draw(shape[1])
+
+    def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.silu(F.group_norm(x, 32, weight, bias, 1e-6))
+
+    fused = lambda provider: ops.group_norm_silu(x, 32, weight, bias, 1e-6, provider=provider)  # noqa: E731
+    label = _name(shape, *(("channels last",) if channels_last else ()))
+    return OpCase("group_norm_silu", label, 2 * _size(x), fused, chain, (x, weight, bias))
+
+
+def _channel_rms_norm_silu(draw: _Draw, shape: tuple[int, ...], channels_last: bool) -> OpCase:
+    x, weight = _memory_format(draw(*shape), channels_last), draw(shape[1])
+    gamma = weight.view(-1, *(1,) * (len(shape) - 2))
+
+    def chain(x: Tensor, gamma: Tensor) -> Tensor:
+        return F.silu(F.normalize(x.float(), dim=1).to(x.dtype) * x.shape[1] ** 0.5 * gamma)
+
+    fused = lambda provider: ops.channel_rms_norm_silu(  # noqa: E731
+        x, weight, eps=1e-12, eps_mode="clamp", provider=provider
+    )
+    label = _name(shape, *(("channels last",) if channels_last else ()))
+    return OpCase("channel_rms_norm_silu", label, 2 * _size(x), fused, chain, (x, gamma))
+
+
+def _liger(module: str, name: str) -> type[torch.autograd.Function] | None:
+    try:
+        from importlib import import_module
+
+        return getattr(import_module(f"liger_kernel.ops.{module}"), name)  # type: ignore[no-any-return]
+    except ImportError:
+        return None
