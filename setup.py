@@ -11,8 +11,15 @@ import sys
 from pathlib import Path
 
 from setuptools import setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    raise SystemExit(
+        "diffkern: this setuptools is too old, and --no-build-isolation uses the one you have: "
+        "pip install 'setuptools>=77'"
+    ) from None
 
 ROOT = Path(__file__).resolve().parent
 NO_TORCH = (

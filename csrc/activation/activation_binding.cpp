@@ -41,7 +41,7 @@ void take_run(ActivationParams* p) {
   }
 }
 
-bool launch_strided(const char* op, ActivationParams params, const Tensor& gate, const Tensor* value, const Tensor& out) {
+bool launch_strided([[maybe_unused]] const char* op, ActivationParams params, const Tensor& gate, const Tensor* value, const Tensor& out) {
   const auto gate_strides = gate.strides();
   const auto value_strides = value != nullptr ? value->strides() : gate.strides();
   const auto out_strides = out.strides();

@@ -13,49 +13,32 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kElements = 4;  // of a thread of the element kernel
-template <bool kGated>
-constexpr int kPackets = kGated ? 2 : 4;  // of a thread of the packet kernel
-
-// An index along all runs, split into the run and the place in it. 64-bit divisions are slow on a GPU.
-struct Place {
-  int64_t run;
-  int64_t at;
-};
-
-__device__ __forceinline__ Place split(int64_t index, int64_t per_run) {
-  if (index <= UINT32_MAX && per_run <= UINT32_MAX) {
-    const uint32_t run = static_cast<uint32_t>(index) / static_cast<uint32_t>(per_run);
-    return {run, static_cast<uint32_t>(index) - run * static_cast<uint32_t>(per_run)};
-  }
-  const int64_t run = index / per_run;
-  return {run, index - run * per_run};
-}
+constexpr int kPackets = 2;   // of a thread of the packet kernel
 
 // Each thread computes a few packets, all of whose loads are on their way before the first is used.
 template <typename T, bool kGated>
 __global__ void __launch_bounds__(kThreads) packet_kernel(const ActivationParams p) {
   constexpr int kCount = kPacketSize<T>;
-  constexpr int kMine = kPackets<kGated>;
-  const int64_t per_run = p.size / kCount;
-  const int64_t packets = per_run * p.runs.rows;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kMine) + threadIdx.x;
+  // No more than 2^32 of them, as the launch has made sure: 64-bit divisions are slow on a GPU.
+  const uint32_t per_run = static_cast<uint32_t>(p.size / kCount);
+  const uint32_t packets = per_run * static_cast<uint32_t>(p.runs.rows);
+  const uint32_t first = blockIdx.x * (kThreads * kPackets) + threadIdx.x;
 
-  uint4 gates[kMine];
-  uint4 factors[kGated ? kMine : 1];
-  int64_t outs[kMine];
+  uint4 gates[kPackets];
+  uint4 factors[kGated ? kPackets : 1];
+  int64_t outs[kPackets];
 #pragma unroll
-  for (int i = 0; i < kMine; ++i) {
-    const int64_t index = first + i * kThreads;
+  for (int i = 0; i < kPackets; ++i) {
+    const uint32_t index = first + i * kThreads;
     if (index >= packets) continue;
-    const Place place = split(index, per_run);
-    const auto run = locate(p.runs, place.run);
-    const int64_t at = place.at * kCount;
+    const auto run = locate(p.runs, index / per_run);
+    const int64_t at = static_cast<int64_t>(index % per_run) * kCount;
     outs[i] = run.of[kOut] + at;
     gates[i] = load_once(static_cast<const T*>(p.gate) + run.of[kGate] + at);
     if constexpr (kGated) factors[i] = load_once(static_cast<const T*>(p.value) + run.of[kValue] + at);
   }
 #pragma unroll
-  for (int i = 0; i < kMine; ++i) {
+  for (int i = 0; i < kPackets; ++i) {
     if (first + i * kThreads >= packets) continue;
     float values[kCount];
     unpack<T>(gates[i], values);
@@ -77,17 +60,17 @@ __global__ void __launch_bounds__(kThreads) element_kernel(const ActivationParam
   for (int i = 0; i < kElements; ++i) {
     const int64_t index = first + i * kThreads;
     if (index >= elements) return;
-    const Place place = split(index, p.size);
-    const auto run = locate(p.runs, place.run);
+    const auto run = locate(p.runs, index / p.size);
+    const int64_t at = index % p.size;
     float value;
-    load_elements<1>(p.gate, p.gate_dtype, run.of[kGate] + place.at * p.steps[kGate], &value);
+    load_elements<1>(p.gate, p.gate_dtype, run.of[kGate] + at * p.steps[kGate], &value);
     apply<1>(p.activation, &value);
     if (p.value != nullptr) {
       float factor;
-      load_elements<1>(p.value, p.value_dtype, run.of[kValue] + place.at * p.steps[kValue], &factor);
+      load_elements<1>(p.value, p.value_dtype, run.of[kValue] + at * p.steps[kValue], &factor);
       value = factor * (p.round_activation ? rounded_to(p.gate_dtype, value) : value);
     }
-    store_elements<1>(&value, p.out, p.out_dtype, run.of[kOut] + place.at * p.steps[kOut]);
+    store_elements<1>(&value, p.out, p.out_dtype, run.of[kOut] + at * p.steps[kOut]);
   }
 }
 
@@ -97,7 +80,8 @@ bool in_packets(const ActivationParams& p) {
   if (p.gate_dtype != p.out_dtype || (p.value != nullptr && p.value_dtype != p.out_dtype)) return false;
   if (!aligned(p.gate) || !aligned(p.value) || !aligned(p.out)) return false;
   const int64_t count = kPacketBytes / bytes_of(p.out_dtype);
-  if (p.size % count != 0) return false;
+  // The bound leaves room for the threads past the end.
+  if (p.size % count != 0 || p.size / count * p.runs.rows > UINT32_MAX - (1 << 16)) return false;
   for (int operand = 0; operand < kActivationOperands; ++operand) {
     if (p.steps[operand] != 1) return false;
     for (int dim = 0; dim < p.runs.dims; ++dim) {
@@ -112,7 +96,7 @@ unsigned blocks_for(int64_t items, int64_t per_block) { return static_cast<unsig
 template <typename T, bool kGated>
 void launch_packets(const ActivationParams& p, GpuStream stream) {
   const int64_t packets = p.size / kPacketSize<T> * p.runs.rows;
-  packet_kernel<T, kGated><<<blocks_for(packets, kThreads * kPackets<kGated>), kThreads, 0, stream>>>(p);
+  packet_kernel<T, kGated><<<blocks_for(packets, kThreads * kPackets), kThreads, 0, stream>>>(p);
 }
 
 template <typename T>

@@ -36,10 +36,10 @@ constexpr int kWaveSize = 32;
 
 constexpr int kMaxThreads = 1024;  // of a block, on every GPU
 
-// Product and sum, each rounded by itself: the compiler makes no fused multiply-add of them. (hipcc is told so
-// by -ffp-contract=off.)
+// Product and sum, each rounded by itself: the compiler makes no fused multiply-add of them.
 __device__ __forceinline__ float exact_mul(float a, float b) {
 #if DIFFKERN_HIP
+#pragma clang fp contract(off)
   return a * b;
 #else
   return __fmul_rn(a, b);
@@ -48,6 +48,7 @@ __device__ __forceinline__ float exact_mul(float a, float b) {
 
 __device__ __forceinline__ float exact_add(float a, float b) {
 #if DIFFKERN_HIP
+#pragma clang fp contract(off)
   return a + b;
 #else
   return __fadd_rn(a, b);

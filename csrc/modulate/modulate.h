@@ -50,7 +50,8 @@ struct ModulateParams {
   GateActivation activation;
   float eps;
   float scale_offset;
-  int64_t size;  // of a row
+  int64_t size;        // of a row
+  float inverse_size;  // 1 / size
   LeadingMap<kMappedOperands> map;
 };
 

@@ -65,6 +65,7 @@ class Call {
  public:
   Call(const char* op, const Shape& shape, const Tensor& on) : op_(op), shape_(shape), on_(on) {
     params.size = shape.last();
+    params.inverse_size = static_cast<float>(1.0 / static_cast<double>(shape.last()));
   }
 
   ModulateParams params{};

@@ -7,6 +7,6 @@ namespace diffkern {
 
 // As for the norms: several narrow rows share a block, and a wider one takes a small block with two or three
 // packets a thread, which leaves registers for the modulation to be loaded ahead. The first that fits is taken.
-constexpr RowConfig kModulateConfigs[] = {{32, 1, 128}, {0, 2, 128}, {0, 3, 512}};
+constexpr RowConfig kModulateConfigs[] = {{32, 1, 128}, {0, 2, 128}, {0, 3, 448}};
 
 }  // namespace diffkern

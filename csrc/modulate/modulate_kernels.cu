@@ -23,11 +23,14 @@ namespace {
 
 using Offsets = LeadingOffsets<kMappedOperands>;
 
-__device__ __forceinline__ float activate(GateActivation activation, float gate) {
-  switch (activation) {
-    case GateActivation::kTanh: return tanhf(gate);
-    case GateActivation::kSigmoid: return 1.0f / (1.0f + expf(-gate));
-    default: return gate;
+template <int kCount>
+__device__ __forceinline__ void activate(GateActivation activation, float* gate) {
+  if (activation == GateActivation::kTanh) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) gate[j] = tanhf(gate[j]);
+  } else if (activation == GateActivation::kSigmoid) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) gate[j] = 1.0f / (1.0f + expf(-gate[j]));
   }
 }
 
@@ -48,15 +51,14 @@ __device__ __forceinline__ Normaliser no_norm() { return {0.0f, 1.0f, -0.0f}; } 
 template <typename SumOne, typename SumTwo, typename Fold>
 __device__ __forceinline__ Normaliser normaliser_of(const ModulateParams& p, SumOne&& sum_one, SumTwo&& sum_two,
                                                     Fold&& fold) {
-  const float size = static_cast<float>(p.size);
   if (p.norm == NormKind::kRms) {
     float squares = 0.0f;
     fold([&](float value) { squares += value * value; });
-    return {0.0f, rsqrtf(sum_one(squares) / size + p.eps), -0.0f};
+    return {0.0f, rsqrtf(sum_one(squares) * p.inverse_size + p.eps), -0.0f};
   }
   float plain = 0.0f;
   fold([&](float value) { plain += value; });
-  const float mean = sum_one(plain) / size;
+  const float mean = sum_one(plain) * p.inverse_size;
   float2 sums{0.0f, 0.0f};
   fold([&](float value) {
     const float centred = value - mean;
@@ -64,8 +66,8 @@ __device__ __forceinline__ Normaliser normaliser_of(const ModulateParams& p, Sum
     sums.y += centred * centred;
   });
   sums = sum_two(sums);
-  const float rest = sums.x / size;
-  const float factor = rsqrtf((sums.y - rest * sums.x) / size + p.eps);
+  const float rest = sums.x * p.inverse_size;
+  const float factor = rsqrtf((sums.y - rest * sums.x) * p.inverse_size + p.eps);
   return {mean, factor, -rest * factor};
 }
 
@@ -312,8 +314,7 @@ __device__ __forceinline__ void load_input(const ModulateParams& p, const Offset
   float others[kCount];
   if (p.gate.data != nullptr) {
     load_operand<kCount>(p.gate, row.of[kGate], at, others);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) others[j] = activate(p.activation, others[j]);
+    activate<kCount>(p.activation, others);
     round_to<kCount>(p.gate_round, others);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) values[j] = exact_mul(others[j], values[j]);

@@ -57,7 +57,7 @@ class CompiledProvider:
         outcome = self._outcome(device)
         if isinstance(outcome, str):
             raise RuntimeError(f"the compiled {op} does not run on {device}: {outcome}")
-        return _overload(outcome, op)
+        return _overload(outcome, op)  # type: ignore[no-any-return]
 
     def reset(self) -> None:
         """Forgets what was found, so that a build made in the meantime is seen. Nothing is unloaded."""

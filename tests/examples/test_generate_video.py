@@ -108,6 +108,16 @@ def test_offloading_without_a_gpu_is_refused_with_what_to_do(script: ModuleType)
     assert "use --offload none" in plain(run.output)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["model", "sequential", "group"])
+def test_the_kernels_run_under_every_kind_of_offloading(script: ModuleType, tmp_path: Path, offload: str) -> None:
+    run = invoke(script, *SMALL, "--dtype", "float32", "--offload", offload, "--json", "result.json")
+    assert run.exit_code == 0, run.output
+    injected = json.loads((tmp_path / "result.json").read_text())["arms"][1]
+    assert injected["calls"]["fused"] > 0
+    assert injected["difference_from_stock"]["latents"] < 1e-3
+
+
 def test_a_download_is_said_before_it_starts_and_a_missing_model_says_what_to_give_instead(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

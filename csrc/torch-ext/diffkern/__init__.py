@@ -1,4 +1,4 @@
-"""RMS and layer normalisation for diffusion and language models, as torch ops of one binary build.
+"""Fused kernels for diffusion and language models, as torch ops of one binary build.
 
 This package stands alone: it is what ``kernels.get_local_kernel`` and ``kernels.get_kernel`` import, and
 what diffkern's own provider imports.
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
+from .modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
+from .modulate import register_fakes as _register_modulate_fakes
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["gate_residual", "gate_residual_norm_modulate", "layer_norm", "norm_modulate", "rms_norm"]
 
 
 def rms_norm(
@@ -80,6 +82,7 @@ def _register_fakes() -> None:
     def _(x, weight, bias, eps, out_dtype, preserve_strides):
         return _empty_output(x, out_dtype, preserve_strides)
 
+    _register_modulate_fakes()
     ops.has_fakes = True
 
 
