@@ -15,9 +15,10 @@
 
 namespace diffkern {
 
-enum class Dtype : int32_t { kNone, kFloat32, kFloat16, kBFloat16 };
+// kFloat64 is served by rope alone.
+enum class Dtype : int32_t { kNone, kFloat32, kFloat16, kBFloat16, kFloat64 };
 
-constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+constexpr int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
 
 // Storage types. Distinct from each other and from any compiler's own half types.
 struct Half {

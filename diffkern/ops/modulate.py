@@ -23,7 +23,6 @@ from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import needs_dispatcher, register
-from diffkern.providers import registry
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.modulate import (
     GATE_ACTIVATIONS,
@@ -38,6 +37,7 @@ from diffkern.providers.eager.modulate import (
     modulated_shape,
     promoted_dtype,
 )
+from diffkern.providers.registry import kernel_for
 
 Norm = Literal["rms", "layer"]
 GateActivation = Literal["tanh", "sigmoid"]
@@ -127,8 +127,11 @@ def norm_modulate(
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022.
     """
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
-    _check_row(x, norm_code, weight, bias)
-    scale, shift = _on_device_of(x, scale, "scale"), _on_device_of(x, shift, "shift")
+    if weight is not None or bias is not None:
+        _check_parameters(x, norm_code, weight, bias)
+    device = _check_row(x)
+    if (scale is not None and scale.device != device) or (shift is not None and shift.device != device):
+        scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
     call = _norm_modulate_op if needs_dispatcher(x, scale, shift, weight, bias) else _norm_modulate
     eps = _eps(x.dtype) if eps is None else eps
     return call(x, scale, shift, weight, bias, eps, norm_code, scale_offset, round_each, out_dtype, provider)
@@ -163,8 +166,9 @@ def gate_residual(
     """
     activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
     round_each = _code(rounding, _ROUNDINGS, "rounding")
-    _check_row(residual)
-    x, gate = _on_device_of(residual, x, "x"), _on_device_of(residual, gate, "gate")
+    device = _check_row(residual)
+    if x.device != device or (gate is not None and gate.device != device):
+        x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
     call = _gate_residual_op if needs_dispatcher(residual, x, gate) else _gate_residual
     return call(residual, x, gate, activation, round_each, out_dtype, provider)
 
@@ -212,9 +216,12 @@ def gate_residual_norm_modulate(
     """
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
     activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
-    _check_row(residual, norm_code, weight, bias)
-    x, gate = _on_device_of(residual, x, "x"), _on_device_of(residual, gate, "gate")
-    scale, shift = _on_device_of(residual, scale, "scale"), _on_device_of(residual, shift, "shift")
+    if weight is not None or bias is not None:
+        _check_parameters(residual, norm_code, weight, bias)
+    device = _check_row(residual)
+    if x.device != device or any(t is not None and t.device != device for t in (gate, scale, shift)):
+        x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
+        scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
     direct = not needs_dispatcher(residual, x, gate, scale, shift, weight, bias)
     call = _gate_residual_norm_modulate if direct else _gate_residual_norm_modulate_op
     if eps is None:
@@ -235,11 +242,15 @@ def _code(value: str | None, codes: Mapping[Any, Any], option: str) -> Any:
         raise ValueError(f"{option} is {value!r}: choose one of {', '.join(map(repr, codes))}") from None
 
 
-def _check_row(x: Tensor, norm: int = NO_NORM, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
-    if not x.is_floating_point():
+def _check_row(x: Tensor) -> torch.device:
+    if not x.dtype.is_floating_point:
         raise TypeError(f"modulation and residuals need floating point tensors, got {x.dtype}")
     if x.ndim == 0:
         raise ValueError("modulation and residuals need tensors of at least one dimension, got a scalar")
+    return x.device
+
+
+def _check_parameters(x: Tensor, norm: int, weight: Tensor | None, bias: Tensor | None) -> None:
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
@@ -249,26 +260,25 @@ def _check_row(x: Tensor, norm: int = NO_NORM, weight: Tensor | None = None, bia
             raise ValueError(
                 f"the {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
             )
-        _on_device_of(x, parameter, f"norm's {name}")
+        if parameter.device != x.device:
+            raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
 
 
-def _on_device_of(x: Tensor, operand: Tensor | None, name: str) -> Any:
-    """The operand, which must be on the device of ``x`` unless, as in torch, it is a scalar on the CPU."""
-    if operand is None or operand.device == x.device:
+def _on_device(device: torch.device, operand: Tensor | None, name: str) -> Any:
+    """The operand, which must be on the device of the input unless, as in torch, it is a scalar on the CPU."""
+    if operand is None or operand.device == device:
         return operand
     if operand.ndim == 0 and operand.device.type == "cpu":
-        return operand.to(x.device)
-    raise ValueError(f"the {name} is on {operand.device}, the input on {x.device}: move one of them")
+        return operand.to(device)
+    raise ValueError(f"the {name} is on {operand.device}, the input on {device}: move one of them")
 
 
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float32 if dtype in _HALF else dtype).eps
 
 
-def _dtypes(*dtypes: Tensor | torch.dtype | None) -> tuple[torch.dtype, ...]:
-    """The distinct dtypes of a call, in a stable order: the key by which a provider is chosen."""
-    found = [x.dtype if isinstance(x, Tensor) else x for x in dtypes if x is not None]
-    return tuple(dict.fromkeys(found))
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 # --- gradients, of the unrounded formulas; what can be computed again is not kept -----------------------
@@ -411,8 +421,10 @@ def _norm_modulate(
     out_dtype: torch.dtype | None = None,
     provider: str | None = None,
 ) -> Tensor:
-    dtypes = _dtypes(x, scale, shift, weight, bias, out_dtype)
-    kernel = registry.select("norm_modulate", x.device, dtypes, provider).kernel
+    kernel = kernel_for(
+        "norm_modulate", x.device, provider,
+        x.dtype, _dtype(scale), _dtype(shift), _dtype(weight), _dtype(bias), out_dtype,
+    )  # fmt: skip
     return kernel(x, scale, shift, weight, bias, eps, norm, scale_offset, round_each, out_dtype)
 
 
@@ -477,8 +489,8 @@ def _gate_residual(
     out_dtype: torch.dtype | None = None,
     provider: str | None = None,
 ) -> Tensor:
-    dtypes = _dtypes(residual, x, gate, out_dtype)
-    kernel = registry.select("gate_residual", residual.device, dtypes, provider).kernel
+    dtypes = residual.dtype, x.dtype, _dtype(gate), out_dtype
+    kernel = kernel_for("gate_residual", residual.device, provider, *dtypes)
     return kernel(residual, x, gate, gate_activation, round_each, out_dtype)
 
 
@@ -543,8 +555,11 @@ def _gate_residual_norm_modulate(
     out_dtype: torch.dtype | None = None,
     provider: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    dtypes = _dtypes(residual, x, gate, scale, shift, weight, bias, residual_dtype, out_dtype)
-    kernel: Any = registry.select("gate_residual_norm_modulate", residual.device, dtypes, provider).kernel
+    kernel: Any = kernel_for(
+        "gate_residual_norm_modulate", residual.device, provider,
+        residual.dtype, x.dtype, _dtype(gate), _dtype(scale), _dtype(shift), _dtype(weight), _dtype(bias),
+        residual_dtype, out_dtype,
+    )  # fmt: skip
     return kernel(  # type: ignore[no-any-return]
         residual, x, gate, scale, shift, weight, bias, eps,
         norm, gate_activation, scale_offset, round_each, residual_dtype, out_dtype,

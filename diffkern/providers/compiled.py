@@ -25,7 +25,18 @@ from diffkern.providers import eager
 from diffkern.providers.base import Kernel, Support
 
 #: The ops of a build, and the reference functions whose arguments they take in the same order.
-_OPS = MappingProxyType({op: eager.PROVIDER.kernel(op, torch.device("cpu")) for op in ("rms_norm", "layer_norm")})
+_OPS = MappingProxyType(
+    {
+        op: eager.PROVIDER.kernel(op, torch.device("cpu"))
+        for op in (
+            "gate_residual",
+            "gate_residual_norm_modulate",
+            "layer_norm",
+            "norm_modulate",
+            "rms_norm",
+        )
+    }
+)
 
 
 class CompiledProvider:

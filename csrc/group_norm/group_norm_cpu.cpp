@@ -1,0 +1,345 @@
+// CPU kernels for group_norm_silu and channel_rms_norm_silu, compiled once per instruction set (DIFFKERN_CPU_LEVEL).
+//
+// Values are widened to float32 in short runs that fit the first-level cache; what is summed up over many of them is
+// kept in float64.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "../common/cpu_activation.h"
+#include "../common/cpu_elements.h"
+#include "../common/cpu_sums.h"
+#include "group_norm.h"
+
+#ifndef DIFFKERN_CPU_LEVEL
+#define DIFFKERN_CPU_LEVEL baseline
+#endif
+
+namespace diffkern {
+namespace {
+
+// How many values there are, their mean, and the sum of squares around it.
+struct Statistics {
+  double count = 0.0;
+  double mean = 0.0;
+  double squares = 0.0;
+
+  void merge(const Statistics& other) {
+    if (other.count == 0.0) return;
+    const double total = count + other.count;
+    const double delta = other.mean - mean;
+    mean += delta * (other.count / total);
+    squares += other.squares + delta * delta * (count * other.count / total);
+    count = total;
+  }
+};
+
+Statistics* partial_of(const GroupNormParams& p, int64_t sample, int64_t group) {
+  return static_cast<Statistics*>(p.partials) + (sample * p.groups + group) * p.parts;
+}
+
+int64_t sample_offset(const SampleShape& shape, const Steps& steps, int64_t sample) {
+  return sample / shape.frames * steps.batch + sample % shape.frames * steps.frame;
+}
+
+// The share of `part` out of `size`, as begin and end.
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+Range share(int64_t size, int64_t parts, int64_t part) { return {size * part / parts, size * (part + 1) / parts}; }
+
+// (x - mean) - mean_rest: what rounding left out of the mean would otherwise shift the whole group.
+struct Normaliser {
+  float mean;
+  float mean_rest;
+  double rate;
+};
+
+Normaliser normaliser_of(const GroupNormParams& p, int64_t sample, int64_t group) {
+  Statistics all;
+  const Statistics* partials = partial_of(p, sample, group);
+  for (int64_t part = 0; part < p.parts; ++part) all.merge(partials[part]);
+  const float mean = static_cast<float>(all.mean);
+  return {mean, static_cast<float>(all.mean - static_cast<double>(mean)),
+          1.0 / std::sqrt(all.squares / all.count + static_cast<double>(p.eps))};
+}
+
+float parameter(const void* base, Dtype dtype, int64_t at, float absent) {
+  if (base == nullptr) return absent;
+  float value;
+  load(base, dtype, at, 1, 1, &value);
+  return value;
+}
+
+// --- groups, channel after channel ----------------------------------------------------------------------
+
+// Calls body(channel of the group, position, n) for runs of a part, each within a channel.
+template <typename Body>
+void each_run(const GroupNormParams& p, int64_t part, Body&& body) {
+  const int64_t positions = p.shape.positions;
+  const Range range = share(p.shape.channels / p.groups * positions, p.parts, part);
+  for (int64_t at = range.begin; at < range.end;) {
+    const int64_t position = at % positions;
+    const int64_t n = std::min({static_cast<int64_t>(kChunk), positions - position, range.end - at});
+    body(at / positions, position, static_cast<int>(n));
+    at += n;
+  }
+}
+
+Statistics statistics_of(float* values, int n) {
+  alignas(64) float copy[kChunk];
+  std::copy_n(values, n, copy);
+  Sums sums;
+  accumulate(copy, n, &sums);
+  Statistics result{static_cast<double>(n), sums.plain / n, 0.0};
+  const float mean = static_cast<float>(result.mean);
+  for (int i = 0; i < n; ++i) values[i] -= mean;
+  sums = Sums{};
+  accumulate(values, n, &sums);
+  const double rest = sums.plain / n;
+  result.mean = static_cast<double>(mean) + rest;
+  result.squares = sums.squares - rest * sums.plain;
+  return result;
+}
+
+void planes_statistics(const GroupNormParams& p, int64_t sample, int64_t group, int64_t part) {
+  alignas(64) float values[kChunk];
+  const int64_t channels = p.shape.channels / p.groups;
+  const int64_t base = sample_offset(p.shape, p.x_steps, sample) + group * channels * p.x_steps.channel;
+  Statistics sum;
+  each_run(p, part, [&](int64_t channel, int64_t position, int n) {
+    load(p.x, p.x_dtype, base + channel * p.x_steps.channel + position * p.x_steps.position, p.x_steps.position, n,
+         values);
+    sum.merge(statistics_of(values, n));
+  });
+  partial_of(p, sample, group)[part] = sum;
+}
+
+void planes_normalise(const GroupNormParams& p, int64_t sample, int64_t group, int64_t part) {
+  alignas(64) float values[kChunk];
+  const int64_t first = group * (p.shape.channels / p.groups);
+  const int64_t x_base = sample_offset(p.shape, p.x_steps, sample);
+  const int64_t out_base = sample_offset(p.shape, p.out_steps, sample);
+  const Normaliser norm = normaliser_of(p, sample, group);
+  each_run(p, part, [&](int64_t in_group, int64_t position, int n) {
+    const int64_t channel = first + in_group;
+    load(p.x, p.x_dtype, x_base + channel * p.x_steps.channel + position * p.x_steps.position, p.x_steps.position, n,
+         values);
+    const float factor = static_cast<float>(norm.rate * parameter(p.weight, p.weight_dtype, channel, 1.0f));
+    const float offset = parameter(p.bias, p.bias_dtype, channel, 0.0f);
+    for (int i = 0; i < n; ++i) values[i] = ((values[i] - norm.mean) - norm.mean_rest) * factor + offset;
+    if (p.silu) apply_silu(values, n);
+    store(values, n, p.out, p.x_dtype, out_base + channel * p.out_steps.channel + position * p.out_steps.position,
+          p.out_steps.position);
+  });
+}
+
+// --- groups, position after position, all channels at once ----------------------------------------------
+
+constexpr int kBatch = 16;  // positions that are summed up in float32
+
+void pixels_statistics(const GroupNormParams& p, int64_t sample, int64_t part) {
+  alignas(64) float values[kBatch][kChunk];
+  const Range range = share(p.shape.positions, p.parts, part);
+  const int64_t base = sample_offset(p.shape, p.x_steps, sample);
+  std::vector<Statistics> channels(p.shape.channels);
+  for (int64_t first = 0; first < p.shape.channels; first += kChunk) {
+    const int width = static_cast<int>(std::min<int64_t>(kChunk, p.shape.channels - first));
+    for (int64_t position = range.begin; position < range.end; position += kBatch) {
+      const int n = static_cast<int>(std::min<int64_t>(kBatch, range.end - position));
+      alignas(64) float means[kChunk] = {};
+      alignas(64) float squares[kChunk] = {};
+      for (int i = 0; i < n; ++i) {
+        load(p.x, p.x_dtype, base + (position + i) * p.x_steps.position + first, 1, width, values[i]);
+        for (int c = 0; c < width; ++c) means[c] += values[i][c];
+      }
+      for (int c = 0; c < width; ++c) means[c] /= static_cast<float>(n);
+      alignas(64) float rests[kChunk] = {};
+      for (int i = 0; i < n; ++i) {
+        for (int c = 0; c < width; ++c) {
+          const float centred = values[i][c] - means[c];
+          rests[c] += centred;
+          squares[c] += centred * centred;
+        }
+      }
+      for (int c = 0; c < width; ++c) {
+        const double rest = static_cast<double>(rests[c]) / n;
+        channels[first + c].merge({static_cast<double>(n), means[c] + rest, squares[c] - rest * rests[c]});
+      }
+    }
+  }
+  const int64_t of_group = p.shape.channels / p.groups;
+  for (int64_t group = 0; group < p.groups; ++group) {
+    Statistics sum;
+    for (int64_t c = 0; c < of_group; ++c) sum.merge(channels[group * of_group + c]);
+    partial_of(p, sample, group)[part] = sum;
+  }
+}
+
+void pixels_normalise(const GroupNormParams& p, int64_t sample, int64_t part) {
+  alignas(64) float values[kChunk];
+  alignas(64) float means[kChunk], rests[kChunk], factors[kChunk], offsets[kChunk];
+  const Range range = share(p.shape.positions, p.parts, part);
+  const int64_t of_group = p.shape.channels / p.groups;
+  const int64_t x_base = sample_offset(p.shape, p.x_steps, sample);
+  const int64_t out_base = sample_offset(p.shape, p.out_steps, sample);
+  Normaliser norm{};
+  int64_t group = -1;
+  for (int64_t first = 0; first < p.shape.channels; first += kChunk) {
+    const int width = static_cast<int>(std::min<int64_t>(kChunk, p.shape.channels - first));
+    for (int c = 0; c < width; ++c) {
+      if ((first + c) / of_group != group) {
+        group = (first + c) / of_group;
+        norm = normaliser_of(p, sample, group);
+      }
+      means[c] = norm.mean;
+      rests[c] = norm.mean_rest;
+      factors[c] = static_cast<float>(norm.rate * parameter(p.weight, p.weight_dtype, first + c, 1.0f));
+      offsets[c] = parameter(p.bias, p.bias_dtype, first + c, 0.0f);
+    }
+    for (int64_t position = range.begin; position < range.end; ++position) {
+      load(p.x, p.x_dtype, x_base + position * p.x_steps.position + first, 1, width, values);
+      for (int c = 0; c < width; ++c) values[c] = ((values[c] - means[c]) - rests[c]) * factors[c] + offsets[c];
+      if (p.silu) apply_silu(values, width);
+      store(values, width, p.out, p.x_dtype, out_base + position * p.out_steps.position + first, 1);
+    }
+  }
+}
+
+// --- norm over channels ---------------------------------------------------------------------------------
+
+// The parameters of a channel, with which what is absent changes nothing.
+struct Channel {
+  float weight;
+  float bias;
+  float scale;  // 1 + scale
+  float shift;
+};
+
+Channel channel_of(const ChannelNormParams& p, int64_t sample, int64_t c) {
+  const int64_t scale_at = sample * p.scale_steps[0] + c * p.scale_steps[1];
+  const int64_t shift_at = sample * p.shift_steps[0] + c * p.shift_steps[1];
+  return {parameter(p.weight, p.weight_dtype, c, 1.0f), parameter(p.bias, p.bias_dtype, c, 0.0f),
+          1.0f + parameter(p.scale, p.scale_dtype, scale_at, 0.0f), parameter(p.shift, p.shift_dtype, shift_at, 0.0f)};
+}
+
+float factor_of(const ChannelNormParams& p, double sum_of_squares) {
+  const double size = static_cast<double>(p.shape.channels);
+  if (p.clamp_eps) {
+    const double length = std::sqrt(sum_of_squares);
+    const double bound = p.eps;
+    return static_cast<float>(std::sqrt(size) / (length < bound ? bound : length));  // lets NaN through
+  }
+  return static_cast<float>(1.0 / std::sqrt(sum_of_squares / size + static_cast<double>(p.eps)));
+}
+
+// What follows the multiplication by the factor, for n values with parameters taken from channel(i).
+template <typename Channels>
+void finish(const ChannelNormParams& p, float* values, int n, Channels&& channel) {
+  round_to(p.round_dtype, values, n);
+  for (int i = 0; i < n; ++i) values[i] *= channel(i).weight;
+  if (p.bias != nullptr) {
+    if (p.round_dtype != Dtype::kNone) round_to(p.x_dtype, values, n);
+    for (int i = 0; i < n; ++i) values[i] += channel(i).bias;
+  }
+  if (p.scale != nullptr) {
+    for (int i = 0; i < n; ++i) values[i] *= channel(i).scale;
+  }
+  if (p.shift != nullptr) {
+    for (int i = 0; i < n; ++i) values[i] += channel(i).shift;
+  }
+  if (p.silu) apply_silu(values, n);
+}
+
+// Positions that are not apart by 1 in both tensors, with channels that are: one after the other.
+void rows(const ChannelNormParams& p, int64_t sample, int64_t x_at, int64_t out_at, int positions) {
+  alignas(64) float values[kChunk];
+  std::vector<Channel> parameters(p.shape.channels);
+  for (int64_t c = 0; c < p.shape.channels; ++c) parameters[c] = channel_of(p, sample, c);
+  for (int i = 0; i < positions; ++i) {
+    Sums sums;
+    for (int64_t first = 0; first < p.shape.channels; first += kChunk) {
+      const int n = static_cast<int>(std::min<int64_t>(kChunk, p.shape.channels - first));
+      load(p.x, p.x_dtype, x_at + i * p.x_steps.position + first, 1, n, values);
+      accumulate(values, n, &sums);
+    }
+    const float factor = factor_of(p, sums.squares);
+    for (int64_t first = 0; first < p.shape.channels; first += kChunk) {
+      const int n = static_cast<int>(std::min<int64_t>(kChunk, p.shape.channels - first));
+      load(p.x, p.x_dtype, x_at + i * p.x_steps.position + first, 1, n, values);
+      for (int j = 0; j < n; ++j) values[j] *= factor;
+      finish(p, values, n, [&](int j) -> const Channel& { return parameters[first + j]; });
+      store(values, n, p.out, p.x_dtype, out_at + i * p.out_steps.position + first, 1);
+    }
+  }
+}
+
+// A tile of positions, one channel of all of them at a time.
+void columns(const ChannelNormParams& p, int64_t sample, int64_t x_at, int64_t out_at, int positions) {
+  constexpr int64_t kFlushEvery = 64;  // float32 additions before a sum moves on to float64
+  alignas(64) float values[kTilePositions];
+  double squares[kTilePositions] = {};
+  for (int64_t first = 0; first < p.shape.channels; first += kFlushEvery) {
+    alignas(64) float part[kTilePositions] = {};
+    for (int64_t c = first; c < std::min(first + kFlushEvery, p.shape.channels); ++c) {
+      load(p.x, p.x_dtype, x_at + c * p.x_steps.channel, p.x_steps.position, positions, values);
+      for (int i = 0; i < positions; ++i) part[i] += values[i] * values[i];
+    }
+    for (int i = 0; i < positions; ++i) squares[i] += part[i];
+  }
+  alignas(64) float factors[kTilePositions];
+  for (int i = 0; i < positions; ++i) factors[i] = factor_of(p, squares[i]);
+  for (int64_t c = 0; c < p.shape.channels; ++c) {
+    const Channel channel = channel_of(p, sample, c);
+    load(p.x, p.x_dtype, x_at + c * p.x_steps.channel, p.x_steps.position, positions, values);
+    for (int i = 0; i < positions; ++i) values[i] *= factors[i];
+    finish(p, values, positions, [&](int) -> const Channel& { return channel; });
+    store(values, positions, p.out, p.x_dtype, out_at + c * p.out_steps.channel, p.out_steps.position);
+  }
+}
+
+}  // namespace
+
+namespace DIFFKERN_CPU_LEVEL {
+
+void group_norm_statistics_cpu(const GroupNormParams& p, int64_t begin, int64_t end) {
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t part = task % p.parts;
+    const int64_t rest = task / p.parts;
+    if (channels_last(p)) {
+      pixels_statistics(p, rest, part);
+    } else {
+      planes_statistics(p, rest / p.groups, rest % p.groups, part);
+    }
+  }
+}
+
+void group_norm_normalise_cpu(const GroupNormParams& p, int64_t begin, int64_t end) {
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t part = task % p.parts;
+    const int64_t rest = task / p.parts;
+    if (channels_last(p)) {
+      pixels_normalise(p, rest, part);
+    } else {
+      planes_normalise(p, rest / p.groups, rest % p.groups, part);
+    }
+  }
+}
+
+void channel_norm_cpu(const ChannelNormParams& p, int64_t begin, int64_t end) {
+  const int64_t tiles = (p.shape.positions + kTilePositions - 1) / kTilePositions;
+  const bool along = p.x_steps.channel == 1 && p.out_steps.channel == 1 && p.x_steps.position != 1;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t sample = task / tiles;
+    const int64_t first = task % tiles * kTilePositions;
+    const int positions = static_cast<int>(std::min(kTilePositions, p.shape.positions - first));
+    const int64_t x_at = sample_offset(p.shape, p.x_steps, sample) + first * p.x_steps.position;
+    const int64_t out_at = sample_offset(p.shape, p.out_steps, sample) + first * p.out_steps.position;
+    along ? rows(p, sample, x_at, out_at, positions) : columns(p, sample, x_at, out_at, positions);
+  }
+}
+
+}  // namespace DIFFKERN_CPU_LEVEL
+}  // namespace diffkern

@@ -1,0 +1,141 @@
+"""Injection on a GPU: before and after moving, under every offload mode, in CUDA graphs, on a second card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+from diffkern import inject_optimized_kernels, restore
+from tests.injection.models import ltx_inputs, tiny_ltx
+from tests.pipelines.tiny import build, run
+
+pytestmark = pytest.mark.gpu
+
+
+def on(device: str, **options: Any) -> dict[str, Any]:
+    """Inputs of the tiny denoiser on a device."""
+    inputs = ltx_inputs(**options)
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+
+
+def all_fused(report: Any) -> bool:
+    return all(count["fused"] and not count["stock"] for count in report.calls().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inject_first", [True, False])
+def test_before_and_after_moving_to_the_gpu(inject_first: bool, dtype: torch.dtype, device: str) -> None:
+    model, twin = tiny_ltx().to(dtype), tiny_ltx().to(device, dtype)
+    if inject_first:
+        report = inject_optimized_kernels(model)
+        model.to(device)
+    else:
+        report = inject_optimized_kernels(model.to(device))
+    assert len(report.patched) == 13 and {site.provider for site in report.patched} <= {"compiled", "triton"}
+    with torch.no_grad():
+        stock = twin(**on(device, dtype=dtype))[0]
+        fused = model(**on(device, dtype=dtype))[0]
+        assert all_fused(report)
+        # Of the dtype of the stock result, and within a few roundings of it.
+        torch.testing.assert_close(fused, stock, rtol=16 * torch.finfo(dtype).eps, atol=64 * torch.finfo(dtype).eps)
+        report.restore()
+        assert torch.equal(model(**on(device, dtype=dtype))[0], stock)
+
+
+@pytest.mark.parametrize("mode", ["model", "sequential", "group-block", "group-leaf", "group-stream"])
+@pytest.mark.parametrize("inject_first", [True, False])
+def test_offloading(mode: str, inject_first: bool, device: str) -> None:
+    target = torch.device(device)
+
+    def offload(pipe: Any) -> None:
+        if mode == "model":
+            pipe.enable_model_cpu_offload(device=target)
+        elif mode == "sequential":
+            pipe.enable_sequential_cpu_offload(device=target)
+        else:
+            level = "block_level" if mode == "group-block" else "leaf_level"
+            options: dict[str, Any] = {"num_blocks_per_group": 1} if level == "block_level" else {}
+            pipe.enable_group_offload(
+                onload_device=target, offload_type=level, use_stream=mode == "group-stream", **options
+            )
+
+    stock_pipe, arguments = build("ltx")
+    offload(stock_pipe)
+    stock = run(stock_pipe, arguments)
+    pipe, _ = build("ltx")
+    if inject_first:
+        report = inject_optimized_kernels(pipe)
+        offload(pipe)
+    else:
+        offload(pipe)
+        report = inject_optimized_kernels(pipe)
+    torch.testing.assert_close(run(pipe, arguments), stock, rtol=1e-3, atol=1e-4)
+    called = [count for count in report.calls().values() if count["fused"] or count["stock"]]
+    assert len(called) > 20 and not any(count["stock"] for count in called)
+    assert restore(pipe) == len(report.patched)
+    assert torch.equal(run(pipe, arguments), stock)
+
+
+def test_dk37_a_captured_model_replays_with_fresh_inputs(device: str) -> None:
+    model = tiny_ltx().to(device)
+    report = inject_optimized_kernels(model)
+    inputs = on(device)
+    static = inputs["hidden_states"]
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model(**inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = model(**inputs)[0]
+        for seed in (5, 6):
+            fresh = on(device, seed=seed)["hidden_states"]
+            static.copy_(fresh)
+            graph.replay()
+            expected = model(**{**inputs, "hidden_states": fresh})[0]
+            assert torch.equal(result, expected)
+    assert all_fused(report)
+
+
+def test_an_unproven_site_runs_stock_while_a_graph_is_captured(device: str) -> None:
+    model = tiny_ltx().to(device)
+    report = inject_optimized_kernels(model)
+    for site in report.patched:
+        site._state.proven.clear()
+    inputs = on(device)
+    with torch.no_grad():
+        restore_point = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(restore_point):
+            model(**inputs)
+    counts = report.calls().values()
+    assert all(not count["fused"] and any("captured" in reason for reason in count["stock_reasons"]) for count in counts)
+
+
+def test_compiled_with_inductor_gives_the_same(device: str) -> None:
+    model = tiny_ltx().to(device)
+    with torch.no_grad():
+        stock = model(**on(device))[0]
+        inject_optimized_kernels(model)
+        model.compile_repeated_blocks(fullgraph=True)
+        torch.testing.assert_close(model(**on(device))[0], stock, rtol=1e-3, atol=1e-4)
+
+
+def test_dk35_a_model_over_two_cards() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    model = tiny_ltx()
+    stock = tiny_ltx().to("cuda:0")
+    device_map = {name: 0 for name, _ in model.named_children() if name != "transformer_blocks"}
+    device_map |= {"transformer_blocks.0": 0, "transformer_blocks.1": 1, "scale_shift_table": 0}
+    report = inject_optimized_kernels(model)
+    model = accelerate.dispatch_model(model, device_map=device_map)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(**on("cuda:0"))[0], stock(**on("cuda:0"))[0].to(model.device), rtol=1e-3, atol=1e-4
+        )
+    assert all_fused(report) and torch.cuda.current_device() == 0
