@@ -25,7 +25,11 @@ struct ActivationParams {
   LeadingMap<kActivationOperands> runs;  // where the runs begin
 };
 
+namespace {  // internal linkage: the same header is compiled for several instruction sets
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
 
 // On the CPU runs are cut into pieces, so that one long run can be shared among threads.
 constexpr int64_t kPieceSize = 8192;

@@ -74,11 +74,11 @@ inline float erf_of(float x) {
 // x * sigmoid(y). The exponential may overflow: a division by infinity is the right zero.
 inline float sigmoid_product(float x, float y) { return x / (1.0f + exp_of(-y)); }
 
-void apply_silu(float* values, int n) {
+inline void apply_silu(float* values, int n) {
   for (int i = 0; i < n; ++i) values[i] = sigmoid_product(values[i], values[i]);
 }
 
-void apply(Activation activation, float* values, int n) {
+inline void apply(Activation activation, float* values, int n) {
   switch (activation) {
     case Activation::kGelu:
       for (int i = 0; i < n; ++i) values[i] = 0.5f * values[i] * (1.0f + erf_of(values[i] * 0.707106781f));

@@ -82,7 +82,15 @@ void store(const float* from, int n, void* base, Dtype dtype, int64_t offset, in
   }
 }
 
-void round_to(Dtype dtype, float* values, int n) {
+// One element, or what stands for it where there is none.
+inline float parameter(const void* base, Dtype dtype, int64_t at, float absent) {
+  if (base == nullptr) return absent;
+  float value;
+  load(base, dtype, at, 1, 1, &value);
+  return value;
+}
+
+inline void round_to(Dtype dtype, float* values, int n) {
   if (dtype == Dtype::kFloat16) {
     Half rounded[kChunk];
     narrow(values, n, rounded);

@@ -7,8 +7,8 @@ namespace diffkern {
 #define DIFFKERN_DECLARE(level)                                                                  \
   namespace level {                                                                              \
   void group_norm_statistics_cpu(const GroupNormParams& params, int64_t begin, int64_t end);     \
+  void group_norm_merge_cpu(const GroupNormParams& params);                                      \
   void group_norm_normalise_cpu(const GroupNormParams& params, int64_t begin, int64_t end);      \
-  void channel_norm_cpu(const ChannelNormParams& params, int64_t begin, int64_t end);            \
   }
 
 DIFFKERN_DECLARE(baseline)
@@ -21,12 +21,12 @@ namespace {
 
 struct Kernels {
   decltype(&baseline::group_norm_statistics_cpu) statistics;
+  decltype(&baseline::group_norm_merge_cpu) merge;
   decltype(&baseline::group_norm_normalise_cpu) normalise;
-  decltype(&baseline::channel_norm_cpu) channel_norm;
 };
 
 #define DIFFKERN_KERNELS(level) \
-  Kernels { level::group_norm_statistics_cpu, level::group_norm_normalise_cpu, level::channel_norm_cpu }
+  Kernels { level::group_norm_statistics_cpu, level::group_norm_merge_cpu, level::group_norm_normalise_cpu }
 
 Kernels choose() {
 #if defined(__x86_64__)
@@ -45,19 +45,17 @@ const Kernels& kernels() {
 }  // namespace
 
 int64_t group_norm_tasks(const GroupNormParams& p) {
-  return p.shape.samples * p.parts * (channels_last(p) ? 1 : p.groups);
+  return p.shape.samples * p.parts * (channels_are_neighbours(p.x_steps, p.out_steps) ? 1 : p.groups);
 }
 
 void group_norm_statistics_cpu(const GroupNormParams& params, int64_t begin, int64_t end) {
   kernels().statistics(params, begin, end);
 }
 
+void group_norm_merge_cpu(const GroupNormParams& params) { kernels().merge(params); }
+
 void group_norm_normalise_cpu(const GroupNormParams& params, int64_t begin, int64_t end) {
   kernels().normalise(params, begin, end);
-}
-
-void channel_norm_cpu(const ChannelNormParams& params, int64_t begin, int64_t end) {
-  kernels().channel_norm(params, begin, end);
 }
 
 }  // namespace diffkern

@@ -57,7 +57,12 @@ CONTRACT = (
     ),
     ContractRow("gate_residual", "once", _ANY_MIX, "float32", "once, to the output dtype"),
     ContractRow(
-        "gate_residual", "each", _ANY_MIX, "float32", "product and sum to the promoted dtype", exact="residual + gate * x"
+        "gate_residual",
+        "each",
+        _ANY_MIX,
+        "float32",
+        "product and sum to the promoted dtype",
+        exact="residual + gate * x",
     ),
     ContractRow(
         "gate_residual", "each, activation", _ANY_MIX, "float32", "act(gate) to the dtype of gate, then as above"
@@ -199,9 +204,17 @@ def gate_residual_norm_modulate(
     The norm reads ``r`` as it is written, rounded to its dtype, as the next op of a model would.
 
     Args:
-        residual, x, gate, gate_activation: As in :func:`gate_residual`.
-        scale, shift, weight, bias, eps, norm, scale_offset: As in :func:`norm_modulate`; they must broadcast to the
-            shape of ``r``.
+        residual: As in :func:`gate_residual`.
+        x: As there.
+        gate: As there; None for the plain sum.
+        scale: As in :func:`norm_modulate`; must broadcast to the shape of ``r``.
+        shift: Like ``scale``.
+        weight: As in :func:`norm_modulate`.
+        bias: As there.
+        eps: As there.
+        norm: As there.
+        gate_activation: As in :func:`gate_residual`.
+        scale_offset: As in :func:`norm_modulate`.
         rounding: As in both.
         residual_dtype: Dtype of ``r``; None means what ``residual + gate * x`` would promote to.
         out_dtype: Dtype of ``y``; None means what the chain from ``r`` on would promote to.
@@ -516,7 +529,7 @@ def _gate_residual_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tens
 def _gate_needs(
     needs: tuple[bool, ...], x: Tensor, gate: Tensor | None, activation: int
 ) -> tuple[tuple[Tensor | None, bool], ...]:
-    """x and gate, and whether the gradients depend on them."""
+    """What of x and gate the gradients depend on."""
     _, needs_x, needs_gate = needs
     return (x, needs_gate), (gate, needs_x or (needs_gate and activation != NO_ACTIVATION))
 

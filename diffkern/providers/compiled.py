@@ -29,8 +29,12 @@ _OPS = MappingProxyType(
     {
         op: eager.PROVIDER.kernel(op, torch.device("cpu"))
         for op in (
+            "activation",
+            "channel_rms_norm_silu",
             "gate_residual",
             "gate_residual_norm_modulate",
+            "glu",
+            "group_norm_silu",
             "layer_norm",
             "norm_modulate",
             "rms_norm",

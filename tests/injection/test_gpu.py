@@ -56,11 +56,11 @@ def test_offloading(mode: str, inject_first: bool, device: str) -> None:
         elif mode == "sequential":
             pipe.enable_sequential_cpu_offload(device=target)
         else:
-            level = "block_level" if mode == "group-block" else "leaf_level"
-            options: dict[str, Any] = {"num_blocks_per_group": 1} if level == "block_level" else {}
-            pipe.enable_group_offload(
-                onload_device=target, offload_type=level, use_stream=mode == "group-stream", **options
-            )
+            options: dict[str, Any] = {"offload_type": "leaf_level", "use_stream": mode == "group-stream"}
+            if mode == "group-block":
+                # A VAE that decodes without its forward does not meet the hook of its outer block.
+                options = {"offload_type": "block_level", "num_blocks_per_group": 1, "exclude_modules": ["vae"]}
+            pipe.enable_group_offload(onload_device=target, **options)
 
     stock_pipe, arguments = build("ltx")
     offload(stock_pipe)

@@ -10,10 +10,24 @@ import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
+from .activation import activation, glu
+from .activation import register_fakes as _register_activation_fakes
+from .group_norm import channel_rms_norm_silu, group_norm_silu
+from .group_norm import register_fakes as _register_group_norm_fakes
 from .modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
 from .modulate import register_fakes as _register_modulate_fakes
 
-__all__ = ["gate_residual", "gate_residual_norm_modulate", "layer_norm", "norm_modulate", "rms_norm"]
+__all__ = [
+    "activation",
+    "channel_rms_norm_silu",
+    "gate_residual",
+    "gate_residual_norm_modulate",
+    "glu",
+    "group_norm_silu",
+    "layer_norm",
+    "norm_modulate",
+    "rms_norm",
+]
 
 
 def rms_norm(
@@ -83,6 +97,8 @@ def _register_fakes() -> None:
         return _empty_output(x, out_dtype, preserve_strides)
 
     _register_modulate_fakes()
+    _register_activation_fakes()
+    _register_group_norm_fakes()
     ops.has_fakes = True
 
 

@@ -1,0 +1,42 @@
+// Tensors of shape [batch, channels, positions...], as the norms of convolutional networks step through them.
+#pragma once
+
+#include "dtypes.h"
+
+namespace diffkern {
+
+// All in elements. A sample is one image or video, or one frame of it where every frame counts by itself.
+struct Steps {
+  int64_t batch;
+  int64_t frame;  // 0 where a sample has all frames
+  int64_t channel;
+  int64_t position;
+};
+
+struct SampleShape {
+  int64_t samples;
+  int64_t frames;  // samples that lie `frame` apart, before the next `batch`; 1 where a sample has all frames
+  int64_t channels;
+  int64_t positions;
+};
+
+namespace {  // internal linkage: the same header is compiled for several instruction sets
+
+// Whether the channels of a position, and not the positions of a channel, are neighbours in memory.
+DIFFKERN_HOST_DEVICE bool channels_are_neighbours(const Steps& x, const Steps& out) {
+  return x.channel == 1 && out.channel == 1 && x.position != 1;
+}
+
+DIFFKERN_HOST_DEVICE int64_t sample_offset(const SampleShape& shape, const Steps& steps, int64_t sample) {
+  if (shape.frames == 1) return sample * steps.batch;
+  int64_t batch;
+  if (sample <= UINT32_MAX && shape.frames <= UINT32_MAX) {  // a 64-bit division is slow on a GPU
+    batch = static_cast<uint32_t>(sample) / static_cast<uint32_t>(shape.frames);
+  } else {
+    batch = sample / shape.frames;
+  }
+  return batch * steps.batch + (sample - batch * shape.frames) * steps.frame;
+}
+
+}  // namespace
+}  // namespace diffkern

@@ -1,0 +1,388 @@
+// rope, rope_3d and qk_norm_rope as torch ops: checks, the output tensors, and the way to the kernels.
+#include <algorithm>
+#include <array>
+#include <tuple>
+
+#include "../common/torch_binding.h"
+#include "rope.h"
+
+namespace diffkern {
+namespace {
+
+// Elements that are worth a thread of their own on the CPU.
+constexpr int64_t kGrain = 16384;
+
+using Dims = std::array<int64_t, kMaxRank + 1>;
+using Tables = std::vector<Tensor>;
+
+// The options that q and k share.
+struct Rotation {
+  const std::optional<Tensor>& coords;
+  const std::vector<int64_t>& grid;
+  bool half;
+  int64_t rotary_dim;
+  int64_t seq_dim;
+  int64_t start;
+  int64_t length;
+
+  bool axes() const { return coords.has_value() || !grid.empty(); }
+};
+
+// A tensor as rows of a head each, whose heads may not be split yet.
+struct Heads {
+  int64_t rank;
+  Dims sizes;
+  Dims strides;
+
+  Heads(const Tensor& x, int64_t head_dim) : rank(x.dim()) {
+    for (int64_t dim = 0; dim < rank; ++dim) {
+      sizes[dim] = x.size(dim);
+      strides[dim] = x.stride(dim);
+    }
+    if (head_dim != 0 && sizes[rank - 1] >= 0) {
+      sizes[rank] = head_dim;
+      strides[rank] = strides[rank - 1];
+      sizes[rank - 1] = head_dim > 0 ? sizes[rank - 1] / head_dim : 0;
+      strides[rank - 1] *= head_dim;
+      ++rank;
+    }
+  }
+
+  int64_t leading() const { return rank - 1; }
+};
+
+Dtype rope_dtype_of(ScalarType type, const char* op, const char* name) {
+  return type == ScalarType::Double ? Dtype::kFloat64 : dtype_of(type, op, name);
+}
+
+void check_beside(const Tensor& tensor, const Tensor& x, const char* op, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cuda() == x.is_cuda() && tensor.is_cpu() == x.is_cpu() &&
+                      tensor.get_device_index() == x.get_device_index(),
+                  op, ": ", name, " and the input are on different devices");
+}
+
+Dtype add_parameter(const std::optional<Tensor>& parameter, const Tensor& x, const char* op, const char* name,
+                    const void** data, Tables* keep) {
+  const auto plain = checked_parameter(parameter, x, x.size(x.dim() - 1), op, name);
+  if (!plain.has_value()) return Dtype::kNone;
+  *data = plain->const_data_ptr();
+  keep->push_back(*plain);
+  return dtype_of(plain->scalar_type(), op, name);
+}
+
+// One full table: its strides along the leading dimensions of what is rotated.
+void add_full(const Tensor& table, const Tensor& x, const Heads& rows, const Dims& span, const RopeParams& params,
+              const char* op, const char* name, int64_t* strides, int64_t* step, bool* compact) {
+  check_beside(table, x, op, name);
+  const int64_t rank = table.dim();
+  const int64_t last = rank > 0 ? table.size(rank - 1) : 0;
+  STD_TORCH_CHECK(rank > 0 && (last == params.rotary || last == params.rotary / 2), op, ": ", name, " has ", last,
+                  " columns, and ", params.rotary, " elements are rotated");
+  STD_TORCH_CHECK(broadcast_strides(static_cast<int>(rank - 1), table.sizes().data(), table.strides().data(),
+                                    static_cast<int>(rows.leading()), span.data(), strides),
+                  op, ": ", name, " does not broadcast to the rows that are rotated");
+  *step = last > 1 ? table.stride(rank - 1) : 1;
+  *compact = last != params.rotary;
+}
+
+// The tables of the axes: widths and sizes in params, pointers in the operand, strides of coordinates and heads.
+void add_axes(const Tables& cos, const Tables& sin, const Rotation& rotation, const Tensor& x, const Heads& rows,
+              const char* op, RopeParams* params, RopeOperand* o, int64_t* coords_strides, int64_t* head_strides,
+              Tables* keep) {
+  const int64_t axes = static_cast<int64_t>(cos.size());
+  STD_TORCH_CHECK(axes <= kMaxAxes && cos.size() == sin.size(), op, ": there are tables of 1 to ", kMaxAxes,
+                  " axes, as many cosines as sines");
+  int64_t pairs = params->front_pad;
+  for (int64_t axis = 0; axis < axes; ++axis) {
+    check_beside(cos[axis], x, op, "a table");
+    check_beside(sin[axis], x, op, "a table");
+    STD_TORCH_CHECK(cos[axis].dim() == 2 && sin[axis].dim() == 2 && cos[axis].size(0) == sin[axis].size(0) &&
+                        cos[axis].size(1) == sin[axis].size(1),
+                    op, ": the tables of an axis must both be [positions, pairs]");
+    STD_TORCH_CHECK(cos[axis].scalar_type() == cos[0].scalar_type() && sin[axis].scalar_type() == cos[0].scalar_type(),
+                    op, ": the tables of all axes must have one dtype");
+    params->widths[axis] = static_cast<int>(cos[axis].size(1));
+    params->sizes[axis] = cos[axis].size(0);
+    STD_TORCH_CHECK(!params->alternating || params->widths[axis] == params->widths[0], op,
+                    ": axes can alternate only if their tables have as many columns");
+    pairs += params->widths[axis];
+    keep->push_back(torch::stable::contiguous(cos[axis]));
+    o->cos[axis] = keep->back().const_data_ptr();
+    keep->push_back(torch::stable::contiguous(sin[axis]));
+    o->sin[axis] = keep->back().const_data_ptr();
+  }
+  params->axes = static_cast<int>(axes);
+  o->compact_cos = o->compact_sin = true;
+
+  const int64_t own = params->rotary / 2;
+  const int64_t heads_dim = 3 - rotation.seq_dim;
+  if (pairs != own) {
+    STD_TORCH_CHECK(rows.rank == 4 && (heads_dim == 1 || heads_dim == 2) && pairs == own * rows.sizes[heads_dim], op,
+                    ": the axes have ", pairs, " pairs, and ", own, " are rotated in each head");
+    head_strides[heads_dim] = own;
+  }
+
+  const int64_t seq_dim = rotation.seq_dim;
+  const int64_t tokens = params->partial ? params->length : rows.sizes[seq_dim];
+  if (!rotation.coords.has_value()) {
+    STD_TORCH_CHECK(static_cast<int64_t>(rotation.grid.size()) == axes, op, ": the grid must have ", axes, " axes");
+    int64_t product = 1;
+    for (int64_t axis = 0; axis < axes; ++axis) {
+      params->grid[axis] = rotation.grid[axis];
+      product *= rotation.grid[axis];
+      STD_TORCH_CHECK(rotation.grid[axis] <= params->sizes[axis], op, ": the grid is larger than a table");
+    }
+    STD_TORCH_CHECK(product == tokens, op, ": the grid has ", product, " positions for ", tokens, " tokens");
+    return;
+  }
+  const Tensor& coords = *rotation.coords;
+  check_beside(coords, x, op, "coords");
+  const int64_t rank = coords.dim();
+  STD_TORCH_CHECK((rank == 2 || rank == 3) && coords.size(rank - 1) == axes && coords.size(rank - 2) == tokens &&
+                      (rank == 2 || (seq_dim > 0 && (coords.size(0) == 1 || coords.size(0) == rows.sizes[0]))),
+                  op, ": coords must be [tokens, axes] or [batch, tokens, axes]");
+  o->wide_coords = coords.scalar_type() == ScalarType::Long;
+  STD_TORCH_CHECK(o->wide_coords || coords.scalar_type() == ScalarType::Int, op, ": coords must be int32 or int64");
+  o->coords = coords.const_data_ptr();
+  o->first_step = coords.stride(rank - 1);
+  o->first_shift = rotation.start * coords.stride(rank - 2);
+  coords_strides[seq_dim] = coords.stride(rank - 2);
+  if (rank == 3 && coords.size(0) > 1) coords_strides[0] = coords.stride(0);
+}
+
+// Chooses the innermost loop and merges the others; false if too many are left.
+bool arrange(const RopeParams& params, const Heads& x, const Heads& out, const int64_t* first, const int64_t* second,
+             const int64_t* token, RopeOperand* o) {
+  const int leading = static_cast<int>(x.leading());
+  const std::array<const int64_t*, kRopeStrides> strides{x.strides.data(), out.strides.data(), first, second, token};
+  int inner = -1;
+  if (params.across) {
+    inner = leading - 1;
+  } else {
+    const auto shared = [&](int dim) { return first[dim] == 0 && second[dim] == 0 && token[dim] == 0; };
+    for (int dim = 0; dim < leading; ++dim) {
+      if (x.sizes[dim] == 1) continue;
+      const bool better = inner < 0 || (shared(dim) != shared(inner) ? shared(dim) : x.strides[dim] < x.strides[inner]);
+      if (better) inner = dim;
+    }
+  }
+  o->inner = inner < 0 ? 1 : x.sizes[inner];
+  Dims sizes;
+  std::array<Dims, kRopeStrides> others;
+  int count = 0;
+  for (int dim = 0; dim < leading; ++dim) {
+    if (dim == inner) continue;
+    sizes[count] = x.sizes[dim];
+    for (int i = 0; i < kRopeStrides; ++i) others[i][count] = strides[i][dim];
+    ++count;
+  }
+  for (int i = 0; i < kRopeStrides; ++i) o->inner_strides[i] = inner < 0 ? 0 : strides[i][inner];
+  return make_leading_map<kRopeStrides>(
+      count, sizes.data(), {others[0].data(), others[1].data(), others[2].data(), others[3].data(), others[4].data()},
+      &o->outer);
+}
+
+// Fills in one of q and k; false if its rows lie in more loops than a kernel can step through.
+bool add_operand(const Tensor& x, const Tensor& out, const std::optional<Tensor>& weight,
+                 const std::optional<Tensor>& bias, const Tables& cos, const Tables& sin, const Rotation& rotation,
+                 bool split, const char* op, RopeParams* params, Tables* keep) {
+  RopeOperand& o = params->operands[params->count];
+  o = RopeOperand{};
+  const Heads rows(x, split ? params->head_dim : 0);
+  const Heads out_rows(out, split ? params->head_dim : 0);
+  o.x = x.const_data_ptr();
+  o.out = out.mutable_data_ptr();
+  o.x_step = params->head_dim > 1 ? rows.strides[rows.leading()] : 1;
+  o.out_step = params->head_dim > 1 ? out_rows.strides[rows.leading()] : 1;
+  o.weight_dtype = add_parameter(weight, x, op, "weight", &o.weight, keep);
+  o.bias_dtype = add_parameter(bias, x, op, "bias", &o.bias, keep);
+
+  Dims first{}, second{}, token{};
+  if (params->tables != RopeTables::kNone) {
+    STD_TORCH_CHECK(!cos.empty() && !sin.empty(), op, ": q and k both need tables");
+    o.cos_dtype = rope_dtype_of(cos[0].scalar_type(), op, "cos");
+    o.sin_dtype = rope_dtype_of(sin[0].scalar_type(), op, "sin");
+    const bool counted = params->partial || params->tables == RopeTables::kAxes;
+    if (counted) {
+      STD_TORCH_CHECK(rotation.seq_dim >= 0 && rotation.seq_dim < rows.leading(), op, ": seq_dim is out of range");
+      token[rotation.seq_dim] = 1;
+    }
+    if (params->partial) {
+      STD_TORCH_CHECK(rotation.start >= 0 && rotation.start + rotation.length <= rows.sizes[rotation.seq_dim], op,
+                      ": the tokens to rotate are not all among those of the input");
+    }
+    if (params->tables == RopeTables::kAxes) {
+      add_axes(cos, sin, rotation, x, rows, op, params, &o, first.data(), second.data(), keep);
+    } else {
+      Dims span = rows.sizes;
+      if (params->partial) span[rotation.seq_dim] = rotation.length;
+      add_full(cos[0], x, rows, span, *params, op, "cos", first.data(), &o.first_step, &o.compact_cos);
+      add_full(sin[0], x, rows, span, *params, op, "sin", second.data(), &o.second_step, &o.compact_sin);
+      o.cos[0] = cos[0].const_data_ptr();
+      o.sin[0] = sin[0].const_data_ptr();
+      if (params->partial) {
+        o.first_shift = rotation.start * first[rotation.seq_dim];
+        o.second_shift = rotation.start * second[rotation.seq_dim];
+      }
+    }
+  }
+  if (!arrange(*params, rows, out_rows, first.data(), second.data(), token.data(), &o)) return false;
+  if (x.numel() > 0) ++params->count;
+  return true;
+}
+
+void launch(const RopeParams& params, [[maybe_unused]] const Tensor& x, [[maybe_unused]] const char* op) {
+  if (params.count == 0) return;
+#if defined(DIFFKERN_GPU)
+  launch_on_device_of(x, op, [&params](void* stream) { return rope_gpu(params, stream); });
+#else
+  for (int i = 0; i < params.count; ++i) {
+    const RopeOperand& operand = params.operands[i];
+    const int64_t work = params.work(operand);
+    const int64_t elements = operand.rows() / work * params.head_dim;
+    torch::stable::parallel_for(0, work, std::max<int64_t>(1, kGrain / elements), [&params, i](int64_t begin, int64_t end) {
+      rope_cpu(params, i, begin, end);
+    });
+  }
+#endif
+}
+
+RopeParams rope_params(const Tensor& x, int64_t head_dim, const Tables& cos, const Rotation& rotation,
+                       int64_t arithmetic, const char* op) {
+  RopeParams params{};
+  params.dtype = rope_dtype_of(x.scalar_type(), op, "the input");
+  STD_TORCH_CHECK(head_dim <= INT32_MAX, op, ": rows of ", head_dim, " elements are too long");
+  params.head_dim = static_cast<int>(head_dim);
+  params.rotary = rotation.rotary_dim > 0 ? static_cast<int>(rotation.rotary_dim) : params.head_dim;
+  STD_TORCH_CHECK(params.rotary <= params.head_dim && params.rotary % 2 == 0, op, ": ", params.rotary,
+                  " elements cannot be rotated in pairs in a row of ", params.head_dim);
+  params.half = rotation.half;
+  params.arithmetic = static_cast<RopeArithmetic>(arithmetic);
+  params.tables = cos.empty() ? RopeTables::kNone : rotation.axes() ? RopeTables::kAxes : RopeTables::kFull;
+  params.partial = params.tables != RopeTables::kNone && rotation.length >= 0;
+  params.start = rotation.start;
+  params.length = rotation.length;
+  return params;
+}
+
+// The ops on one tensor; `build` adds its operand.
+template <typename Build>
+Tensor run_one(const Tensor& x, const RopeParams& params, const char* op, Build&& build) {
+  Tensor out = empty_output(x, x.scalar_type(), true);
+  RopeParams filled = params;
+  if (build(x, out, &filled)) {
+    launch(filled, x, op);
+    return out;
+  }
+  const Tensor dense = torch::stable::contiguous(x);
+  const Tensor result = empty_output(dense, x.scalar_type(), false);
+  filled = params;
+  STD_TORCH_CHECK(build(dense, result, &filled), op, ": the input has more dimensions that the tables tell apart than "
+                  "the compiled kernels step through: make the tables as large as the input, and contiguous");
+  launch(filled, dense, op);
+  torch::stable::copy_(out, result);
+  return out;
+}
+
+Tensor rope(Tensor x, Tensor cos, Tensor sin, bool half, int64_t arithmetic, int64_t rotary_dim, int64_t seq_dim,
+            int64_t start, int64_t length) {
+  STD_TORCH_CHECK(x.dim() >= 1, "rope: the input must have at least one dimension");
+  const std::vector<int64_t> no_grid;
+  const std::optional<Tensor> no_coords;
+  const Rotation rotation{no_coords, no_grid, half, rotary_dim, seq_dim, start, length};
+  const Tables cos_tables{cos}, sin_tables{sin};
+  const RopeParams params = rope_params(x, x.size(x.dim() - 1), cos_tables, rotation, arithmetic, "rope");
+  Tables keep;
+  return run_one(x, params, "rope", [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
+    return add_operand(from, to, std::nullopt, std::nullopt, cos_tables, sin_tables, rotation, false, "rope", filled, &keep);
+  });
+}
+
+Tensor rope_3d(Tensor x, Tables cos, Tables sin, std::optional<Tensor> coords, std::vector<int64_t> grid,
+               bool alternating, int64_t front_pad, bool half, int64_t arithmetic, int64_t rotary_dim, int64_t seq_dim,
+               int64_t start, int64_t length) {
+  STD_TORCH_CHECK(x.dim() >= 2, "rope_3d: the input must have at least two dimensions");
+  STD_TORCH_CHECK(!cos.empty(), "rope_3d: there are no tables");
+  const Rotation rotation{coords, grid, half, rotary_dim, seq_dim, start, length};
+  RopeParams params = rope_params(x, x.size(x.dim() - 1), cos, rotation, arithmetic, "rope_3d");
+  STD_TORCH_CHECK(rotation.axes(), "rope_3d: there is neither a grid nor are there coordinates");
+  params.alternating = alternating;
+  params.front_pad = static_cast<int>(front_pad);
+  Tables keep;
+  return run_one(x, params, "rope_3d", [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
+    return add_operand(from, to, std::nullopt, std::nullopt, cos, sin, rotation, false, "rope_3d", filled, &keep);
+  });
+}
+
+std::tuple<Tensor, Tensor> qk_norm_rope(
+    Tensor q, Tensor k, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight, std::optional<Tensor> q_bias,
+    std::optional<Tensor> k_bias, Tables cos, Tables sin, Tables cos_k, Tables sin_k, std::optional<Tensor> coords,
+    std::vector<int64_t> grid, bool alternating, int64_t front_pad, int64_t norm, double eps, int64_t heads,
+    double weight_offset, std::optional<ScalarType> round_dtype, bool round_norm, bool half, int64_t arithmetic,
+    int64_t rotary_dim, int64_t seq_dim, int64_t start, int64_t length) {
+  const char* op = "qk_norm_rope";
+  STD_TORCH_CHECK(q.dim() >= 1 && k.dim() >= 1, op, ": q and k must have at least one dimension");
+  STD_TORCH_CHECK(q.scalar_type() == k.scalar_type(), op, ": q and k must have one dtype");
+  check_beside(k, q, op, "k");
+  const int64_t size = q.size(q.dim() - 1);
+  const int64_t head_dim = heads > 0 ? size / heads : size;
+  const int64_t k_size = k.size(k.dim() - 1);
+  STD_TORCH_CHECK(heads > 0 ? size % heads == 0 && (head_dim > 0 ? k_size % head_dim == 0 : k_size == 0) : k_size == size,
+                  op, ": the heads of q and k differ in size");
+  const Rotation rotation{coords, grid, half, rotary_dim, seq_dim, start, length};
+  RopeParams params = rope_params(q, head_dim, cos, rotation, arithmetic, op);
+  STD_TORCH_CHECK(params.dtype != Dtype::kFloat64 || norm == 0, op, ": the compiled norms compute no float64");
+  params.alternating = alternating;
+  params.front_pad = static_cast<int>(front_pad);
+  params.norm = static_cast<RopeNorm>(norm);
+  params.across = heads > 0 && norm != 0;
+  params.eps = static_cast<float>(eps);
+  params.weight_offset = static_cast<float>(weight_offset);
+  if (round_dtype.has_value() && *round_dtype != ScalarType::Double) {
+    params.round_dtype = dtype_of(*round_dtype, op, "round_dtype");
+  }
+  params.round_norm = round_norm || params.arithmetic == RopeArithmetic::kInput;
+
+  Tables keep;
+  const auto build = [&](const Tensor& from, const Tensor& to, bool is_q, RopeParams* filled) {
+    return add_operand(from, to, is_q ? q_weight : k_weight, is_q ? q_bias : k_bias, is_q ? cos : cos_k,
+                       is_q ? sin : sin_k, rotation, heads > 0, op, filled, &keep);
+  };
+  Tensor q_out = empty_output(q, q.scalar_type(), true);
+  Tensor k_out = empty_output(k, k.scalar_type(), true);
+  RopeParams both = params;
+  if (build(q, q_out, true, &both) && build(k, k_out, false, &both)) {
+    launch(both, q, op);
+    return {q_out, k_out};
+  }
+  const auto alone = [&](const Tensor& x, bool is_q) {
+    return run_one(x, params, op, [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
+      return build(from, to, is_q, filled);
+    });
+  };
+  return {alone(q, true), alone(k, false)};
+}
+
+}  // namespace
+
+DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
+  m.def(
+      "rope(Tensor x, Tensor cos, Tensor sin, bool half, int arithmetic, int rotary_dim, int seq_dim, int start, "
+      "int length) -> Tensor");
+  m.def(
+      "rope_3d(Tensor x, Tensor[] cos, Tensor[] sin, Tensor? coords, int[] grid, bool alternating, int front_pad, "
+      "bool half, int arithmetic, int rotary_dim, int seq_dim, int start, int length) -> Tensor");
+  m.def(
+      "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, "
+      "Tensor[] cos, Tensor[] sin, Tensor[] cos_k, Tensor[] sin_k, Tensor? coords, int[] grid, bool alternating, "
+      "int front_pad, int norm, float eps, int heads, float weight_offset, ScalarType? round_dtype, bool round_norm, "
+      "bool half, int arithmetic, int rotary_dim, int seq_dim, int start, int length) -> (Tensor, Tensor)");
+}
+
+DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
+  m.impl("rope", TORCH_BOX(&rope));
+  m.impl("rope_3d", TORCH_BOX(&rope_3d));
+  m.impl("qk_norm_rope", TORCH_BOX(&qk_norm_rope));
+}
+
+}  // namespace diffkern
