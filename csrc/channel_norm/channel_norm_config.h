@@ -12,7 +12,7 @@ struct ColumnConfig {
 };
 
 constexpr int kColumnPackets = 8;  // neighbouring packets of a block, 128 bytes in a row
-constexpr ColumnConfig kColumnConfigs[] = {{32, 4}, {32, 8}, {32, 12}, {64, 8}, {128, 8}};
+constexpr ColumnConfig kColumnConfigs[] = {{32, 4}, {32, 8}, {32, 12}, {64, 8}, {64, 16}};
 
 // Where the channels of a position are neighbours, a group of lanes of a wave keeps them.
 constexpr RowConfig kRowConfigs[] = {{8, 1, 128}, {16, 1, 128}, {32, 1, 128}, {32, 2, 128}, {32, 4, 128}};

@@ -73,6 +73,11 @@ __device__ __forceinline__ float group_sum(float value) {
   return value;
 }
 
+template <int kLanes>
+__device__ __forceinline__ float2 group_sum(float2 value) {
+  return float2{group_sum<kLanes>(value.x), group_sum<kLanes>(value.y)};
+}
+
 // Sum over a block of whole waves, in each thread. `partials` has room for one float per wave; it may be
 // used again only after the block has been synchronised in between.
 __device__ __forceinline__ float block_sum(float value, float* partials) {
@@ -87,14 +92,14 @@ __device__ __forceinline__ float block_sum(float value, float* partials) {
 
 // The same for two values at once, in one synchronisation.
 __device__ __forceinline__ float2 block_sum(float2 value, float2* partials) {
-  value = float2{group_sum<kWaveSize>(value.x), group_sum<kWaveSize>(value.y)};
+  value = group_sum<kWaveSize>(value);
   const int wave = threadIdx.x / kWaveSize;
   const int lane = threadIdx.x % kWaveSize;
   const int waves = blockDim.x / kWaveSize;
   if (lane == 0) partials[wave] = value;
   __syncthreads();
   value = lane < waves ? partials[lane] : float2{0.0f, 0.0f};
-  return float2{group_sum<kWaveSize>(value.x), group_sum<kWaveSize>(value.y)};
+  return group_sum<kWaveSize>(value);
 }
 
 constexpr int kMinWaveSize = 32;

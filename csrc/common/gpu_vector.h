@@ -138,6 +138,36 @@ __device__ __forceinline__ uint4 pack_packet(const float* from) {
   return uint4{pack<T>(from), pack<T>(from + kPerWord), pack<T>(from + 2 * kPerWord), pack<T>(from + 3 * kPerWord)};
 }
 
+// What goes with one packet of T in a tensor of M, as it lies in memory.
+template <typename T, typename M>
+struct Raw {
+  static constexpr int kWords = kPacketSize<T> / kPacketSize<M>;
+  uint4 words[kWords];
+
+  __device__ __forceinline__ void load(const uint4* row, unsigned packet) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = row[packet * kWords + i];
+  }
+
+  __device__ __forceinline__ void unpack_to(float* to) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) unpack<M>(words[i], to + i * kPacketSize<M>);
+  }
+};
+
+// A row of an operand in packets.
+template <typename T>
+__device__ __forceinline__ const uint4* packets_of(const void* data, int64_t offset) {
+  return reinterpret_cast<const uint4*>(static_cast<const T*>(data) + offset);
+}
+
+// Has a packet unpacked anew from here on: unpacked values kept over the sums would take twice the registers.
+__device__ __forceinline__ void forget_unpacked(uint4& packet) {
+#if !DIFFKERN_HIP
+  asm volatile("" : "+r"(packet.x), "+r"(packet.y), "+r"(packet.z), "+r"(packet.w));
+#endif
+}
+
 // kCount neighbouring elements of type T, aligned to their total size or to 16 bytes. kCount times the size
 // of T is 2 or 4 (a single element), 8, 16 or 32 bytes.
 template <typename T, int kCount>

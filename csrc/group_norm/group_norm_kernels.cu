@@ -66,7 +66,8 @@ __device__ __forceinline__ Normaliser normaliser_of(const GroupNormParams& p, in
   const float* partials = partial_of(p, sample, group);
   const int lane = threadIdx.x % kWaveSize;
   const auto each = [&](auto&& body) {
-#pragma unroll(kMaxParts <= kMaxPlaneParts ? kMaxParts / kWaveSize : 1)
+    constexpr int kUnroll = kMaxParts <= kMaxPlaneParts ? static_cast<int>(kMaxParts) / kWaveSize : 1;
+#pragma unroll kUnroll
     for (int first = 0; first < kMaxParts; first += kWaveSize) {
       const int part = first + lane;
       if (part < p.parts) body(Statistics{partials[part * 3], partials[part * 3 + 1], partials[part * 3 + 2]});

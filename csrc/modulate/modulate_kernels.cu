@@ -73,36 +73,6 @@ __device__ __forceinline__ Normaliser normaliser_of(const ModulateParams& p, Sum
 
 // --- row kernel ----------------------------------------------------------------------------------------
 
-// What goes with one packet of T in a tensor of M, as it lies in memory.
-template <typename T, typename M>
-struct Raw {
-  static constexpr int kWords = kPacketSize<T> / kPacketSize<M>;
-  uint4 words[kWords];
-
-  __device__ __forceinline__ void load(const uint4* row, unsigned packet) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = row[packet * kWords + i];
-  }
-
-  __device__ __forceinline__ void unpack_to(float* to) const {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) unpack<M>(words[i], to + i * kPacketSize<M>);
-  }
-};
-
-// A row of an operand in packets.
-template <typename T>
-__device__ __forceinline__ const uint4* packets_of(const void* data, int64_t offset) {
-  return reinterpret_cast<const uint4*>(static_cast<const T*>(data) + offset);
-}
-
-// Has a packet unpacked anew from here on: unpacked values kept over the sums would take twice the registers.
-__device__ __forceinline__ void forget_unpacked(uint4& packet) {
-#if !DIFFKERN_HIP
-  asm volatile("" : "+r"(packet.x), "+r"(packet.y), "+r"(packet.z), "+r"(packet.w));
-#endif
-}
-
 // Where the row number `row` of the innermost loop and iteration `outer` of all others begins. Unlike locate, this
 // divides only where there are more than two loops.
 __device__ __forceinline__ Offsets locate_nested(const LeadingMap<kMappedOperands>& map, int64_t row, unsigned outer) {

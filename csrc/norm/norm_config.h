@@ -10,7 +10,7 @@ namespace diffkern {
 // 12 packets a thread, though it needs no barrier, stayed 6 to 17 % behind. The first that fits is taken.
 constexpr RowConfig kRowConfigs[] = {
     {8, 1, 128},  {16, 1, 128}, {32, 1, 128}, {32, 2, 128}, {32, 4, 128},
-    {0, 2, 128},  {0, 3, 1024}, {0, 8, 1024},
+    {0, 2, 128},  {0, 3, 448},  {0, 8, 1024},
 };
 
 constexpr int kColumnRows = 32;   // rows of a block in the column kernel, one per thread along x

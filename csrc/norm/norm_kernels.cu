@@ -51,132 +51,129 @@ struct Accumulator {
   }
 };
 
-// The steps between a row's values and its Normaliser. `sum` adds a value up over the threads of the row;
-// fold(add, flush) calls add with every value that this thread holds, and flush where there are many.
-template <bool kLayerNorm, typename Sum, typename Fold>
+// The steps between a row's values and its Normaliser. `sum` adds up a float, or two in one go, over the threads of
+// the row; fold(add, flush) calls add with every value that this thread holds, and flush where there are many.
+template <typename Sum, typename Fold>
 __device__ __forceinline__ Normaliser normaliser_of(const NormParams& p, Sum&& sum, Fold&& fold) {
   Accumulator squares;
-  if constexpr (!kLayerNorm) {
+  if (!p.layer_norm) {
     fold([&](float value) { squares.add(value * value); }, [&] { squares.flush(); });
     squares.flush();
     return {0.0f, 0.0f, scale_of(p, sum(squares.total))};
-  } else {
-    const float size = static_cast<float>(p.size);
-    Accumulator plain;
-    fold([&](float value) { plain.add(value); }, [&] { plain.flush(); });
-    plain.flush();
-    const float mean = sum(plain.total) / size;
-    plain = Accumulator{};
-    fold(
-        [&](float value) {
-          plain.add(value - mean);
-          squares.add((value - mean) * (value - mean));
-        },
-        [&] {
-          plain.flush();
-          squares.flush();
-        });
-    plain.flush();
-    squares.flush();
-    const float rest_sum = sum(plain.total);
-    const float rest = rest_sum / size;
-    return {mean, rest, scale_of(p, sum(squares.total) - rest * rest_sum)};
   }
+  const float size = static_cast<float>(p.size);
+  Accumulator plain;
+  fold([&](float value) { plain.add(value); }, [&] { plain.flush(); });
+  plain.flush();
+  const float mean = sum(plain.total) / size;
+  plain = Accumulator{};
+  fold(
+      [&](float value) {
+        plain.add(value - mean);
+        squares.add((value - mean) * (value - mean));
+      },
+      [&] {
+        plain.flush();
+        squares.flush();
+      });
+  plain.flush();
+  squares.flush();
+  const float2 sums = sum(float2{plain.total, squares.total});
+  const float rest = sums.x / size;
+  return {mean, rest, scale_of(p, sums.y - rest * sums.x)};
 }
 
 // --- register kernel -----------------------------------------------------------------------------------
 
-// Weight, bias and the roundings, for one packet of a row.
-template <typename T, typename Param, int kCount>
-__device__ __forceinline__ void apply_parameters(const NormParams& p, int64_t at, float* values) {
-  float params[kCount];
-  if (p.round_dtype != Dtype::kNone) {
+template <typename T, int kCount>
+__device__ __forceinline__ void round_to(float* values) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = rounded<T>(values[i]);
-  }
-  if (p.weight != nullptr) {
-    load_elements<Param, kCount>(static_cast<const Param*>(p.weight) + at, params);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] *= params[i] + p.weight_offset;
-  }
-  if (p.bias != nullptr) {
-    load_elements<Param, kCount>(static_cast<const Param*>(p.bias) + at, params);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      values[i] = (p.round_dtype != Dtype::kNone ? rounded<T>(values[i]) : values[i]) + params[i];
-    }
-  }
+  for (int j = 0; j < kCount; ++j) values[j] = rounded<T>(values[j]);
 }
 
 // A row per kLanes threads, several rows per block; kLanes 0: a row per block. Input, output and round_dtype
-// are T, weight and bias T or float32.
-template <typename T, int kLanes, int kPackets, bool kLayerNorm>
-__global__ void __launch_bounds__(kLanes == 0 ? kMaxThreads : 128) register_kernel(const NormParams p) {
+// are T, weight and bias are Param, which is T or float32.
+template <typename T, typename Param, int kLanes, int kPackets, int kThreads>
+__global__ void __launch_bounds__(kThreads) register_kernel(const NormParams p) {
   constexpr int kCount = kPacketSize<T>;
-  const int lanes = kLanes == 0 ? blockDim.x : kLanes;
-  const int lane = threadIdx.x;
-  const int row_packets = static_cast<int>(p.size / kCount);
-  const bool wide_params = sizeof(T) < sizeof(float) && (p.weight != nullptr ? p.weight_dtype : p.bias_dtype) == Dtype::kFloat32;
-  __shared__ float partials[3][kMaxWaves];
+  // With more packets the registers would not hold the parameters as well.
+  constexpr bool kAhead = kPackets <= 4;
+  __shared__ float singles[kMaxWaves];
+  __shared__ float2 pairs[kMaxWaves];
 
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.map.rows;
-       first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
-    // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
-    const int64_t row = first + threadIdx.y;
-    const int packets = row < p.map.rows ? row_packets : 0;
-    const RowOffsets offsets = locate(p.map, row < p.map.rows ? row : first);
-    const T* x = static_cast<const T*>(p.x) + offsets.x;
-    T* out = static_cast<T*>(p.out) + offsets.out;
-
-    uint4 held[kPackets];
+  // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
+  const int64_t row = kLanes == 0 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const bool inside = kLanes == 0 || row < p.map.rows;
+  const unsigned lanes = kLanes == 0 ? blockDim.x : kLanes;
+  const unsigned packets = inside ? static_cast<unsigned>(p.size / kCount) : 0;
+  const RowOffsets offsets = locate(p.map, inside ? row : 0);
+  const uint4* const x = packets_of<T>(p.x, offsets.x);
+  const uint4* const weight = packets_of<Param>(p.weight, 0);
+  const uint4* const bias = packets_of<Param>(p.bias, 0);
+  const auto each_packet = [&](auto&& body) {
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
-      const int packet = lane + i * lanes;
-      if (packet < packets) held[i] = load_once(x + packet * kCount);
+      const unsigned packet = threadIdx.x + i * lanes;
+      if (packet < packets) body(i, packet);
     }
+  };
 
-    int sums = 0;
-    const auto sum = [&](float value) {
-      if constexpr (kLanes == 0) {
-        return block_sum(value, partials[sums++]);
-      } else {
-        return group_sum<kLanes>(value);
-      }
-    };
-    const auto fold = [&](auto&& add, auto&&) {
-#pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        if (lane + i * lanes < packets) {
-          float values[kCount];
-          unpack<T>(held[i], values);
-#pragma unroll
-          for (int j = 0; j < kCount; ++j) add(values[j]);
-        }
-      }
-    };
-    const Normaliser normalise = normaliser_of<kLayerNorm>(p, sum, fold);
-
-    const auto write = [&](auto param) {
-#pragma unroll
-      for (int i = 0; i < kPackets; ++i) {
-        const int packet = lane + i * lanes;
-        if (packet < packets) {
-          float values[kCount];
-          unpack<T>(held[i], values);
-#pragma unroll
-          for (int j = 0; j < kCount; ++j) values[j] = normalise(values[j]);
-          apply_parameters<T, decltype(param), kCount>(p, packet * kCount, values);
-          *reinterpret_cast<uint4*>(out + packet * kCount) = pack_packet<T>(values);
-        }
-      }
-    };
-    if (wide_params) {
-      write(float{});
-    } else {
-      write(T{});
-    }
-    if constexpr (kLanes == 0) __syncthreads();  // before the partial sums are used again
+  uint4 held[kPackets];
+  each_packet([&](int i, unsigned packet) { held[i] = load_once(x + packet); });
+  // Before the sums, so that these loads are in flight while the threads wait for each other.
+  Raw<T, Param> weights[kAhead ? kPackets : 1];
+  Raw<T, Param> biases[kAhead ? kPackets : 1];
+  if constexpr (kAhead) {
+    each_packet([&](int i, unsigned packet) {
+      if (p.weight != nullptr) weights[i].load(weight, packet);
+      if (p.bias != nullptr) biases[i].load(bias, packet);
+    });
   }
+
+  const auto sum = [&](auto value) {
+    if constexpr (kLanes != 0) {
+      return group_sum<kLanes>(value);
+    } else if constexpr (std::is_same_v<decltype(value), float>) {
+      return block_sum(value, singles);
+    } else {
+      return block_sum(value, pairs);
+    }
+  };
+  const auto fold = [&](auto&& add, auto&&) {
+    each_packet([&](int i, unsigned) {
+      float values[kCount];
+      forget_unpacked(held[i]);
+      unpack<T>(held[i], values);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) add(values[j]);
+    });
+  };
+  const Normaliser normalise = normaliser_of(p, sum, fold);
+
+  const bool rounds = p.round_dtype != Dtype::kNone;
+  uint4* const out = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + offsets.out);
+  each_packet([&](int i, unsigned packet) {
+    float values[kCount], params[kCount];
+    forget_unpacked(held[i]);
+    unpack<T>(held[i], values);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[j] = normalise(values[j]);
+    if (rounds) round_to<T, kCount>(values);
+    if (p.weight != nullptr) {
+      if constexpr (!kAhead) weights[0].load(weight, packet);
+      weights[kAhead ? i : 0].unpack_to(params);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[j] *= params[j] + p.weight_offset;
+    }
+    if (p.bias != nullptr) {
+      if constexpr (!kAhead) biases[0].load(bias, packet);
+      biases[kAhead ? i : 0].unpack_to(params);
+      if (rounds) round_to<T, kCount>(values);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[j] += params[j];
+    }
+    out[packet] = pack_packet<T>(values);
+  });
 }
 
 // --- loop kernel ---------------------------------------------------------------------------------------
@@ -203,11 +200,12 @@ __device__ __forceinline__ void finish(const NormParams& p, const Normaliser& no
 }
 
 // A row per block, or, where blockDim.y > 1, per blockDim.x lanes, a power of two within a wave.
-template <typename T, bool kVector, bool kLayerNorm>
+template <typename T, bool kVector>
 __global__ void __launch_bounds__(kMaxThreads) loop_kernel(const NormParams p) {
   constexpr int kCount = kVector ? kPacketSize<T> : 1;
   const int lanes = blockDim.x;
-  __shared__ float partials[3][kMaxWaves];
+  __shared__ float singles[kMaxWaves];
+  __shared__ float2 pairs[kMaxWaves];
 
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < p.map.rows;
        first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
@@ -218,11 +216,16 @@ __global__ void __launch_bounds__(kMaxThreads) loop_kernel(const NormParams p) {
     const int64_t begin = static_cast<int64_t>(threadIdx.x) * kCount;
     const int64_t step = static_cast<int64_t>(lanes) * kCount;
 
-    int sums = 0;
-    const auto sum = [&](float value) {
-      if (blockDim.y == 1) return block_sum(value, partials[sums++]);
+    const auto sum_group = [&](float value) {
       for (int mask = lanes / 2; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
       return value;
+    };
+    const auto sum = [&](auto value) {
+      if constexpr (std::is_same_v<decltype(value), float>) {
+        return blockDim.y == 1 ? block_sum(value, singles) : sum_group(value);
+      } else {
+        return blockDim.y == 1 ? block_sum(value, pairs) : float2{sum_group(value.x), sum_group(value.y)};
+      }
     };
     const auto fold = [&](auto&& add, auto&&) {
 #pragma unroll 4
@@ -233,14 +236,14 @@ __global__ void __launch_bounds__(kMaxThreads) loop_kernel(const NormParams p) {
         for (int j = 0; j < kCount; ++j) add(values[j]);
       }
     };
-    const Normaliser normalise = normaliser_of<kLayerNorm>(p, sum, fold);
+    const Normaliser normalise = normaliser_of(p, sum, fold);
 
     for (int64_t at = begin; at < size; at += step) {
       float values[kCount];
       load_elements<T, kCount>(x + (kVector ? at : at * p.x_stride), values);
       finish<kCount>(p, normalise, at, offsets.out + (kVector ? at : at * p.out_stride), values);
     }
-    if (blockDim.y == 1) __syncthreads();
+    if (blockDim.y == 1) __syncthreads();  // before the partial sums are used again
   }
 }
 
@@ -249,7 +252,7 @@ __global__ void __launch_bounds__(kMaxThreads) loop_kernel(const NormParams p) {
 constexpr int64_t kFlushEvery = 64;
 
 // kColumnRows rows per block, one per thread along x; the threads along y share the row's elements.
-template <typename T, bool kLayerNorm>
+template <typename T>
 __global__ void __launch_bounds__(kColumnRows* kColumnSplits) column_kernel(const NormParams p) {
   __shared__ float partials[kColumnSplits][kColumnRows];
 
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(kColumnRows* kColumnSplits) column_kernel(cons
     const RowOffsets offsets = locate(p.map, row < p.map.rows ? row : first);
     const T* x = static_cast<const T*>(p.x) + offsets.x;
 
-    const auto sum = [&](float value) {
+    const auto sum_one = [&](float value) {
       __syncthreads();  // the previous sums have been read
       partials[threadIdx.y][threadIdx.x] = value;
       __syncthreads();
@@ -268,6 +271,13 @@ __global__ void __launch_bounds__(kColumnRows* kColumnSplits) column_kernel(cons
 #pragma unroll
       for (int split = 0; split < kColumnSplits; ++split) total += partials[split][threadIdx.x];
       return total;
+    };
+    const auto sum = [&](auto value) {
+      if constexpr (std::is_same_v<decltype(value), float>) {
+        return sum_one(value);
+      } else {
+        return float2{sum_one(value.x), sum_one(value.y)};
+      }
     };
     const auto fold = [&](auto&& add, auto&& flush) {
       for (int64_t begin = threadIdx.y; begin < size; begin += kFlushEvery * kColumnSplits) {
@@ -277,7 +287,7 @@ __global__ void __launch_bounds__(kColumnRows* kColumnSplits) column_kernel(cons
         flush();
       }
     };
-    const Normaliser normalise = normaliser_of<kLayerNorm>(p, sum, fold);
+    const Normaliser normalise = normaliser_of(p, sum, fold);
 
 #pragma unroll 4
     for (int64_t at = threadIdx.y; at < size; at += kColumnSplits) {
@@ -319,7 +329,12 @@ bool uniform(const NormParams& p) {
   return plain(p.out_dtype) && plain(p.round_dtype) && param(p.weight_dtype) && param(p.bias_dtype) && same;
 }
 
-template <int kIndex, typename T, bool kLayerNorm>
+// Whether weight and bias are float32 next to a half input.
+bool has_wide_parameters(const NormParams& p) {
+  return p.x_dtype != Dtype::kFloat32 && (p.weight_dtype == Dtype::kFloat32 || p.bias_dtype == Dtype::kFloat32);
+}
+
+template <int kIndex, typename T, typename Param>
 bool launch_register_kernel(const NormParams& p, int index, int64_t row_packets, GpuStream stream) {
   if (index != kIndex) return false;
   constexpr RowConfig config = kRowConfigs[kIndex];
@@ -329,14 +344,15 @@ bool launch_register_kernel(const NormParams& p, int index, int64_t row_packets,
   } else {
     block = dim3(config.lanes, config.threads / config.lanes);
   }
-  register_kernel<T, config.lanes, config.packets, kLayerNorm><<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
+  register_kernel<T, Param, config.lanes, config.packets, config.threads>
+      <<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
   return true;
 }
 
-template <typename T, bool kLayerNorm, int... kIndices>
+template <typename T, typename Param, int... kIndices>
 void launch_register_kernel(const NormParams& p, int index, std::integer_sequence<int, kIndices...>, GpuStream stream) {
   const int64_t row_packets = p.size / kPacketSize<T>;
-  (launch_register_kernel<kIndices, T, kLayerNorm>(p, index, row_packets, stream) || ...);
+  (launch_register_kernel<kIndices, T, Param>(p, index, row_packets, stream) || ...);
 }
 
 constexpr int kRowConfigCount = static_cast<int>(std::size(kRowConfigs));
@@ -352,7 +368,7 @@ int choose_config(int64_t row_packets) {
   return -1;
 }
 
-template <bool kVector, typename T, bool kLayerNorm>
+template <bool kVector, typename T>
 void launch_loop_kernel(const NormParams& p, GpuStream stream) {
   constexpr int kItemsPerThread = 4;  // or more, in a loop
   constexpr int kGroupThreads = 128;
@@ -366,32 +382,27 @@ void launch_loop_kernel(const NormParams& p, GpuStream stream) {
   } else {
     block = dim3(static_cast<unsigned>(std::min<int64_t>(kMaxThreads, ceil_div(wanted, kWaveMultiple) * kWaveMultiple)));
   }
-  loop_kernel<T, kVector, kLayerNorm><<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
-}
-
-template <typename T, bool kLayerNorm>
-void launch(const NormParams& p, GpuStream stream) {
-  if (vectorisable(p)) {
-    const int index = uniform(p) ? choose_config(p.size / kPacketSize<T>) : -1;
-    if (index >= 0) {
-      launch_register_kernel<T, kLayerNorm>(p, index, std::make_integer_sequence<int, kRowConfigCount>{}, stream);
-    } else {
-      launch_loop_kernel<true, T, kLayerNorm>(p, stream);
-    }
-  } else if (p.x_stride <= p.map.x_strides[0] || p.map.rows < kColumnRows) {
-    launch_loop_kernel<false, T, kLayerNorm>(p, stream);
-  } else {
-    column_kernel<T, kLayerNorm>
-        <<<blocks_for(p.map.rows, kColumnRows), dim3(kColumnRows, kColumnSplits), 0, stream>>>(p);
-  }
+  loop_kernel<T, kVector><<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
 }
 
 template <typename T>
 void launch(const NormParams& p, GpuStream stream) {
-  if (p.layer_norm) {
-    launch<T, true>(p, stream);
+  if (vectorisable(p)) {
+    const bool fits = uniform(p) && p.map.rows <= kMaxBlocks;
+    const int index = fits ? choose_config(p.size / kPacketSize<T>) : -1;
+    const auto configs = std::make_integer_sequence<int, kRowConfigCount>{};
+    if (index >= 0 && has_wide_parameters(p)) {
+      launch_register_kernel<T, float>(p, index, configs, stream);
+    } else if (index >= 0) {
+      launch_register_kernel<T, T>(p, index, configs, stream);
+    } else {
+      launch_loop_kernel<true, T>(p, stream);
+    }
+  } else if (p.x_stride <= p.map.x_strides[0] || p.map.rows < kColumnRows) {
+    launch_loop_kernel<false, T>(p, stream);
   } else {
-    launch<T, false>(p, stream);
+    column_kernel<T>
+        <<<blocks_for(p.map.rows, kColumnRows), dim3(kColumnRows, kColumnSplits), 0, stream>>>(p);
   }
 }
 

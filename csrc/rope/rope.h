@@ -92,12 +92,16 @@ namespace {
 // Where a token is read in the tables of the axes: the offset of its row in each, or -1 where its coordinate is
 // outside, which makes NaN of what it turns.
 struct AxisRows {
-  int64_t at[kMaxAxes];
+  int at[kMaxAxes];
 };
 
 DIFFKERN_HOST_DEVICE AxisRows axis_rows(const RopeParams& p, const RopeOperand& o, int64_t coords, int64_t position) {
   AxisRows rows{};
-  for (int axis = p.axes - 1; axis >= 0; --axis) {
+#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
+#pragma unroll
+#endif
+  for (int axis = kMaxAxes - 1; axis >= 0; --axis) {  // a fixed count keeps the rows in registers
+    if (axis >= p.axes) continue;
     int64_t index;
     if (o.coords == nullptr) {  // row-major: the last axis is the fastest
       if (position <= UINT32_MAX && p.grid[axis] <= UINT32_MAX) {
@@ -113,7 +117,7 @@ DIFFKERN_HOST_DEVICE AxisRows axis_rows(const RopeParams& p, const RopeOperand& 
       index = o.wide_coords ? static_cast<const int64_t*>(o.coords)[at] : static_cast<const int32_t*>(o.coords)[at];
     }
     const bool inside = index >= 0 && index < p.sizes[axis];
-    rows.at[axis] = inside ? index * p.widths[axis] : -1;
+    rows.at[axis] = inside ? static_cast<int>(index) * p.widths[axis] : -1;
   }
   return rows;
 }
@@ -131,9 +135,16 @@ DIFFKERN_HOST_DEVICE AxisColumn axis_column(const RopeParams& p, int pair) {
     const uint32_t column = axes == 3 ? index / 3u : index / axes;
     return {static_cast<int>(index - column * axes), static_cast<int>(column)};
   }
-  int axis = 0;
-  while (axis + 1 < p.axes && pair >= p.widths[axis]) pair -= p.widths[axis++];
-  return {axis, pair};
+  AxisColumn place{0, pair};
+#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
+#pragma unroll
+#endif
+  for (int axis = 0; axis + 1 < kMaxAxes; ++axis) {
+    if (axis + 1 < p.axes && place.axis == axis && place.column >= p.widths[axis]) {
+      place = {axis + 1, place.column - p.widths[axis]};
+    }
+  }
+  return place;
 }
 
 }  // namespace

@@ -101,6 +101,7 @@ void add_axes(const Tables& cos, const Tables& sin, const Rotation& rotation, co
                     op, ": the tables of an axis must both be [positions, pairs]");
     STD_TORCH_CHECK(cos[axis].scalar_type() == cos[0].scalar_type() && sin[axis].scalar_type() == cos[0].scalar_type(),
                     op, ": the tables of all axes must have one dtype");
+    STD_TORCH_CHECK(cos[axis].numel() <= INT32_MAX, op, ": the table of an axis has more than 2^31 elements");
     params->widths[axis] = static_cast<int>(cos[axis].size(1));
     params->sizes[axis] = cos[axis].size(0);
     STD_TORCH_CHECK(!params->alternating || params->widths[axis] == params->widths[0], op,

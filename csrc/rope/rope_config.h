@@ -9,10 +9,12 @@ namespace diffkern {
 
 constexpr int kHeadThreads = 128;  // of a block in the head kernel
 constexpr int kHeadRows = 4;       // heads that a group of lanes loads at once and turns by the same angles
+constexpr int kHeadBlocks = 5;     // of a multiprocessor, at least: what bounds the registers
 
-// Units that a thread holds in the kernel that normalises across heads, a block to a token: one as long as the
-// block stays small, for many small blocks hide each other's barriers.
-constexpr int kRowUnits[] = {1, 2, 4};
-constexpr int kRowThreads[] = {384, 512, 1024};  // the most threads of a block for each
+// The kernel that normalises across heads gives a token a block, as small as the units of a thread let it be:
+// small blocks hide each other's barriers.
+constexpr int kTokenThreads = 512;  // the most threads of a block
+template <int kElementBytes>
+constexpr int kTokenUnits = kElementBytes == 4 ? 2 : 1;  // of a thread
 
 }  // namespace diffkern

@@ -1,7 +1,7 @@
 // CUDA and HIP kernels for rope, rope_3d and qk_norm_rope.
 //
 //  head kernel:  rows of one head, aligned, normalised alone or not at all. A few lanes to a head; they load
-//                several heads at once and keep the angles that these share in registers.
+//                several heads at once that share their angles, and read those once.
 //  token kernel: all heads of a token normalised together, a block to a token, which stays in registers; q and
 //                k side by side, so that the angles are read once for both.
 //  plain kernel: any dtypes, alignment, strides and sizes, and float64; a wave to a row, which it reads again,
@@ -97,120 +97,137 @@ __device__ __forceinline__ void normalise(const RopeParams& p, float size, Norma
   }
 }
 
-// Weight and bias of kCount elements, in the same registers for all rows that a thread holds.
-template <int kCount>
+// A thread computes kSegment neighbouring elements at a time, for all the rows that it holds: what belongs to the
+// columns is read once, and few values are in registers at once.
+constexpr int kSegment = 4;
+
+template <typename T>
 struct Parameters {
-  float weight[kCount];
-  float bias[kCount];
+  float weight[kSegment];
+  float bias[kSegment];
 
   __device__ __forceinline__ void load(const RopeParams& p, const RopeOperand& o, int at) {
     if (o.weight != nullptr) {
-      load_elements<kCount>(o.weight, o.weight_dtype, at, weight);
+      load_one(o.weight, o.weight_dtype, at, weight);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) weight[j] += p.weight_offset;
+      for (int j = 0; j < kSegment; ++j) weight[j] += p.weight_offset;
     }
-    if (o.bias != nullptr) load_elements<kCount>(o.bias, o.bias_dtype, at, bias);
+    if (o.bias != nullptr) load_one(o.bias, o.bias_dtype, at, bias);
+  }
+
+  // Of float32 or of T.
+  static __device__ __forceinline__ void load_one(const void* base, Dtype dtype, int at, float* to) {
+    if (dtype == Dtype::kFloat32) return load_elements<float, kSegment>(static_cast<const float*>(base) + at, to);
+    load_elements<T, kSegment>(static_cast<const T*>(base) + at, to);
   }
 };
 
-template <typename T, int kCount>
+template <typename T>
 __device__ __forceinline__ void apply(const RopeParams& p, const RopeOperand& o, const Normaliser& norm,
-                                      const Parameters<kCount>& parameters, float* values) {
+                                      const Parameters<T>& parameters, float* values) {
   if (p.norm == RopeNorm::kNone) return;
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) values[j] = norm(values[j]);
+  for (int j = 0; j < kSegment; ++j) values[j] = norm(values[j]);
   if (p.round_dtype != Dtype::kNone) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) values[j] = rounded_to(p.round_dtype, values[j]);
+    for (int j = 0; j < kSegment; ++j) values[j] = rounded_to(p.round_dtype, values[j]);
   }
   if (o.weight != nullptr) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) values[j] *= parameters.weight[j];
+    for (int j = 0; j < kSegment; ++j) values[j] *= parameters.weight[j];
   }
   const bool each = !std::is_same<T, float>::value && p.round_norm;
   if (o.bias != nullptr) {
     const bool product = each && p.round_dtype != Dtype::kNone;
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
+    for (int j = 0; j < kSegment; ++j) {
       values[j] = exact_add(product ? rounded<T>(values[j]) : values[j], parameters.bias[j]);
     }
   }
   if (each) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) values[j] = rounded<T>(values[j]);
+    for (int j = 0; j < kSegment; ++j) values[j] = rounded<T>(values[j]);
   }
 }
 
 // --- packets -------------------------------------------------------------------------------------------
 
-// kCount elements of T as they lie in memory: 16 or 8 bytes.
+// kCount elements of T as they lie in memory: 16 or 8 bytes, read and written in one access.
 template <typename T, int kCount>
 struct Packet {
-  static constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
-  static_assert(kBytes == 16 || kBytes == 8, "a packet is one access");
-  using Word = std::conditional_t<kBytes == 16, uint4, uint2>;
-  Word words;
+  static constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
+  static constexpr int kSegmentWords = kSegment * static_cast<int>(sizeof(T)) / 4;
+  static_assert(kWords == 4 || kWords == 2, "a packet is one access");
+  uint32_t words[kWords];
 
   __device__ __forceinline__ void load(const T* from) {
-    if constexpr (kBytes == 16) {
-      words = load_once(from);
+    if constexpr (kWords == 4) {
+      const uint4 all = load_once(from);
+      words[0] = all.x;
+      words[1] = all.y;
+      words[2] = all.z;
+      words[3] = all.w;
     } else {
-      words = *reinterpret_cast<const uint2*>(from);
+      const uint2 all = *reinterpret_cast<const uint2*>(from);
+      words[0] = all.x;
+      words[1] = all.y;
     }
   }
 
-  __device__ __forceinline__ void unpack_to(float* to) const {
-    constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
-    unpack<T>(words.x, to);
-    unpack<T>(words.y, to + kPerWord);
-    if constexpr (kBytes == 16) {
-      unpack<T>(words.z, to + 2 * kPerWord);
-      unpack<T>(words.w, to + 3 * kPerWord);
+  __device__ __forceinline__ void store(T* to) const {
+    if constexpr (kWords == 4) {
+      *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
+    } else {
+      *reinterpret_cast<uint2*>(to) = uint2{words[0], words[1]};
     }
+  }
+
+  __device__ __forceinline__ void unpack_segment(int segment, float* to) const {
+    constexpr int kPerWord = kSegment / kSegmentWords;
+#pragma unroll
+    for (int i = 0; i < kSegmentWords; ++i) unpack<T>(words[segment * kSegmentWords + i], to + i * kPerWord);
+  }
+
+  __device__ __forceinline__ void pack_segment(int segment, const float* from) {
+    constexpr int kPerWord = kSegment / kSegmentWords;
+#pragma unroll
+    for (int i = 0; i < kSegmentWords; ++i) words[segment * kSegmentWords + i] = pack<T>(from + i * kPerWord);
   }
 
   // Has the packet unpacked anew from here on: values kept over the sums would take twice the registers.
   __device__ __forceinline__ void forget_unpacked() {
 #if !DIFFKERN_HIP
-    asm volatile("" : "+r"(words.x), "+r"(words.y));
-    if constexpr (kBytes == 16) asm volatile("" : "+r"(words.z), "+r"(words.w));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(words[i]));
 #endif
   }
 };
 
 // --- angles --------------------------------------------------------------------------------------------
 
-// The angles of a unit, for the elements of its packets a and b.
-template <int kCount>
 struct Angles {
-  float cos_a[kCount];
-  float cos_b[kCount];
-  float sin_a[kCount];
-  float sin_b[kCount];
+  float cos[kSegment];
+  float sin[kSegment];
 };
 
-// kCount neighbouring values of a table, in packets if `vector` says that they can be.
+// kCount neighbouring values of a table, in one access if `vector` says that they can be.
 template <int kCount>
-__device__ __forceinline__ void read_table(const void* base, Dtype dtype, int64_t offset, int64_t step, bool vector,
-                                           float* to) {
-  if (vector) {
-    if (dtype == Dtype::kFloat32) return load_elements<float, kCount>(static_cast<const float*>(base) + offset, to);
-    // Two halves are no access that load_elements knows.
-    if constexpr (kCount > 2) return load_elements<kCount>(base, dtype, offset, to);
-  }
+__device__ __forceinline__ void read_table(const float* table, int64_t offset, int64_t step, bool vector, float* to) {
+  if (vector) return load_elements<float, kCount>(table + offset, to);
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) load_elements<1>(base, dtype, offset + j * step, to + j);
+  for (int j = 0; j < kCount; ++j) to[j] = table[offset + j * step];
 }
 
-// The values of a full table for a packet that begins at element `at` of the head.
-template <int kCount>
-__device__ __forceinline__ void read_full(const RopeParams& p, const void* base, Dtype dtype, int64_t row, int64_t step,
-                                          bool compact, bool vector, int at, float* to) {
-  if (!compact || p.half) return read_table<kCount>(base, dtype, row + at * step, step, vector, to);
-  float each[kCount / 2];
-  read_table<kCount / 2>(base, dtype, row + at / 2 * step, step, vector, each);
+// The values of a full table for a segment that begins at element `at` of the head.
+template <bool kHalf>
+__device__ __forceinline__ void read_full(const void* base, int64_t row, int64_t step, bool compact, bool vector, int at,
+                                          float* to) {
+  const float* table = static_cast<const float*>(base);
+  if (!compact || kHalf) return read_table<kSegment>(table, row + at * step, step, vector, to);
+  float each[kSegment / 2];
+  read_table<kSegment / 2>(table, row + at / 2 * step, step, vector, each);
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) to[j] = each[j / 2];
+  for (int j = 0; j < kSegment; ++j) to[j] = each[j / 2];
 }
 
 template <typename A>
@@ -222,7 +239,7 @@ __device__ __forceinline__ A read_value(const void* base, Dtype dtype, int64_t a
 }
 
 // The angle of one pair from the tables of the axes.
-template <typename A>
+template <typename A, bool kAnyDtype>
 __device__ __forceinline__ void read_axes(const RopeParams& p, const RopeOperand& o, const AxisRows& rows, int pair,
                                           A* cos, A* sin) {
   *cos = 1.0f;
@@ -233,7 +250,7 @@ __device__ __forceinline__ void read_axes(const RopeParams& p, const RopeOperand
   // Chosen by comparisons: an array that is indexed at run time would go through local memory.
   const void* cos_base = o.cos[0];
   const void* sin_base = o.sin[0];
-  int64_t at = rows.at[0];
+  int at = rows.at[0];
 #pragma unroll
   for (int axis = 1; axis < kMaxAxes; ++axis) {
     if (place.axis == axis) {
@@ -246,8 +263,14 @@ __device__ __forceinline__ void read_axes(const RopeParams& p, const RopeOperand
     *cos = *sin = float_of(0x7fc00000u);
     return;
   }
-  *cos = read_value<A>(cos_base, o.cos_dtype, at + place.column);
-  *sin = read_value<A>(sin_base, o.sin_dtype, at + place.column);
+  at += place.column;
+  if constexpr (kAnyDtype) {
+    *cos = read_value<A>(cos_base, o.cos_dtype, at);
+    *sin = read_value<A>(sin_base, o.sin_dtype, at);
+  } else {
+    *cos = static_cast<const float*>(cos_base)[at];
+    *sin = static_cast<const float*>(sin_base)[at];
+  }
 }
 
 // Which accesses to the full tables can be packets.
@@ -256,85 +279,83 @@ struct TableVectors {
   bool sin;
 };
 
-// The angles of a packet. at_cos and at_sin are its first element in the head, or, for the second elements of pairs
+// Where the angles of a token, or of a head, are.
+struct AngleRow {
+  int64_t first;   // in the cosines
+  int64_t second;  // in the sines, or the number of the first pair
+  AxisRows axes;
+};
+
+__device__ __forceinline__ AngleRow angle_row(const RopeParams& p, const RopeOperand& o, const Offsets& offsets) {
+  AngleRow row{offsets.of[kFirst] - o.first_shift, offsets.of[kSecond] - o.second_shift, {}};
+  if (p.tables == RopeTables::kAxes) row.axes = axis_rows(p, o, row.first, offsets.of[kToken] - p.start);
+  return row;
+}
+
+// The angles of a segment. at_cos and at_sin are its first element in the head, or, for the second elements of pairs
 // that are half a row apart and have one angle, that of the first elements.
-template <typename T, int kCount>
-__device__ __forceinline__ void read_packet(const RopeParams& p, const RopeOperand& o, const TableVectors& vectors,
-                                            const Offsets& row, const AxisRows& axes, int at_cos, int at_sin, float* cos,
-                                            float* sin) {
+template <typename T, bool kHalf>
+__device__ __forceinline__ void read_angles(const RopeParams& p, const RopeOperand& o, const TableVectors& vectors,
+                                            const AngleRow& row, int at_cos, int at_sin, Angles* angles) {
   if (p.tables == RopeTables::kFull) {
-    read_full<kCount>(p, o.cos[0], o.cos_dtype, row.of[kFirst] - o.first_shift, o.first_step, o.compact_cos, vectors.cos,
-                      at_cos, cos);
-    read_full<kCount>(p, o.sin[0], o.sin_dtype, row.of[kSecond] - o.second_shift, o.second_step, o.compact_sin,
-                      vectors.sin, at_sin, sin);
-  } else if (p.half) {
-    const int first = static_cast<int>(row.of[kSecond]) + at_cos;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) read_axes(p, o, axes, first + j, cos + j, sin + j);
+    read_full<kHalf>(o.cos[0], row.first, o.first_step, o.compact_cos, vectors.cos, at_cos, angles->cos);
+    read_full<kHalf>(o.sin[0], row.second, o.second_step, o.compact_sin, vectors.sin, at_sin, angles->sin);
   } else {
-    const int first = static_cast<int>(row.of[kSecond]) + at_cos / 2;
+    const int pair = static_cast<int>(row.second) + (kHalf ? at_cos : at_cos / 2);
+    constexpr int kElements = kHalf ? 1 : 2;  // of the segment with one angle
 #pragma unroll
-    for (int j = 0; j < kCount; j += 2) {
-      read_axes(p, o, axes, first + j / 2, cos + j, sin + j);
-      cos[j + 1] = cos[j];
-      sin[j + 1] = sin[j];
+    for (int j = 0; j < kSegment; j += kElements) {
+      read_axes<float, false>(p, o, row.axes, pair + j / kElements, angles->cos + j, angles->sin + j);
+      angles->cos[j + kElements - 1] = angles->cos[j];
+      angles->sin[j + kElements - 1] = angles->sin[j];
     }
   }
   if (!std::is_same<T, float>::value && p.arithmetic == RopeArithmetic::kInput) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      cos[j] = rounded<T>(cos[j]);
-      sin[j] = rounded<T>(sin[j]);
+    for (int j = 0; j < kSegment; ++j) {
+      angles->cos[j] = rounded<T>(angles->cos[j]);
+      angles->sin[j] = rounded<T>(angles->sin[j]);
     }
   }
 }
 
-// The angles of the packets a and b, which begin at elements at_a and at_b of their heads. `same` says that those of
-// b are those of a.
-template <typename T, int kCount>
-__device__ __forceinline__ void read_angles(const RopeParams& p, const RopeOperand& o, const TableVectors& vectors,
-                                            const Offsets& row_a, const Offsets& row_b, const AxisRows& axes, int at_a,
-                                            int at_b, bool same, Angles<kCount>* angles) {
-  read_packet<T, kCount>(p, o, vectors, row_a, axes, at_a, at_a, angles->cos_a, angles->sin_a);
-  if (same || (p.half && o.compact_cos && o.compact_sin)) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      angles->cos_b[j] = angles->cos_a[j];
-      angles->sin_b[j] = angles->sin_a[j];
-    }
+// The angles of the second elements of pairs that are half a row apart.
+template <typename T>
+__device__ __forceinline__ void read_second_angles(const RopeParams& p, const RopeOperand& o, const TableVectors& vectors,
+                                                   const AngleRow& row, int at_a, int at_b, const Angles& first,
+                                                   Angles* angles) {
+  if (o.compact_cos && o.compact_sin) {
+    *angles = first;
   } else {
-    read_packet<T, kCount>(p, o, vectors, row_b, axes, p.half && o.compact_cos ? at_a : at_b,
-                           p.half && o.compact_sin ? at_a : at_b, angles->cos_b, angles->sin_b);
+    read_angles<T, true>(p, o, vectors, row, o.compact_cos ? at_a : at_b, o.compact_sin ? at_a : at_b, angles);
   }
 }
 
-// Turns the packets a and b. Where neighbours are pairs, `turns_a` and `turns_b` say which packets are rotated.
-template <typename T, int kCount>
-__device__ __forceinline__ void rotate(const RopeParams& p, const Angles<kCount>& angles, bool turns_a, bool turns_b,
-                                       float* a, float* b) {
+// Turns neighbouring pairs.
+template <typename T>
+__device__ __forceinline__ void rotate(const RopeParams& p, const Angles& angles, float* values) {
   const bool rounds = p.arithmetic == RopeArithmetic::kInput;
-  if (p.half) {
-    if (!turns_a) return;
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const float first = a[j];
-      const float second = b[j];
-      a[j] = turn<T>(rounds, first, second, angles.cos_a[j], -angles.sin_a[j]);
-      b[j] = turn<T>(rounds, second, first, angles.cos_b[j], angles.sin_b[j]);
-    }
-    return;
+  for (int j = 0; j < kSegment; j += 2) {
+    const float first = values[j];
+    const float second = values[j + 1];
+    values[j] = turn<T>(rounds, first, second, angles.cos[j], -angles.sin[j]);
+    values[j + 1] = turn<T>(rounds, second, first, angles.cos[j + 1], angles.sin[j + 1]);
   }
-  const auto neighbours = [&](const float* cos, const float* sin, float* values) {
+}
+
+// Turns pairs with one element in a and one in b.
+template <typename T>
+__device__ __forceinline__ void rotate(const RopeParams& p, const Angles& angles_a, const Angles& angles_b, float* a,
+                                       float* b) {
+  const bool rounds = p.arithmetic == RopeArithmetic::kInput;
 #pragma unroll
-    for (int j = 0; j < kCount; j += 2) {
-      const float first = values[j];
-      const float second = values[j + 1];
-      values[j] = turn<T>(rounds, first, second, cos[j], -sin[j]);
-      values[j + 1] = turn<T>(rounds, second, first, cos[j + 1], sin[j + 1]);
-    }
-  };
-  if (turns_a) neighbours(angles.cos_a, angles.sin_a, a);
-  if (turns_b) neighbours(angles.cos_b, angles.sin_b, b);
+  for (int j = 0; j < kSegment; ++j) {
+    const float first = a[j];
+    const float second = b[j];
+    a[j] = turn<T>(rounds, first, second, angles_a.cos[j], -angles_a.sin[j]);
+    b[j] = turn<T>(rounds, second, first, angles_b.cos[j], angles_b.sin[j]);
+  }
 }
 
 __device__ __forceinline__ bool turns(const RopeParams& p, int64_t token) {
@@ -345,14 +366,16 @@ __device__ __forceinline__ bool turns(const RopeParams& p, int64_t token) {
 
 // How the work of an operand is divided among groups of lanes.
 struct HeadGrid {
-  int64_t groups;  // of lanes, all in all
-  unsigned chunks; // of kHeadRows rows in the innermost loop
+  int64_t groups;    // of lanes, all in all
+  unsigned chunks;   // of the innermost loop
   unsigned columns;  // groups side by side in a row, for long rows without a norm
+  int rows;          // of a chunk: up to kHeadRows that have the same angles
   TableVectors vectors;
 };
 
 struct HeadGrids {
   HeadGrid of[2];
+  int lanes;  // of a group, a power of two
 };
 
 // Quotient and remainder, in 32 bits where they suffice: a 64-bit division is slow on a GPU.
@@ -370,111 +393,140 @@ __device__ __forceinline__ int64_t divide(int64_t value, unsigned by, unsigned* 
   return value / by;
 }
 
-template <typename T, int kCount, int kLanes>
-__global__ void __launch_bounds__(kHeadThreads) head_kernel(const RopeParams p, const HeadGrids grids) {
-  using Raw = Packet<T, kCount>;
+template <typename T, int kCount, bool kHalf>
+__global__ void __launch_bounds__(kHeadThreads, kHeadBlocks) head_kernel(const RopeParams p, const HeadGrids grids) {
   const RopeOperand& o = p.operands[blockIdx.y];
   const HeadGrid& grid = grids.of[blockIdx.y];
-  const int lane = threadIdx.x % kLanes;
-  const int64_t group = static_cast<int64_t>(blockIdx.x) * (kHeadThreads / kLanes) + threadIdx.x / kLanes;
+  const int lanes = grids.lanes;  // a power of two
+  const int lane = threadIdx.x & (lanes - 1);
+  const int64_t group = static_cast<int64_t>(blockIdx.x) * (kHeadThreads / lanes) + threadIdx.x / lanes;
 
   // Groups past the end take part in the shuffles, and touch no memory.
   unsigned column_block, chunk;
   int64_t outer = divide(group < grid.groups ? group : 0, grid.columns, &column_block);
   outer = divide(outer, grid.chunks, &chunk);
-  const int64_t first_row = static_cast<int64_t>(chunk) * kHeadRows;
+  const int64_t first_row = static_cast<int64_t>(chunk) * grid.rows;
   Offsets offsets = locate(o.outer, outer);
 #pragma unroll
   for (int i = 0; i < kRopeStrides; ++i) offsets.of[i] += first_row * o.inner_strides[i];
 
-  // The packets of this lane: elements [a, a + kCount) and [b, b + kCount) of each head.
-  const int unit = static_cast<int>(column_block) * kLanes + lane;
+  // The packets of this lane: elements [at[0], at[0] + kCount) and [at[1], at[1] + kCount) of each head.
+  const int unit = static_cast<int>(column_block) * lanes + lane;
   const int units = p.head_dim / (2 * kCount);
-  int a, b;
-  bool in_a, in_b;
-  if (p.half) {
+  int at[2];
+  if (kHalf) {
     const int rotary_units = p.rotary / (2 * kCount);
-    in_a = in_b = unit < rotary_units;
-    a = in_a ? unit * kCount : p.rotary + (unit - rotary_units) * 2 * kCount;
-    b = in_a ? a + p.rotary / 2 : a + kCount;
+    const bool paired = unit < rotary_units;
+    at[0] = paired ? unit * kCount : p.rotary + (unit - rotary_units) * 2 * kCount;
+    at[1] = paired ? at[0] + p.rotary / 2 : at[0] + kCount;
   } else {
-    a = unit * kCount;
-    b = a + p.head_dim / 2;
-    in_a = a < p.rotary;
-    in_b = b < p.rotary;
+    at[0] = unit * kCount;
+    at[1] = at[0] + p.head_dim / 2;
   }
   const int64_t left = o.inner - first_row;
-  const int rows = group < grid.groups && unit < units ? static_cast<int>(left < kHeadRows ? left : kHeadRows) : 0;
+  const int rows = group < grid.groups && unit < units ? static_cast<int>(left < grid.rows ? left : grid.rows) : 0;
 
-  Raw held[kHeadRows][2];
+  Packet<T, kCount> held[kHeadRows][2];
   const T* x = static_cast<const T*>(o.x) + offsets.of[kX];
 #pragma unroll
   for (int row = 0; row < kHeadRows; ++row) {
     if (row < rows) {
-      held[row][0].load(x + row * o.inner_strides[kX] + a);
-      held[row][1].load(x + row * o.inner_strides[kX] + b);
+      held[row][0].load(x + row * o.inner_strides[kX] + at[0]);
+      held[row][1].load(x + row * o.inner_strides[kX] + at[1]);
     }
   }
-
-  // While those are on their way: the parameters, and the angles of all rows or of the first one.
-  Parameters<kCount> parameters[2];
-  if (p.norm != RopeNorm::kNone && rows > 0) {
-    parameters[0].load(p, o, a);
-    parameters[1].load(p, o, b);
-  }
-  Angles<kCount> angles;
-  const auto read = [&](const Offsets& at) {
-    AxisRows axes{};
-    if (p.tables == RopeTables::kAxes) {
-      axes = axis_rows(p, o, at.of[kFirst] - o.first_shift, at.of[kToken] - p.start);
-    }
-    // Packets of pairs that stay as they are have no angles: those of the other packet do no harm.
-    read_angles<T, kCount>(p, o, grid.vectors, at, at, axes, a, b, !in_b, &angles);
-  };
-  const bool shared = o.shared();
-  if (shared && rows > 0 && in_a && turns(p, offsets.of[kToken])) read(offsets);
 
   Normaliser norms[kHeadRows];
   normalise(
       p, static_cast<float>(p.head_dim), norms,
       [&](float(&values)[kHeadRows]) {
+        for (int mask = lanes / 2; mask > 0; mask /= 2) {
 #pragma unroll
-        for (int row = 0; row < kHeadRows; ++row) values[row] = group_sum<kLanes>(values[row]);
+          for (int row = 0; row < kHeadRows; ++row) values[row] += shuffle_xor(values[row], mask);
+        }
       },
       [&](auto&& add) {
 #pragma unroll
         for (int row = 0; row < kHeadRows; ++row) {
           if (row < rows) {
 #pragma unroll
-            for (int side = 0; side < 2; ++side) {
-              float values[kCount];
-              held[row][side].unpack_to(values);
+            for (int i = 0; i < 2 * kCount; i += kSegment) {
+              float values[kSegment];
+              held[row][i / kCount].unpack_segment(i % kCount / kSegment, values);
 #pragma unroll
-              for (int j = 0; j < kCount; ++j) add(row, values[j]);
+              for (int j = 0; j < kSegment; ++j) add(row, values[j]);
             }
           }
         }
       });
 
+#pragma unroll
+  for (int row = 0; row < kHeadRows; ++row) {
+    held[row][0].forget_unpacked();
+    held[row][1].forget_unpacked();
+  }
+  const bool rotates = rows > 0 && turns(p, offsets.of[kToken]);
+  AngleRow angles_at{};
+  if (rotates) angles_at = angle_row(p, o, offsets);
+
+#pragma unroll
+  for (int segment = 0; segment < kCount / kSegment; ++segment) {
+    const int at_a = at[0] + segment * kSegment;
+    const int at_b = at[1] + segment * kSegment;
+    if constexpr (kHalf) {
+      Parameters<T> parameters[2];
+      Angles angles[2];
+      const bool turned = rotates && at_a < p.rotary;
+      if (rows > 0) {
+        parameters[0].load(p, o, at_a);
+        parameters[1].load(p, o, at_b);
+      }
+      if (turned) {
+        read_angles<T, true>(p, o, grid.vectors, angles_at, at_a, at_a, &angles[0]);
+        read_second_angles<T>(p, o, grid.vectors, angles_at, at_a, at_b, angles[0], &angles[1]);
+      }
+#pragma unroll
+      for (int row = 0; row < kHeadRows; ++row) {
+        if (row < rows) {
+          float a[kSegment], b[kSegment];
+          held[row][0].unpack_segment(segment, a);
+          held[row][1].unpack_segment(segment, b);
+          apply<T>(p, o, norms[row], parameters[0], a);
+          apply<T>(p, o, norms[row], parameters[1], b);
+          if (turned) rotate<T>(p, angles[0], angles[1], a, b);
+          held[row][0].pack_segment(segment, a);
+          held[row][1].pack_segment(segment, b);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int here = side == 0 ? at_a : at_b;
+        Parameters<T> parameters;
+        Angles angles;
+        const bool turned = rotates && here < p.rotary;
+        if (rows > 0) parameters.load(p, o, here);
+        if (turned) read_angles<T, false>(p, o, grid.vectors, angles_at, here, here, &angles);
+#pragma unroll
+        for (int row = 0; row < kHeadRows; ++row) {
+          if (row < rows) {
+            float values[kSegment];
+            held[row][side].unpack_segment(segment, values);
+            apply<T>(p, o, norms[row], parameters, values);
+            if (turned) rotate<T>(p, angles, values);
+            held[row][side].pack_segment(segment, values);
+          }
+        }
+      }
+    }
+  }
+
   T* out = static_cast<T*>(o.out) + offsets.of[kOut];
 #pragma unroll
   for (int row = 0; row < kHeadRows; ++row) {
     if (row < rows) {
-      Offsets at = offsets;
-#pragma unroll
-      for (int i = kFirst; i < kRopeStrides; ++i) at.of[i] += row * o.inner_strides[i];
-      const bool rotates = in_a && turns(p, at.of[kToken]);
-      if (!shared && rotates) read(at);
-      float values_a[kCount], values_b[kCount];
-      held[row][0].forget_unpacked();
-      held[row][1].forget_unpacked();
-      held[row][0].unpack_to(values_a);
-      held[row][1].unpack_to(values_b);
-      apply<T, kCount>(p, o, norms[row], parameters[0], values_a);
-      apply<T, kCount>(p, o, norms[row], parameters[1], values_b);
-      rotate<T, kCount>(p, angles, rotates, rotates && in_b, values_a, values_b);
-      store_elements<T, kCount>(values_a, out + row * o.inner_strides[kOut] + a);
-      store_elements<T, kCount>(values_b, out + row * o.inner_strides[kOut] + b);
+      held[row][0].store(out + row * o.inner_strides[kOut] + at[0]);
+      held[row][1].store(out + row * o.inner_strides[kOut] + at[1]);
     }
   }
 }
@@ -483,37 +535,40 @@ __global__ void __launch_bounds__(kHeadThreads) head_kernel(const RopeParams p, 
 
 struct TokenGrid {
   TableVectors vectors[2];
-  bool same_halves;  // packet b of a unit has the angles of packet a
+  bool same_halves;  // the second packet of a unit has the angles of the first one
 };
 
 // kOperands 2: q and k of a token, which have the same angles. kOperands 1: blockIdx.y says which.
-template <typename T, int kUnits, int kOperands>
-__global__ void __launch_bounds__(kRowThreads[kUnits / 2]) token_kernel(const RopeParams p, const TokenGrid grid) {
+template <typename T, int kOperands, bool kHalf>
+__global__ void __launch_bounds__(kTokenThreads) token_kernel(const RopeParams p, const TokenGrid grid) {
   constexpr int kCount = kPacketSize<T>;
-  using Raw = Packet<T, kCount>;
+  constexpr int kUnits = kTokenUnits<sizeof(T)>;
   __shared__ float2 partials[3][kMaxWaves];
   const int first = kOperands == 1 ? blockIdx.y : 0;
   const RopeOperand& angles_of = p.operands[first];
+  const TableVectors& vectors = grid.vectors[first];
   const int size = static_cast<int>(angles_of.inner) * p.head_dim;
   const int units = size / (2 * kCount);
-  const int head_units = p.head_dim / (2 * kCount);
+  const auto live = [&](int i) { return static_cast<int>(threadIdx.x + i * blockDim.x) < units; };
+
+  int at[kUnits][2];  // the packets of this thread, in the row of all heads
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const int unit = threadIdx.x + i * blockDim.x;
+    if (kHalf) {
+      const int head_units = p.head_dim / (2 * kCount);
+      const int head = unit / head_units;
+      at[i][0] = head * p.head_dim + (unit - head * head_units) * kCount;
+      at[i][1] = at[i][0] + p.head_dim / 2;
+    } else {
+      at[i][0] = unit * kCount;
+      at[i][1] = at[i][0] + size / 2;
+    }
+  }
 
   for (int64_t token = blockIdx.x; token < angles_of.outer.rows; token += gridDim.x) {
     Offsets offsets[kOperands];
-    Raw held[kOperands][kUnits][2];
-    int a[kUnits], b[kUnits];  // in the row of all heads
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      const int unit = threadIdx.x + i * blockDim.x;
-      if (p.half) {
-        const int head = unit / head_units;
-        a[i] = head * p.head_dim + (unit - head * head_units) * kCount;
-        b[i] = a[i] + p.head_dim / 2;
-      } else {
-        a[i] = unit * kCount;
-        b[i] = a[i] + size / 2;
-      }
-    }
+    Packet<T, kCount> held[kOperands][kUnits][2];
 #pragma unroll
     for (int which = 0; which < kOperands; ++which) {
       const RopeOperand& o = p.operands[first + which];
@@ -521,40 +576,41 @@ __global__ void __launch_bounds__(kRowThreads[kUnits / 2]) token_kernel(const Ro
       const T* x = static_cast<const T*>(o.x) + offsets[which].of[kX];
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
-        if (static_cast<int>(threadIdx.x + i * blockDim.x) < units) {
-          held[which][i][0].load(x + a[i]);
-          held[which][i][1].load(x + b[i]);
+        if (live(i)) {
+          held[which][i][0].load(x + at[i][0]);
+          held[which][i][1].load(x + at[i][1]);
         }
       }
     }
-
     const bool rotates = turns(p, offsets[0].of[kToken]);
-    AxisRows axes{};
-    if (rotates && p.tables == RopeTables::kAxes) {
-      axes = axis_rows(p, angles_of, offsets[0].of[kFirst] - angles_of.first_shift, offsets[0].of[kToken] - p.start);
-    }
+    AngleRow row{};
+    if (rotates) row = angle_row(p, angles_of, offsets[0]);
 
     int sums = 0;
     Normaliser norms[kOperands];
     normalise(
         p, static_cast<float>(size), norms,
         [&](float(&values)[kOperands]) {
-          const float2 total = block_sum(float2{values[0], values[kOperands - 1]}, partials[sums++]);
-          values[0] = total.x;
-          values[kOperands - 1] = total.y;
+          if constexpr (kOperands == 1) {
+            values[0] = block_sum(values[0], &partials[sums++][0].x);
+          } else {
+            const float2 total = block_sum(float2{values[0], values[1]}, partials[sums++]);
+            values[0] = total.x;
+            values[1] = total.y;
+          }
         },
         [&](auto&& add) {
 #pragma unroll
           for (int i = 0; i < kUnits; ++i) {
-            if (static_cast<int>(threadIdx.x + i * blockDim.x) < units) {
+            if (live(i)) {
 #pragma unroll
               for (int which = 0; which < kOperands; ++which) {
 #pragma unroll
-                for (int side = 0; side < 2; ++side) {
-                  float values[kCount];
-                  held[which][i][side].unpack_to(values);
+                for (int k = 0; k < 2 * kCount; k += kSegment) {
+                  float values[kSegment];
+                  held[which][i][k / kCount].unpack_segment(k % kCount / kSegment, values);
 #pragma unroll
-                  for (int j = 0; j < kCount; ++j) add(which, values[j]);
+                  for (int j = 0; j < kSegment; ++j) add(which, values[j]);
                 }
               }
             }
@@ -563,42 +619,66 @@ __global__ void __launch_bounds__(kRowThreads[kUnits / 2]) token_kernel(const Ro
 
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      if (static_cast<int>(threadIdx.x + i * blockDim.x) < units) {
-        // Head and element of the head for both packets.
-        const int head_a = a[i] / p.head_dim, head_b = b[i] / p.head_dim;
-        const int at_a = a[i] - head_a * p.head_dim, at_b = b[i] - head_b * p.head_dim;
-        const bool turns_a = rotates && at_a < p.rotary;
-        const bool turns_b = rotates && at_b < p.rotary;
-        Angles<kCount> angles;
-        if (turns_a || turns_b) {
-          const auto row_of = [&](int head) {
-            Offsets row = offsets[0];
-            row.of[kFirst] += head * angles_of.inner_strides[kFirst];
-            row.of[kSecond] += head * angles_of.inner_strides[kSecond];
-            return row;
-          };
-          // A packet of pairs that stay as they are has no angles: those of the first one do no harm.
-          read_angles<T, kCount>(p, angles_of, grid.vectors[first], row_of(head_a), row_of(head_b), axes,
-                                 turns_a ? at_a : 0, turns_b ? at_b : 0, grid.same_halves, &angles);
+      if (!live(i)) continue;
+#pragma unroll
+      for (int which = 0; which < kOperands; ++which) {
+        held[which][i][0].forget_unpacked();
+        held[which][i][1].forget_unpacked();
+      }
+      // The heads of both packets, and where they begin in those.
+      const int heads[2] = {at[i][0] / p.head_dim, at[i][1] / p.head_dim};
+      const int columns[2] = {at[i][0] - heads[0] * p.head_dim, at[i][1] - heads[1] * p.head_dim};
+      const auto head_row = [&](int head) {
+        AngleRow moved = row;
+        moved.first += head * angles_of.inner_strides[kFirst];
+        moved.second += head * angles_of.inner_strides[kSecond];
+        return moved;
+      };
+#pragma unroll
+      for (int segment = 0; segment < kCount / kSegment; ++segment) {
+        const int shift = segment * kSegment;
+        Angles angles[2];
+        if (rotates && columns[0] < p.rotary) {
+          read_angles<T, kHalf>(p, angles_of, vectors, head_row(heads[0]), columns[0] + shift, columns[0] + shift, &angles[0]);
+        }
+        if (kHalf) {
+          if (rotates) {
+            read_second_angles<T>(p, angles_of, vectors, head_row(heads[0]), columns[0] + shift, columns[1] + shift,
+                                  angles[0], &angles[1]);
+          }
+        } else if (grid.same_halves) {
+          angles[1] = angles[0];
+        } else if (rotates && columns[1] < p.rotary) {
+          read_angles<T, kHalf>(p, angles_of, vectors, head_row(heads[1]), columns[1] + shift, columns[1] + shift, &angles[1]);
         }
 #pragma unroll
         for (int which = 0; which < kOperands; ++which) {
           const RopeOperand& o = p.operands[first + which];
-          Parameters<kCount> parameters[2];
-          parameters[0].load(p, o, a[i]);
-          parameters[1].load(p, o, b[i]);
-          float values_a[kCount], values_b[kCount];
-          held[which][i][0].forget_unpacked();
-          held[which][i][1].forget_unpacked();
-          held[which][i][0].unpack_to(values_a);
-          held[which][i][1].unpack_to(values_b);
-          apply<T, kCount>(p, o, norms[which], parameters[0], values_a);
-          apply<T, kCount>(p, o, norms[which], parameters[1], values_b);
-          rotate<T, kCount>(p, angles, turns_a, turns_b, values_a, values_b);
-          T* out = static_cast<T*>(o.out) + offsets[which].of[kOut];
-          store_elements<T, kCount>(values_a, out + a[i]);
-          store_elements<T, kCount>(values_b, out + b[i]);
+          float values[2][kSegment];
+#pragma unroll
+          for (int side = 0; side < 2; ++side) {
+            Parameters<T> parameters;
+            parameters.load(p, o, at[i][side] + shift);
+            held[which][i][side].unpack_segment(segment, values[side]);
+            apply<T>(p, o, norms[which], parameters, values[side]);
+          }
+          if (rotates) {
+            if (kHalf) {
+              rotate<T>(p, angles[0], angles[1], values[0], values[1]);
+            } else {
+              if (columns[0] < p.rotary) rotate<T>(p, angles[0], values[0]);
+              if (columns[1] < p.rotary) rotate<T>(p, angles[1], values[1]);
+            }
+          }
+          held[which][i][0].pack_segment(segment, values[0]);
+          held[which][i][1].pack_segment(segment, values[1]);
         }
+      }
+#pragma unroll
+      for (int which = 0; which < kOperands; ++which) {
+        T* out = static_cast<T*>(p.operands[first + which].out) + offsets[which].of[kOut];
+        held[which][i][0].store(out + at[i][0]);
+        held[which][i][1].store(out + at[i][1]);
       }
     }
     __syncthreads();  // before the partial sums are used again
@@ -697,7 +777,7 @@ __global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const Ro
             sin_a = read_value<A>(o.sin[0], o.sin_dtype, sin_row + (o.compact_sin ? pair : at_a) * o.second_step);
             sin_b = read_value<A>(o.sin[0], o.sin_dtype, sin_row + (o.compact_sin ? pair : at_b) * o.second_step);
           } else {
-            read_axes<A>(p, o, axes, static_cast<int>(row.of[kSecond]) + pair, &cos_a, &sin_a);
+            read_axes<A, true>(p, o, axes, static_cast<int>(row.of[kSecond]) + pair, &cos_a, &sin_a);
             cos_b = cos_a;
             sin_b = sin_a;
           }
@@ -726,6 +806,7 @@ __global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const Ro
 // --- launches ------------------------------------------------------------------------------------------
 
 constexpr int64_t kMaxBlocks = 0x7fffffff;
+constexpr int kMaxLanes = 32;  // of a group in the head kernel
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -744,6 +825,8 @@ bool rows_are_multiples(const RopeOperand& o, int64_t count) {
 
 // Whether an operand can be walked in packets of `count` elements.
 bool fits_packets(const RopeParams& p, const RopeOperand& o, int64_t count) {
+  const auto parameter = [&](Dtype dtype) { return dtype == Dtype::kNone || dtype == Dtype::kFloat32 || dtype == p.dtype; };
+  if (!parameter(o.weight_dtype) || !parameter(o.bias_dtype)) return false;
   const int64_t bytes = count * bytes_of(p.dtype);
   if (o.x_step != 1 || o.out_step != 1 || !aligned(o.x, bytes) || !aligned(o.out, bytes)) return false;
   if (!aligned(o.weight, kPacketBytes) || !aligned(o.bias, kPacketBytes)) return false;
@@ -752,17 +835,13 @@ bool fits_packets(const RopeParams& p, const RopeOperand& o, int64_t count) {
   return rows_are_multiples(o, count);
 }
 
-// Whether a full table can be read in packets that belong to `count` elements of x.
-bool table_in_packets(const RopeParams& p, const RopeOperand& o, RopeStride which, int count) {
+// Whether the values of a full table that belong to a segment can be read in one access.
+bool table_in_packets(const RopeParams& p, const RopeOperand& o, RopeStride which) {
   if (p.tables != RopeTables::kFull) return false;
   const bool cos = which == kFirst;
-  const bool compact = cos ? o.compact_cos : o.compact_sin;
-  const Dtype dtype = cos ? o.cos_dtype : o.sin_dtype;
-  const int64_t values = compact && !p.half ? count / 2 : count;
-  const int64_t bytes = values * bytes_of(dtype);
-  const int64_t access = std::min<int64_t>(bytes, kPacketBytes);
-  const int64_t multiple = access / bytes_of(dtype);
-  if (bytes < 8 || (cos ? o.first_step : o.second_step) != 1 || !aligned(cos ? o.cos[0] : o.sin[0], access)) return false;
+  const int64_t multiple = (cos ? o.compact_cos : o.compact_sin) && !p.half ? kSegment / 2 : kSegment;
+  if ((cos ? o.first_step : o.second_step) != 1) return false;
+  if (!aligned(cos ? o.cos[0] : o.sin[0], multiple * static_cast<int64_t>(sizeof(float)))) return false;
   if ((cos ? o.first_shift : o.second_shift) % multiple != 0 || o.inner_strides[which] % multiple != 0) return false;
   for (int dim = 0; dim < o.outer.dims; ++dim) {
     if (o.outer.strides[which][dim] % multiple != 0) return false;
@@ -770,44 +849,43 @@ bool table_in_packets(const RopeParams& p, const RopeOperand& o, RopeStride whic
   return true;
 }
 
-TableVectors table_vectors(const RopeParams& p, const RopeOperand& o, int count) {
-  return {table_in_packets(p, o, kFirst, count), table_in_packets(p, o, kSecond, count)};
-}
-
-template <typename T, int kCount, int kLanes>
-void launch_head_kernel(const RopeParams& p, int units, GpuStream stream) {
-  HeadGrids grids{};
-  int64_t most = 0;
-  for (int i = 0; i < p.count; ++i) {
-    const RopeOperand& o = p.operands[i];
-    const int64_t chunks = ceil_div(o.inner, kHeadRows);
-    const int64_t columns = ceil_div(units, kLanes);
-    grids.of[i] = {o.outer.rows * chunks * columns, static_cast<unsigned>(chunks), static_cast<unsigned>(columns),
-                   table_vectors(p, o, kCount)};
-    most = std::max(most, grids.of[i].groups);
-  }
-  const dim3 blocks(static_cast<unsigned>(ceil_div(most, kHeadThreads / kLanes)), p.count);
-  head_kernel<T, kCount, kLanes><<<blocks, kHeadThreads, 0, stream>>>(p, grids);
+TableVectors table_vectors(const RopeParams& p, const RopeOperand& o) {
+  return {table_in_packets(p, o, kFirst), table_in_packets(p, o, kSecond)};
 }
 
 template <typename T, int kCount>
 void launch_head_kernel(const RopeParams& p, GpuStream stream) {
-  const int units = p.head_dim / (2 * kCount);
-  if (kCount == 8 && units <= 4) return launch_head_kernel<T, kCount, 4>(p, units, stream);
-  if (units <= 8) return launch_head_kernel<T, kCount, 8>(p, units, stream);
-  if (units <= 16) return launch_head_kernel<T, kCount, 16>(p, units, stream);
-  launch_head_kernel<T, kCount, 32>(p, units, stream);
+  const int64_t units = p.head_dim / (2 * kCount);
+  HeadGrids grids{};
+  grids.lanes = 4;
+  while (grids.lanes < units && grids.lanes < kMaxLanes) grids.lanes *= 2;
+  int64_t most = 0;
+  for (int i = 0; i < p.count; ++i) {
+    const RopeOperand& o = p.operands[i];
+    const int rows = o.shared() ? kHeadRows : 1;
+    const int64_t chunks = ceil_div(o.inner, rows);
+    const int64_t columns = ceil_div(units, grids.lanes);
+    grids.of[i] = {o.outer.rows * chunks * columns, static_cast<unsigned>(chunks), static_cast<unsigned>(columns), rows,
+                   table_vectors(p, o)};
+    most = std::max(most, grids.of[i].groups);
+  }
+  const dim3 blocks(static_cast<unsigned>(ceil_div(most, kHeadThreads / grids.lanes)), p.count);
+  if (p.half) {
+    head_kernel<T, kCount, true><<<blocks, kHeadThreads, 0, stream>>>(p, grids);
+  } else {
+    head_kernel<T, kCount, false><<<blocks, kHeadThreads, 0, stream>>>(p, grids);
+  }
 }
 
 // Whether the head kernel has room for the work in its counters, and for a row in a group of lanes if need be.
 bool head_kernel_fits(const RopeParams& p, int64_t count) {
   const int64_t units = p.head_dim / (2 * count);
-  if (p.across || (p.norm != RopeNorm::kNone && units > 32)) return false;
+  if (p.across || (p.norm != RopeNorm::kNone && units > kMaxLanes)) return false;
   for (int i = 0; i < p.count; ++i) {
     const RopeOperand& o = p.operands[i];
-    const int64_t chunks = ceil_div(o.inner, kHeadRows);
-    const int64_t groups = o.outer.rows * chunks * ceil_div(units, 32);
-    if (chunks > UINT32_MAX || groups / (kHeadThreads / 32) >= kMaxBlocks || !fits_packets(p, o, count)) return false;
+    const int64_t chunks = ceil_div(o.inner, o.shared() ? kHeadRows : 1);
+    const int64_t groups = o.outer.rows * chunks * ceil_div(units, kMaxLanes);
+    if (chunks > UINT32_MAX || groups / (kHeadThreads / kMaxLanes) >= kMaxBlocks || !fits_packets(p, o, count)) return false;
   }
   return true;
 }
@@ -834,33 +912,30 @@ bool twins(const RopeParams& p) {
   return true;
 }
 
-template <typename T, int kUnits, int kOperands>
+template <typename T, int kOperands>
 void launch_token_kernel(const RopeParams& p, int64_t units, GpuStream stream) {
-  constexpr int kCount = kPacketSize<T>;
   const RopeOperand& q = p.operands[0];
   TokenGrid grid{};
   int64_t tokens = 0;
   for (int i = 0; i < p.count; ++i) {
-    grid.vectors[i] = table_vectors(p, p.operands[i], kCount);
+    grid.vectors[i] = table_vectors(p, p.operands[i]);
     tokens = std::max(tokens, p.operands[i].outer.rows);
   }
   // Halves of a row that begin at the same element of a head.
   const bool shared = q.inner_strides[kFirst] == 0 && q.inner_strides[kSecond] == 0;
-  grid.same_halves = !p.half && shared && q.inner % 2 == 0;
-  const unsigned threads = static_cast<unsigned>(ceil_div(ceil_div(units, kUnits), kWaveMultiple) * kWaveMultiple);
+  grid.same_halves = shared && q.inner % 2 == 0 && p.operands[p.count - 1].inner % 2 == 0;
+  const int64_t wanted = ceil_div(units, kTokenUnits<sizeof(T)>);
+  const unsigned threads = static_cast<unsigned>(ceil_div(wanted, kWaveMultiple) * kWaveMultiple);
   const dim3 blocks(static_cast<unsigned>(std::min(kMaxBlocks, tokens)), kOperands == 1 ? p.count : 1);
-  token_kernel<T, kUnits, kOperands><<<blocks, threads, 0, stream>>>(p, grid);
-}
-
-template <typename T, int kOperands>
-void launch_token_kernel(const RopeParams& p, int64_t units, GpuStream stream) {
-  if (units <= kRowThreads[0] * kRowUnits[0]) return launch_token_kernel<T, 1, kOperands>(p, units, stream);
-  if (units <= kRowThreads[1] * kRowUnits[1]) return launch_token_kernel<T, 2, kOperands>(p, units, stream);
-  launch_token_kernel<T, 4, kOperands>(p, units, stream);
+  if (p.half) {
+    token_kernel<T, kOperands, true><<<blocks, threads, 0, stream>>>(p, grid);
+  } else {
+    token_kernel<T, kOperands, false><<<blocks, threads, 0, stream>>>(p, grid);
+  }
 }
 
 // The largest row of an operand in units of the token kernel, or -1 if the kernel cannot serve it.
-int64_t token_units(const RopeParams& p, int64_t count) {
+int64_t token_units(const RopeParams& p, int64_t count, int units_per_thread) {
   if (!p.across || (p.half && p.rotary != p.head_dim)) return -1;
   int64_t most = 0;
   for (int i = 0; i < p.count; ++i) {
@@ -870,13 +945,13 @@ int64_t token_units(const RopeParams& p, int64_t count) {
     if (o.inner > 1 && (o.inner_strides[kX] != p.head_dim || o.inner_strides[kOut] != p.head_dim)) return -1;
     most = std::max(most, size / (2 * count));
   }
-  return most <= static_cast<int64_t>(kRowThreads[2]) * kRowUnits[2] ? most : -1;
+  return most <= kTokenThreads * units_per_thread ? most : -1;
 }
 
 template <typename T>
 bool launch_fast(const RopeParams& p, GpuStream stream) {
   constexpr int kCount = kPacketSize<T>;
-  const int64_t units = token_units(p, kCount);
+  const int64_t units = token_units(p, kCount, kTokenUnits<sizeof(T)>);
   if (units >= 0) {
     if (twins(p)) {
       launch_token_kernel<T, 2>(p, units, stream);
@@ -906,11 +981,13 @@ void launch_plain(const RopeParams& p, GpuStream stream) {
   plain_kernel<A><<<blocks, dim3(kPlainLanes, kPlainRows), 0, stream>>>(p);
 }
 
-bool has_float64(const RopeParams& p) {
-  for (int i = 0; i < p.count; ++i) {
-    if (p.operands[i].cos_dtype == Dtype::kFloat64 || p.operands[i].sin_dtype == Dtype::kFloat64) return true;
+// Whether all arithmetic and all tables are float32.
+bool is_float32(const RopeParams& p) {
+  if (p.dtype == Dtype::kFloat64 || p.arithmetic == RopeArithmetic::kFloat64) return false;
+  for (int i = 0; p.tables != RopeTables::kNone && i < p.count; ++i) {
+    if (p.operands[i].cos_dtype != Dtype::kFloat32 || p.operands[i].sin_dtype != Dtype::kFloat32) return false;
   }
-  return p.dtype == Dtype::kFloat64 || p.arithmetic == RopeArithmetic::kFloat64;
+  return true;
 }
 
 }  // namespace
@@ -918,7 +995,7 @@ bool has_float64(const RopeParams& p) {
 int rope_gpu(const RopeParams& p, void* stream_pointer) {
   const GpuStream stream = static_cast<GpuStream>(stream_pointer);
   bool done = false;
-  if (!has_float64(p)) {
+  if (is_float32(p)) {
     switch (p.dtype) {
       case Dtype::kFloat16: done = launch_fast<Half>(p, stream); break;
       case Dtype::kBFloat16: done = launch_fast<BFloat16>(p, stream); break;
