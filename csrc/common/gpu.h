@@ -55,6 +55,22 @@ __device__ __forceinline__ float exact_add(float a, float b) {
 #endif
 }
 
+__device__ __forceinline__ double exact_mul(double a, double b) {
+#if DIFFKERN_HIP
+  return a * b;
+#else
+  return __dmul_rn(a, b);
+#endif
+}
+
+__device__ __forceinline__ double exact_add(double a, double b) {
+#if DIFFKERN_HIP
+  return a + b;
+#else
+  return __dadd_rn(a, b);
+#endif
+}
+
 // The value of the lane whose index differs in the bits of `mask`. All lanes of the wave must take part.
 __device__ __forceinline__ float shuffle_xor(float value, int mask) {
 #if DIFFKERN_HIP

@@ -8,6 +8,7 @@
 // Inputs and outputs pass the first-level cache by; it is left to modulation rows, which many rows share.
 #include <algorithm>
 #include <iterator>
+#include <type_traits>
 #include <utility>
 
 #if defined(DIFFKERN_BENCH)
@@ -46,26 +47,25 @@ struct Normaliser {
 
 __device__ __forceinline__ Normaliser no_norm() { return {0.0f, 1.0f, -0.0f}; }  // keeps the sign of a zero
 
-// The steps between a row's values and its Normaliser. sum_one and sum_two add one or two values up over the
-// threads of the row; `fold` calls its argument with every value that this thread holds.
-template <typename SumOne, typename SumTwo, typename Fold>
-__device__ __forceinline__ Normaliser normaliser_of(const ModulateParams& p, SumOne&& sum_one, SumTwo&& sum_two,
-                                                    Fold&& fold) {
+// The steps between a row's values and its Normaliser. `sum` adds up a float, or two in one go, over the threads
+// of the row; `fold` calls its argument with every value that this thread holds.
+template <typename Sum, typename Fold>
+__device__ __forceinline__ Normaliser normaliser_of(const ModulateParams& p, Sum&& sum, Fold&& fold) {
   if (p.norm == NormKind::kRms) {
     float squares = 0.0f;
     fold([&](float value) { squares += value * value; });
-    return {0.0f, rsqrtf(sum_one(squares) * p.inverse_size + p.eps), -0.0f};
+    return {0.0f, rsqrtf(sum(squares) * p.inverse_size + p.eps), -0.0f};
   }
   float plain = 0.0f;
   fold([&](float value) { plain += value; });
-  const float mean = sum_one(plain) * p.inverse_size;
+  const float mean = sum(plain) * p.inverse_size;
   float2 sums{0.0f, 0.0f};
   fold([&](float value) {
     const float centred = value - mean;
     sums.x += centred;
     sums.y += centred * centred;
   });
-  sums = sum_two(sums);
+  sums = sum(sums);
   const float rest = sums.x * p.inverse_size;
   const float factor = rsqrtf((sums.y - rest * sums.x) * p.inverse_size + p.eps);
   return {mean, factor, -rest * factor};
@@ -192,21 +192,16 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const ModulateParams p) {
 
   Normaliser normalise = no_norm();
   if (p.norm != NormKind::kNone) {
-    const auto sum_one = [&](float value) {
-      if constexpr (kLanes == 0) {
-        return block_sum(value, singles);
-      } else {
+    const auto sum = [&](auto value) {
+      if constexpr (kLanes != 0) {
         return group_sum<kLanes>(value);
-      }
-    };
-    const auto sum_two = [&](float2 value) {
-      if constexpr (kLanes == 0) {
+      } else if constexpr (std::is_same_v<decltype(value), float2>) {
         return block_sum(value, pairs);
       } else {
-        return float2{group_sum<kLanes>(value.x), group_sum<kLanes>(value.y)};
+        return block_sum(value, singles);
       }
     };
-    normalise = normaliser_of(p, sum_one, sum_two, [&](auto&& add) {
+    normalise = normaliser_of(p, sum, [&](auto&& add) {
       each_packet([&](int i, unsigned) {
         float values[kCount];
         forget_unpacked(held[i]);
@@ -357,12 +352,12 @@ __global__ void __launch_bounds__(kLoopThreads) loop_kernel(const ModulateParams
       continue;
     }
 
-    const auto sum_one = [&](float value) {
-      return blockDim.y > 1 ? group_sum<kLoopLanes>(value) : block_sum(value, singles);
-    };
-    const auto sum_two = [&](float2 value) {
-      return blockDim.y > 1 ? float2{group_sum<kLoopLanes>(value.x), group_sum<kLoopLanes>(value.y)}
-                            : block_sum(value, pairs);
+    const auto sum = [&](auto value) {
+      if constexpr (std::is_same_v<decltype(value), float2>) {
+        return blockDim.y > 1 ? group_sum<kLoopLanes>(value) : block_sum(value, pairs);
+      } else {
+        return blockDim.y > 1 ? group_sum<kLoopLanes>(value) : block_sum(value, singles);
+      }
     };
     // From the second pass on the new residual, of which each thread reads what it wrote, is there to be read.
     const bool gated = p.residual.data != nullptr;
@@ -385,7 +380,7 @@ __global__ void __launch_bounds__(kLoopThreads) loop_kernel(const ModulateParams
       }
       stored = true;
     };
-    const Normaliser normalise = normaliser_of(p, sum_one, sum_two, fold);
+    const Normaliser normalise = normaliser_of(p, sum, fold);
     for (int64_t at = begin; at < size; at += step) {
       float values[kCount];
       load(at, values);

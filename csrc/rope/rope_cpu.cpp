@@ -87,10 +87,10 @@ void write_pairs(const A* first, const A* second, void* base, Dtype dtype, int64
 }
 
 void round_to(Dtype dtype, double* values, int n) {
-  float narrow_values[kChunk];
+  if (dtype != Dtype::kFloat16 && dtype != Dtype::kBFloat16) return;
+  float narrow_values[kChunk] = {};
   for (int i = 0; i < n; ++i) narrow_values[i] = static_cast<float>(values[i]);
   round_to(dtype, narrow_values, n);
-  if (dtype != Dtype::kFloat16 && dtype != Dtype::kBFloat16) return;
   for (int i = 0; i < n; ++i) values[i] = narrow_values[i];
 }
 

@@ -23,22 +23,6 @@ using Offsets = LeadingOffsets<kRopeStrides>;
 
 // --- arithmetic ----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ double exact_mul(double a, double b) {
-#if DIFFKERN_HIP
-  return a * b;
-#else
-  return __dmul_rn(a, b);
-#endif
-}
-
-__device__ __forceinline__ double exact_add(double a, double b) {
-#if DIFFKERN_HIP
-  return a + b;
-#else
-  return __dadd_rn(a, b);
-#endif
-}
-
 // One element of a pair: value * cos + other * sin, the sign of sin included, with a rounding to T after each op
 // where the arithmetic is that of the input.
 template <typename T>
@@ -396,7 +380,7 @@ __device__ __forceinline__ int64_t divide(int64_t value, unsigned by, unsigned* 
 template <typename T, int kCount, bool kHalf>
 __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks) head_kernel(const RopeParams p, const HeadGrids grids) {
   const RopeOperand& o = p.operands[blockIdx.y];
-  const HeadGrid& grid = grids.of[blockIdx.y];
+  const HeadGrid grid = blockIdx.y == 0 ? grids.of[0] : grids.of[1];  // an index would go through local memory
   const int lanes = grids.lanes;  // a power of two
   const int lane = threadIdx.x & (lanes - 1);
   const int64_t group = static_cast<int64_t>(blockIdx.x) * (kHeadThreads / lanes) + threadIdx.x / lanes;
@@ -540,13 +524,13 @@ struct TokenGrid {
 
 // kOperands 2: q and k of a token, which have the same angles. kOperands 1: blockIdx.y says which.
 template <typename T, int kOperands, bool kHalf>
-__global__ void __launch_bounds__(kTokenThreads) token_kernel(const RopeParams p, const TokenGrid grid) {
+__global__ void __launch_bounds__(kTokenThreads, kTokenBlocks<sizeof(T), kHalf>) token_kernel(const RopeParams p, const TokenGrid grid) {
   constexpr int kCount = kPacketSize<T>;
   constexpr int kUnits = kTokenUnits<sizeof(T)>;
   __shared__ float2 partials[3][kMaxWaves];
   const int first = kOperands == 1 ? blockIdx.y : 0;
   const RopeOperand& angles_of = p.operands[first];
-  const TableVectors& vectors = grid.vectors[first];
+  const TableVectors vectors = first == 0 ? grid.vectors[0] : grid.vectors[1];  // an index would go through local memory
   const int size = static_cast<int>(angles_of.inner) * p.head_dim;
   const int units = size / (2 * kCount);
   const auto live = [&](int i) { return static_cast<int>(threadIdx.x + i * blockDim.x) < units; };
@@ -634,44 +618,49 @@ __global__ void __launch_bounds__(kTokenThreads) token_kernel(const RopeParams p
         moved.second += head * angles_of.inner_strides[kSecond];
         return moved;
       };
+      const auto load = [&](int which, int side, int segment, float* values) {
+        const RopeOperand& o = p.operands[first + which];
+        Parameters<T> parameters;
+        parameters.load(p, o, at[i][side] + segment * kSegment);
+        held[which][i][side].unpack_segment(segment, values);
+        apply<T>(p, o, norms[which], parameters, values);
+      };
 #pragma unroll
       for (int segment = 0; segment < kCount / kSegment; ++segment) {
-        const int shift = segment * kSegment;
-        Angles angles[2];
-        if (rotates && columns[0] < p.rotary) {
-          read_angles<T, kHalf>(p, angles_of, vectors, head_row(heads[0]), columns[0] + shift, columns[0] + shift, &angles[0]);
-        }
-        if (kHalf) {
+        if constexpr (kHalf) {
+          Angles angles[2];
           if (rotates) {
-            read_second_angles<T>(p, angles_of, vectors, head_row(heads[0]), columns[0] + shift, columns[1] + shift,
-                                  angles[0], &angles[1]);
+            const AngleRow head = head_row(heads[0]);
+            const int column = columns[0] + segment * kSegment;
+            read_angles<T, true>(p, angles_of, vectors, head, column, column, &angles[0]);
+            read_second_angles<T>(p, angles_of, vectors, head, column, column + p.head_dim / 2, angles[0], &angles[1]);
           }
-        } else if (grid.same_halves) {
-          angles[1] = angles[0];
-        } else if (rotates && columns[1] < p.rotary) {
-          read_angles<T, kHalf>(p, angles_of, vectors, head_row(heads[1]), columns[1] + shift, columns[1] + shift, &angles[1]);
-        }
 #pragma unroll
-        for (int which = 0; which < kOperands; ++which) {
-          const RopeOperand& o = p.operands[first + which];
-          float values[2][kSegment];
+          for (int which = 0; which < kOperands; ++which) {
+            float a[kSegment], b[kSegment];
+            load(which, 0, segment, a);
+            load(which, 1, segment, b);
+            if (rotates) rotate<T>(p, angles[0], angles[1], a, b);
+            held[which][i][0].pack_segment(segment, a);
+            held[which][i][1].pack_segment(segment, b);
+          }
+        } else {
+          Angles angles;
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
-            Parameters<T> parameters;
-            parameters.load(p, o, at[i][side] + shift);
-            held[which][i][side].unpack_segment(segment, values[side]);
-            apply<T>(p, o, norms[which], parameters, values[side]);
-          }
-          if (rotates) {
-            if (kHalf) {
-              rotate<T>(p, angles[0], angles[1], values[0], values[1]);
-            } else {
-              if (columns[0] < p.rotary) rotate<T>(p, angles[0], values[0]);
-              if (columns[1] < p.rotary) rotate<T>(p, angles[1], values[1]);
+            const int column = columns[side] + segment * kSegment;
+            const bool turned = rotates && column < p.rotary;
+            if (turned && (side == 0 || !grid.same_halves)) {
+              read_angles<T, false>(p, angles_of, vectors, head_row(heads[side]), column, column, &angles);
+            }
+#pragma unroll
+            for (int which = 0; which < kOperands; ++which) {
+              float values[kSegment];
+              load(which, side, segment, values);
+              if (turned) rotate<T>(p, angles, values);
+              held[which][i][side].pack_segment(segment, values);
             }
           }
-          held[which][i][0].pack_segment(segment, values[0]);
-          held[which][i][1].pack_segment(segment, values[1]);
         }
       }
 #pragma unroll

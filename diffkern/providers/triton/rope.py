@@ -223,7 +223,7 @@ def _run(
     with device_guard(q.device):
         rope_kernel[(first.programs + (other.programs if other is not first else 0),)](
             first.tensors, first.loops, first.strides,
-            None if other is first else other.tensors, other.loops, other.strides,
+            other.tensors, other.loops, other.strides,
             first.programs, head_dim, rotary, q_rotation.start, max(q_rotation.length, 0), norm.eps, norm.weight_offset,
             _axes(q_rotation) if tables == 2 else None,
             *first.compact, first.shared, first.rows, *other.compact, other.shared, other.rows,
@@ -231,7 +231,7 @@ def _run(
             None if norm.round_dtype is None else _TYPES[norm.round_dtype],
             _TYPES[q.dtype] if norm.round_norm and q.dtype != torch.float64 else None,
             q_rotation.half, q_rotation.arithmetic == INPUT, wide,
-            tl.float64 if q_rotation.arithmetic == FLOAT64 else wide, pairs, rest,
+            tl.float64 if q_rotation.arithmetic == FLOAT64 else wide, pairs, rest, other is not first,
             num_warps=min(max(largest // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), enable_fp_fusion=False,
         )  # fmt: skip
     return outs

@@ -277,11 +277,11 @@ def rope_kernel(
     COMPACT_COS_K: tl.constexpr, COMPACT_SIN_K: tl.constexpr, SHARED_K: tl.constexpr, ROWS_K: tl.constexpr,
     TABLES: tl.constexpr, ALTERNATING: tl.constexpr, PARTIAL: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, HALF: tl.constexpr, INPUT: tl.constexpr, WIDE: tl.constexpr,
-    TURN: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    TURN: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """Rotates q, and k unless it is None: the first ``programs_q`` programs are those of q."""
+    """Rotates q, and with BOTH also k: the first ``programs_q`` programs are those of q."""
     program = tl.program_id(0)
-    if k is None:
+    if not BOTH:
         _rotate(
             program, q, q_loops, q_strides, row_length, rotary, start, length, eps, weight_offset, axes,
             COMPACT_COS_Q, COMPACT_SIN_Q, SHARED_Q, ROWS_Q, TABLES, ALTERNATING, PARTIAL, NORM, ACROSS,
