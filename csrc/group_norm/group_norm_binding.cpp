@@ -21,11 +21,13 @@ bool run_group_norm(GroupNormParams p, const Tensor& x, const Tensor& out, bool 
 #else
   std::vector<double> buffer(partials);
   p.partials = buffer.data();
+  constexpr int64_t kGrain = 16384;  // elements that are worth a thread of their own
   const int64_t tasks = group_norm_tasks(p);
-  torch::stable::parallel_for(0, tasks, 1,
+  const int64_t grain = std::max<int64_t>(1, kGrain * tasks / x.numel());
+  torch::stable::parallel_for(0, tasks, grain,
                               [&p](int64_t begin, int64_t end) { group_norm_statistics_cpu(p, begin, end); });
   group_norm_merge_cpu(p);
-  torch::stable::parallel_for(0, tasks, 1,
+  torch::stable::parallel_for(0, tasks, grain,
                               [&p](int64_t begin, int64_t end) { group_norm_normalise_cpu(p, begin, end); });
 #endif
   return true;

@@ -17,6 +17,26 @@ enum class RopeNorm : int32_t { kNone, kRms, kLayer };
 // the pairs of all heads. kToken counts tokens.
 enum RopeStride { kX, kOut, kFirst, kSecond, kToken, kRopeStrides };
 
+// A divisor of 32 bits, prepared so that a division costs a multiplication.
+struct Divisor {
+  uint32_t value;
+  uint32_t magic;
+  uint32_t shift;
+
+  // Of a dividend below 2^31.
+  DIFFKERN_HOST_DEVICE uint32_t divide(uint32_t dividend) const {
+    const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(dividend) * magic) >> 32);
+    return (high + dividend) >> shift;
+  }
+};
+
+inline Divisor make_divisor(uint32_t value) {
+  uint32_t shift = 0;
+  while (shift < 31 && (1u << shift) < value) ++shift;
+  const uint64_t magic = ((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1;
+  return {value, static_cast<uint32_t>(magic), shift};
+}
+
 // One of q and k, seen as rows of a head each. Of the leading dimensions one is the innermost loop: the heads that
 // are normalised together, or else one along which the tables do not change, if there is such a dimension.
 struct RopeOperand {
@@ -77,7 +97,7 @@ struct RopeParams {
   int front_pad;
   int widths[kMaxAxes];  // columns of the tables of the axes
   int64_t sizes[kMaxAxes];
-  int64_t grid[kMaxAxes];
+  Divisor grid[kMaxAxes];
   int64_t start;
   int64_t length;
 
@@ -104,14 +124,10 @@ DIFFKERN_HOST_DEVICE AxisRows axis_rows(const RopeParams& p, const RopeOperand& 
     if (axis >= p.axes) continue;
     int64_t index;
     if (o.coords == nullptr) {  // row-major: the last axis is the fastest
-      if (position <= UINT32_MAX && p.grid[axis] <= UINT32_MAX) {
-        const uint32_t size = static_cast<uint32_t>(p.grid[axis]);
-        index = static_cast<uint32_t>(position) % size;
-        position = static_cast<uint32_t>(position) / size;
-      } else {
-        index = position % p.grid[axis];
-        position /= p.grid[axis];
-      }
+      const uint32_t rest = static_cast<uint32_t>(position);
+      const uint32_t quotient = p.grid[axis].divide(rest);
+      index = rest - quotient * p.grid[axis].value;
+      position = quotient;
     } else {
       const int64_t at = coords + axis * o.first_step;
       index = o.wide_coords ? static_cast<const int64_t*>(o.coords)[at] : static_cast<const int32_t*>(o.coords)[at];

@@ -61,12 +61,26 @@ void check_beside(const Tensor& tensor, const Tensor& x, const char* op, const c
                   op, ": ", name, " and the input are on different devices");
 }
 
+// The GPU kernels that are fast read float32 tables.
+Tensor readable(const Tensor& table) {
+#if defined(DIFFKERN_GPU)
+  const ScalarType type = table.scalar_type();
+  if (type == ScalarType::Half || type == ScalarType::BFloat16) return torch::stable::to(table, ScalarType::Float);
+#endif
+  return table;
+}
+
+Tensor readable_rows(const Tensor& table) {
+  const Tensor plain = readable(table);
+  return plain.is_contiguous() ? plain : torch::stable::contiguous(plain);
+}
+
 Dtype add_parameter(const std::optional<Tensor>& parameter, const Tensor& x, const char* op, const char* name,
                     const void** data, Tables* keep) {
   const auto plain = checked_parameter(parameter, x, x.size(x.dim() - 1), op, name);
   if (!plain.has_value()) return Dtype::kNone;
   *data = plain->const_data_ptr();
-  keep->push_back(*plain);
+  keep->push_back(*plain);  // it may be a copy
   return dtype_of(plain->scalar_type(), op, name);
 }
 
@@ -107,10 +121,11 @@ void add_axes(const Tables& cos, const Tables& sin, const Rotation& rotation, co
     STD_TORCH_CHECK(!params->alternating || params->widths[axis] == params->widths[0], op,
                     ": axes can alternate only if their tables have as many columns");
     pairs += params->widths[axis];
-    keep->push_back(torch::stable::contiguous(cos[axis]));
+    keep->push_back(readable_rows(cos[axis]));
     o->cos[axis] = keep->back().const_data_ptr();
-    keep->push_back(torch::stable::contiguous(sin[axis]));
+    keep->push_back(readable_rows(sin[axis]));
     o->sin[axis] = keep->back().const_data_ptr();
+    o->cos_dtype = o->sin_dtype = rope_dtype_of(keep->back().scalar_type(), op, "a table");
   }
   params->axes = static_cast<int>(axes);
   o->compact_cos = o->compact_sin = true;
@@ -129,9 +144,10 @@ void add_axes(const Tables& cos, const Tables& sin, const Rotation& rotation, co
     STD_TORCH_CHECK(static_cast<int64_t>(rotation.grid.size()) == axes, op, ": the grid must have ", axes, " axes");
     int64_t product = 1;
     for (int64_t axis = 0; axis < axes; ++axis) {
-      params->grid[axis] = rotation.grid[axis];
+      STD_TORCH_CHECK(rotation.grid[axis] >= 0 && rotation.grid[axis] <= params->sizes[axis] && tokens <= INT32_MAX, op,
+                      ": the grid is larger than a table");
+      params->grid[axis] = make_divisor(static_cast<uint32_t>(std::max<int64_t>(1, rotation.grid[axis])));
       product *= rotation.grid[axis];
-      STD_TORCH_CHECK(rotation.grid[axis] <= params->sizes[axis], op, ": the grid is larger than a table");
     }
     STD_TORCH_CHECK(product == tokens, op, ": the grid has ", product, " positions for ", tokens, " tokens");
     return;
@@ -201,8 +217,6 @@ bool add_operand(const Tensor& x, const Tensor& out, const std::optional<Tensor>
   Dims first{}, second{}, token{};
   if (params->tables != RopeTables::kNone) {
     STD_TORCH_CHECK(!cos.empty() && !sin.empty(), op, ": q and k both need tables");
-    o.cos_dtype = rope_dtype_of(cos[0].scalar_type(), op, "cos");
-    o.sin_dtype = rope_dtype_of(sin[0].scalar_type(), op, "sin");
     const bool counted = params->partial || params->tables == RopeTables::kAxes;
     if (counted) {
       STD_TORCH_CHECK(rotation.seq_dim >= 0 && rotation.seq_dim < rows.leading(), op, ": seq_dim is out of range");
@@ -217,10 +231,16 @@ bool add_operand(const Tensor& x, const Tensor& out, const std::optional<Tensor>
     } else {
       Dims span = rows.sizes;
       if (params->partial) span[rotation.seq_dim] = rotation.length;
-      add_full(cos[0], x, rows, span, *params, op, "cos", first.data(), &o.first_step, &o.compact_cos);
-      add_full(sin[0], x, rows, span, *params, op, "sin", second.data(), &o.second_step, &o.compact_sin);
-      o.cos[0] = cos[0].const_data_ptr();
-      o.sin[0] = sin[0].const_data_ptr();
+      const Tensor plain_cos = readable(cos[0]);
+      const Tensor plain_sin = readable(sin[0]);
+      add_full(plain_cos, x, rows, span, *params, op, "cos", first.data(), &o.first_step, &o.compact_cos);
+      add_full(plain_sin, x, rows, span, *params, op, "sin", second.data(), &o.second_step, &o.compact_sin);
+      o.cos_dtype = rope_dtype_of(plain_cos.scalar_type(), op, "cos");
+      o.sin_dtype = rope_dtype_of(plain_sin.scalar_type(), op, "sin");
+      o.cos[0] = plain_cos.const_data_ptr();
+      o.sin[0] = plain_sin.const_data_ptr();
+      keep->push_back(plain_cos);
+      keep->push_back(plain_sin);
       if (params->partial) {
         o.first_shift = rotation.start * first[rotation.seq_dim];
         o.second_shift = rotation.start * second[rotation.seq_dim];

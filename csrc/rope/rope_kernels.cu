@@ -4,7 +4,7 @@
 //                several heads at once that share their angles, and read those once.
 //  token kernel: all heads of a token normalised together, a block to a token, which stays in registers; q and
 //                k side by side, so that the angles are read once for both.
-//  plain kernel: any dtypes, alignment, strides and sizes, and float64; a wave to a row, which it reads again,
+//  general kernel: any dtypes, alignment, strides and sizes, and float64; a wave to a row, which it reads again,
 //                from the caches, after the sums.
 //
 // Inputs pass the first-level cache by; it is left to the tables. Products and sums of the rotation are not
@@ -25,25 +25,24 @@ using Offsets = LeadingOffsets<kRopeStrides>;
 
 // One element of a pair: value * cos + other * sin, the sign of sin included, with a rounding to T after each op
 // where the arithmetic is that of the input.
-template <typename T>
+template <typename T, bool kPlain>
 __device__ __forceinline__ float turn(bool rounds, float value, float other, float cos, float sin) {
   float first = exact_mul(value, cos);
   float second = exact_mul(other, sin);
-  if (!std::is_same<T, float>::value && rounds) {
+  if (!kPlain && rounds) {
     first = rounded<T>(first);
     second = rounded<T>(second);
   }
   return exact_add(first, second);
 }
 
-// What a row's sums say: the normalised value is (v - mean) * factor + rest. What rounding left out of the mean
-// comes to light as the mean of v - mean; without it the whole row would be shifted.
+// What a row's sums say: the normalised value is (v - mean) * factor + rest, where an RMS norm has neither mean nor
+// rest. What rounding left out of the mean comes to light as the mean of v - mean; without it the whole row would be
+// shifted.
 struct Normaliser {
-  float mean = 0.0f;
-  float factor = 1.0f;
-  float rest = -0.0f;
-
-  __device__ __forceinline__ float operator()(float value) const { return fmaf(value - mean, factor, rest); }
+  float mean;
+  float factor;
+  float rest;
 };
 
 // The steps between the values of kRows rows and their Normalisers. `sum` adds values up over the threads of each
@@ -77,7 +76,7 @@ __device__ __forceinline__ void normalise(const RopeParams& p, float size, Norma
   for (int row = 0; row < kRows; ++row) {
     const float rest = plain[row] / size;
     norms[row].factor = rsqrtf((squares[row] - rest * plain[row]) / size + p.eps);
-    norms[row].rest = p.norm == RopeNorm::kLayer ? -rest * norms[row].factor : -0.0f;
+    norms[row].rest = -rest * norms[row].factor;
   }
 }
 
@@ -85,7 +84,17 @@ __device__ __forceinline__ void normalise(const RopeParams& p, float size, Norma
 // columns is read once, and few values are in registers at once.
 constexpr int kSegment = 4;
 
-template <typename T>
+// Options of a call that are off in nearly all: no rounding in between, no bias, no offset, parameters of the dtype of
+// the input. Kernels that know this spare the tests.
+bool is_plain(const RopeParams& p) {
+  for (int i = 0; i < p.count; ++i) {
+    const RopeOperand& o = p.operands[i];
+    if (o.bias != nullptr || (o.weight != nullptr && o.weight_dtype != p.dtype)) return false;
+  }
+  return p.arithmetic == RopeArithmetic::kFloat32 && !p.round_norm && p.round_dtype == Dtype::kNone && p.weight_offset == 0.0f;
+}
+
+template <typename T, bool kPlain>
 struct Parameters {
   float weight[kSegment];
   float bias[kSegment];
@@ -93,26 +102,30 @@ struct Parameters {
   __device__ __forceinline__ void load(const RopeParams& p, const RopeOperand& o, int at) {
     if (o.weight != nullptr) {
       load_one(o.weight, o.weight_dtype, at, weight);
+      if (!kPlain) {
 #pragma unroll
-      for (int j = 0; j < kSegment; ++j) weight[j] += p.weight_offset;
+        for (int j = 0; j < kSegment; ++j) weight[j] += p.weight_offset;
+      }
     }
-    if (o.bias != nullptr) load_one(o.bias, o.bias_dtype, at, bias);
+    if (!kPlain && o.bias != nullptr) load_one(o.bias, o.bias_dtype, at, bias);
   }
 
   // Of float32 or of T.
   static __device__ __forceinline__ void load_one(const void* base, Dtype dtype, int at, float* to) {
-    if (dtype == Dtype::kFloat32) return load_elements<float, kSegment>(static_cast<const float*>(base) + at, to);
+    if (!kPlain && dtype == Dtype::kFloat32) return load_elements<float, kSegment>(static_cast<const float*>(base) + at, to);
     load_elements<T, kSegment>(static_cast<const T*>(base) + at, to);
   }
 };
 
-template <typename T>
+template <typename T, bool kPlain>
 __device__ __forceinline__ void apply(const RopeParams& p, const RopeOperand& o, const Normaliser& norm,
-                                      const Parameters<T>& parameters, float* values) {
+                                      const Parameters<T, kPlain>& parameters, float* values) {
   if (p.norm == RopeNorm::kNone) return;
 #pragma unroll
-  for (int j = 0; j < kSegment; ++j) values[j] = norm(values[j]);
-  if (p.round_dtype != Dtype::kNone) {
+  for (int j = 0; j < kSegment; ++j) {
+    values[j] = p.norm == RopeNorm::kRms ? values[j] * norm.factor : fmaf(values[j] - norm.mean, norm.factor, norm.rest);
+  }
+  if (!kPlain && p.round_dtype != Dtype::kNone) {
 #pragma unroll
     for (int j = 0; j < kSegment; ++j) values[j] = rounded_to(p.round_dtype, values[j]);
   }
@@ -120,15 +133,15 @@ __device__ __forceinline__ void apply(const RopeParams& p, const RopeOperand& o,
 #pragma unroll
     for (int j = 0; j < kSegment; ++j) values[j] *= parameters.weight[j];
   }
-  const bool each = !std::is_same<T, float>::value && p.round_norm;
+  if (kPlain) return;
   if (o.bias != nullptr) {
-    const bool product = each && p.round_dtype != Dtype::kNone;
+    const bool product = p.round_norm && p.round_dtype != Dtype::kNone;
 #pragma unroll
     for (int j = 0; j < kSegment; ++j) {
       values[j] = exact_add(product ? rounded<T>(values[j]) : values[j], parameters.bias[j]);
     }
   }
-  if (each) {
+  if (p.round_norm) {
 #pragma unroll
     for (int j = 0; j < kSegment; ++j) values[j] = rounded<T>(values[j]);
   }
@@ -222,40 +235,59 @@ __device__ __forceinline__ A read_value(const void* base, Dtype dtype, int64_t a
   return value;
 }
 
-// The angle of one pair from the tables of the axes.
-template <typename A, bool kAnyDtype>
-__device__ __forceinline__ void read_axes(const RopeParams& p, const RopeOperand& o, const AxisRows& rows, int pair,
-                                          A* cos, A* sin) {
-  *cos = 1.0f;
-  *sin = 0.0f;
-  const int index = pair - p.front_pad;
-  if (index < 0) return;
-  const AxisColumn place = axis_column(p, index);
-  // Chosen by comparisons: an array that is indexed at run time would go through local memory.
-  const void* cos_base = o.cos[0];
-  const void* sin_base = o.sin[0];
-  int at = rows.at[0];
+// The pairs of a row in the tables of the axes, one after the other from `pair` on.
+struct AxisWalk {
+  int index;  // behind the padding
+  AxisColumn place;
+
+  __device__ __forceinline__ AxisWalk(const RopeParams& p, int pair) : index(pair - p.front_pad) {
+    place = axis_column(p, index < 0 ? 0 : index);
+  }
+
+  __device__ __forceinline__ void step(const RopeParams& p) {
+    if (++index <= 0) return;
+    if (p.alternating) {
+      if (++place.axis == p.axes) place = {0, place.column + 1};
+    } else {
+      int width = p.widths[0];
 #pragma unroll
-  for (int axis = 1; axis < kMaxAxes; ++axis) {
-    if (place.axis == axis) {
-      cos_base = o.cos[axis];
-      sin_base = o.sin[axis];
-      at = rows.at[axis];
+      for (int axis = 1; axis < kMaxAxes; ++axis) width = place.axis == axis ? p.widths[axis] : width;
+      if (++place.column == width) place = {place.axis + 1, 0};
     }
   }
-  if (at < 0) {
-    *cos = *sin = float_of(0x7fc00000u);
-    return;
+
+  // The angle here. kAnyDtype false: from float32 tables.
+  template <typename A, bool kAnyDtype>
+  __device__ __forceinline__ void read(const RopeOperand& o, const AxisRows& rows, A* cos, A* sin) const {
+    *cos = 1.0f;
+    *sin = 0.0f;
+    if (index < 0) return;
+    // Chosen by comparisons: an array that is indexed at run time would go through local memory.
+    const void* cos_base = o.cos[0];
+    const void* sin_base = o.sin[0];
+    int at = rows.at[0];
+#pragma unroll
+    for (int axis = 1; axis < kMaxAxes; ++axis) {
+      if (place.axis == axis) {
+        cos_base = o.cos[axis];
+        sin_base = o.sin[axis];
+        at = rows.at[axis];
+      }
+    }
+    if (at < 0) {
+      *cos = *sin = float_of(0x7fc00000u);
+      return;
+    }
+    at += place.column;
+    if constexpr (kAnyDtype) {
+      *cos = read_value<A>(cos_base, o.cos_dtype, at);
+      *sin = read_value<A>(sin_base, o.sin_dtype, at);
+    } else {
+      *cos = static_cast<const float*>(cos_base)[at];
+      *sin = static_cast<const float*>(sin_base)[at];
+    }
   }
-  at += place.column;
-  if constexpr (kAnyDtype) {
-    *cos = read_value<A>(cos_base, o.cos_dtype, at);
-    *sin = read_value<A>(sin_base, o.sin_dtype, at);
-  } else {
-    *cos = static_cast<const float*>(cos_base)[at];
-    *sin = static_cast<const float*>(sin_base)[at];
-  }
-}
+};
 
 // Which accesses to the full tables can be packets.
 struct TableVectors {
@@ -278,23 +310,24 @@ __device__ __forceinline__ AngleRow angle_row(const RopeParams& p, const RopeOpe
 
 // The angles of a segment. at_cos and at_sin are its first element in the head, or, for the second elements of pairs
 // that are half a row apart and have one angle, that of the first elements.
-template <typename T, bool kHalf>
+template <typename T, bool kPlain, bool kHalf>
 __device__ __forceinline__ void read_angles(const RopeParams& p, const RopeOperand& o, const TableVectors& vectors,
                                             const AngleRow& row, int at_cos, int at_sin, Angles* angles) {
   if (p.tables == RopeTables::kFull) {
     read_full<kHalf>(o.cos[0], row.first, o.first_step, o.compact_cos, vectors.cos, at_cos, angles->cos);
     read_full<kHalf>(o.sin[0], row.second, o.second_step, o.compact_sin, vectors.sin, at_sin, angles->sin);
   } else {
-    const int pair = static_cast<int>(row.second) + (kHalf ? at_cos : at_cos / 2);
     constexpr int kElements = kHalf ? 1 : 2;  // of the segment with one angle
+    AxisWalk walk(p, static_cast<int>(row.second) + at_cos / kElements);
 #pragma unroll
     for (int j = 0; j < kSegment; j += kElements) {
-      read_axes<float, false>(p, o, row.axes, pair + j / kElements, angles->cos + j, angles->sin + j);
+      if (j > 0) walk.step(p);
+      walk.template read<float, false>(o, row.axes, angles->cos + j, angles->sin + j);
       angles->cos[j + kElements - 1] = angles->cos[j];
       angles->sin[j + kElements - 1] = angles->sin[j];
     }
   }
-  if (!std::is_same<T, float>::value && p.arithmetic == RopeArithmetic::kInput) {
+  if (!kPlain && p.arithmetic == RopeArithmetic::kInput) {
 #pragma unroll
     for (int j = 0; j < kSegment; ++j) {
       angles->cos[j] = rounded<T>(angles->cos[j]);
@@ -304,32 +337,32 @@ __device__ __forceinline__ void read_angles(const RopeParams& p, const RopeOpera
 }
 
 // The angles of the second elements of pairs that are half a row apart.
-template <typename T>
+template <typename T, bool kPlain>
 __device__ __forceinline__ void read_second_angles(const RopeParams& p, const RopeOperand& o, const TableVectors& vectors,
                                                    const AngleRow& row, int at_a, int at_b, const Angles& first,
                                                    Angles* angles) {
   if (o.compact_cos && o.compact_sin) {
     *angles = first;
   } else {
-    read_angles<T, true>(p, o, vectors, row, o.compact_cos ? at_a : at_b, o.compact_sin ? at_a : at_b, angles);
+    read_angles<T, kPlain, true>(p, o, vectors, row, o.compact_cos ? at_a : at_b, o.compact_sin ? at_a : at_b, angles);
   }
 }
 
 // Turns neighbouring pairs.
-template <typename T>
+template <typename T, bool kPlain>
 __device__ __forceinline__ void rotate(const RopeParams& p, const Angles& angles, float* values) {
   const bool rounds = p.arithmetic == RopeArithmetic::kInput;
 #pragma unroll
   for (int j = 0; j < kSegment; j += 2) {
     const float first = values[j];
     const float second = values[j + 1];
-    values[j] = turn<T>(rounds, first, second, angles.cos[j], -angles.sin[j]);
-    values[j + 1] = turn<T>(rounds, second, first, angles.cos[j + 1], angles.sin[j + 1]);
+    values[j] = turn<T, kPlain>(rounds, first, second, angles.cos[j], -angles.sin[j]);
+    values[j + 1] = turn<T, kPlain>(rounds, second, first, angles.cos[j + 1], angles.sin[j + 1]);
   }
 }
 
 // Turns pairs with one element in a and one in b.
-template <typename T>
+template <typename T, bool kPlain>
 __device__ __forceinline__ void rotate(const RopeParams& p, const Angles& angles_a, const Angles& angles_b, float* a,
                                        float* b) {
   const bool rounds = p.arithmetic == RopeArithmetic::kInput;
@@ -337,8 +370,8 @@ __device__ __forceinline__ void rotate(const RopeParams& p, const Angles& angles
   for (int j = 0; j < kSegment; ++j) {
     const float first = a[j];
     const float second = b[j];
-    a[j] = turn<T>(rounds, first, second, angles_a.cos[j], -angles_a.sin[j]);
-    b[j] = turn<T>(rounds, second, first, angles_b.cos[j], angles_b.sin[j]);
+    a[j] = turn<T, kPlain>(rounds, first, second, angles_a.cos[j], -angles_a.sin[j]);
+    b[j] = turn<T, kPlain>(rounds, second, first, angles_b.cos[j], angles_b.sin[j]);
   }
 }
 
@@ -377,7 +410,7 @@ __device__ __forceinline__ int64_t divide(int64_t value, unsigned by, unsigned* 
   return value / by;
 }
 
-template <typename T, int kCount, bool kHalf>
+template <typename T, int kCount, bool kPlain, bool kHalf>
 __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks) head_kernel(const RopeParams p, const HeadGrids grids) {
   const RopeOperand& o = p.operands[blockIdx.y];
   const HeadGrid grid = blockIdx.y == 0 ? grids.of[0] : grids.of[1];  // an index would go through local memory
@@ -458,7 +491,7 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks) head_kernel(const R
     const int at_a = at[0] + segment * kSegment;
     const int at_b = at[1] + segment * kSegment;
     if constexpr (kHalf) {
-      Parameters<T> parameters[2];
+      Parameters<T, kPlain> parameters[2];
       Angles angles[2];
       const bool turned = rotates && at_a < p.rotary;
       if (rows > 0) {
@@ -466,8 +499,8 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks) head_kernel(const R
         parameters[1].load(p, o, at_b);
       }
       if (turned) {
-        read_angles<T, true>(p, o, grid.vectors, angles_at, at_a, at_a, &angles[0]);
-        read_second_angles<T>(p, o, grid.vectors, angles_at, at_a, at_b, angles[0], &angles[1]);
+        read_angles<T, kPlain, true>(p, o, grid.vectors, angles_at, at_a, at_a, &angles[0]);
+        read_second_angles<T, kPlain>(p, o, grid.vectors, angles_at, at_a, at_b, angles[0], &angles[1]);
       }
 #pragma unroll
       for (int row = 0; row < kHeadRows; ++row) {
@@ -475,9 +508,9 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks) head_kernel(const R
           float a[kSegment], b[kSegment];
           held[row][0].unpack_segment(segment, a);
           held[row][1].unpack_segment(segment, b);
-          apply<T>(p, o, norms[row], parameters[0], a);
-          apply<T>(p, o, norms[row], parameters[1], b);
-          if (turned) rotate<T>(p, angles[0], angles[1], a, b);
+          apply<T, kPlain>(p, o, norms[row], parameters[0], a);
+          apply<T, kPlain>(p, o, norms[row], parameters[1], b);
+          if (turned) rotate<T, kPlain>(p, angles[0], angles[1], a, b);
           held[row][0].pack_segment(segment, a);
           held[row][1].pack_segment(segment, b);
         }
@@ -486,18 +519,18 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks) head_kernel(const R
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
         const int here = side == 0 ? at_a : at_b;
-        Parameters<T> parameters;
+        Parameters<T, kPlain> parameters;
         Angles angles;
         const bool turned = rotates && here < p.rotary;
         if (rows > 0) parameters.load(p, o, here);
-        if (turned) read_angles<T, false>(p, o, grid.vectors, angles_at, here, here, &angles);
+        if (turned) read_angles<T, kPlain, false>(p, o, grid.vectors, angles_at, here, here, &angles);
 #pragma unroll
         for (int row = 0; row < kHeadRows; ++row) {
           if (row < rows) {
             float values[kSegment];
             held[row][side].unpack_segment(segment, values);
-            apply<T>(p, o, norms[row], parameters, values);
-            if (turned) rotate<T>(p, angles, values);
+            apply<T, kPlain>(p, o, norms[row], parameters, values);
+            if (turned) rotate<T, kPlain>(p, angles, values);
             held[row][side].pack_segment(segment, values);
           }
         }
@@ -519,12 +552,14 @@ __global__ void __launch_bounds__(kHeadThreads, kHeadBlocks) head_kernel(const R
 
 struct TokenGrid {
   TableVectors vectors[2];
+  Divisor head_dim;
+  Divisor head_units;
   bool same_halves;  // the second packet of a unit has the angles of the first one
 };
 
 // kOperands 2: q and k of a token, which have the same angles. kOperands 1: blockIdx.y says which.
-template <typename T, int kOperands, bool kHalf>
-__global__ void __launch_bounds__(kTokenThreads, kTokenBlocks<sizeof(T), kHalf>) token_kernel(const RopeParams p, const TokenGrid grid) {
+template <typename T, int kOperands, bool kPlain, bool kHalf>
+__global__ void __launch_bounds__(kTokenThreads, (kTokenBlocks<sizeof(T), kHalf>)) token_kernel(const RopeParams p, const TokenGrid grid) {
   constexpr int kCount = kPacketSize<T>;
   constexpr int kUnits = kTokenUnits<sizeof(T)>;
   __shared__ float2 partials[3][kMaxWaves];
@@ -540,9 +575,8 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks<sizeof(T), kHalf>)
   for (int i = 0; i < kUnits; ++i) {
     const int unit = threadIdx.x + i * blockDim.x;
     if (kHalf) {
-      const int head_units = p.head_dim / (2 * kCount);
-      const int head = unit / head_units;
-      at[i][0] = head * p.head_dim + (unit - head * head_units) * kCount;
+      const int head = static_cast<int>(grid.head_units.divide(unit));
+      at[i][0] = head * p.head_dim + (unit - head * static_cast<int>(grid.head_units.value)) * kCount;
       at[i][1] = at[i][0] + p.head_dim / 2;
     } else {
       at[i][0] = unit * kCount;
@@ -610,7 +644,7 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks<sizeof(T), kHalf>)
         held[which][i][1].forget_unpacked();
       }
       // The heads of both packets, and where they begin in those.
-      const int heads[2] = {at[i][0] / p.head_dim, at[i][1] / p.head_dim};
+      const int heads[2] = {static_cast<int>(grid.head_dim.divide(at[i][0])), static_cast<int>(grid.head_dim.divide(at[i][1]))};
       const int columns[2] = {at[i][0] - heads[0] * p.head_dim, at[i][1] - heads[1] * p.head_dim};
       const auto head_row = [&](int head) {
         AngleRow moved = row;
@@ -620,10 +654,10 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks<sizeof(T), kHalf>)
       };
       const auto load = [&](int which, int side, int segment, float* values) {
         const RopeOperand& o = p.operands[first + which];
-        Parameters<T> parameters;
+        Parameters<T, kPlain> parameters;
         parameters.load(p, o, at[i][side] + segment * kSegment);
         held[which][i][side].unpack_segment(segment, values);
-        apply<T>(p, o, norms[which], parameters, values);
+        apply<T, kPlain>(p, o, norms[which], parameters, values);
       };
 #pragma unroll
       for (int segment = 0; segment < kCount / kSegment; ++segment) {
@@ -632,15 +666,15 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks<sizeof(T), kHalf>)
           if (rotates) {
             const AngleRow head = head_row(heads[0]);
             const int column = columns[0] + segment * kSegment;
-            read_angles<T, true>(p, angles_of, vectors, head, column, column, &angles[0]);
-            read_second_angles<T>(p, angles_of, vectors, head, column, column + p.head_dim / 2, angles[0], &angles[1]);
+            read_angles<T, kPlain, true>(p, angles_of, vectors, head, column, column, &angles[0]);
+            read_second_angles<T, kPlain>(p, angles_of, vectors, head, column, column + p.head_dim / 2, angles[0], &angles[1]);
           }
 #pragma unroll
           for (int which = 0; which < kOperands; ++which) {
             float a[kSegment], b[kSegment];
             load(which, 0, segment, a);
             load(which, 1, segment, b);
-            if (rotates) rotate<T>(p, angles[0], angles[1], a, b);
+            if (rotates) rotate<T, kPlain>(p, angles[0], angles[1], a, b);
             held[which][i][0].pack_segment(segment, a);
             held[which][i][1].pack_segment(segment, b);
           }
@@ -651,13 +685,13 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks<sizeof(T), kHalf>)
             const int column = columns[side] + segment * kSegment;
             const bool turned = rotates && column < p.rotary;
             if (turned && (side == 0 || !grid.same_halves)) {
-              read_angles<T, false>(p, angles_of, vectors, head_row(heads[side]), column, column, &angles);
+              read_angles<T, kPlain, false>(p, angles_of, vectors, head_row(heads[side]), column, column, &angles);
             }
 #pragma unroll
             for (int which = 0; which < kOperands; ++which) {
               float values[kSegment];
               load(which, side, segment, values);
-              if (turned) rotate<T>(p, angles, values);
+              if (turned) rotate<T, kPlain>(p, angles, values);
               held[which][i][side].pack_segment(segment, values);
             }
           }
@@ -674,10 +708,10 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks<sizeof(T), kHalf>)
   }
 }
 
-// --- plain kernel --------------------------------------------------------------------------------------
+// --- general kernel ------------------------------------------------------------------------------------
 
-constexpr int kPlainLanes = 32;
-constexpr int kPlainRows = 4;  // waves of a block
+constexpr int kGeneralLanes = 32;
+constexpr int kGeneralRows = 4;  // waves of a block
 
 // Rounds from float64 by way of float32, as torch does.
 template <typename A>
@@ -698,7 +732,7 @@ __device__ __forceinline__ A round_value(bool rounds, Dtype dtype, A value) {
 
 // The work of an operand, a wave to each: a head, or all heads of a token. A is the arithmetic of the rotation.
 template <typename A>
-__global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const RopeParams p) {
+__global__ void __launch_bounds__(kGeneralLanes* kGeneralRows) general_kernel(const RopeParams p) {
   const RopeOperand& o = p.operands[blockIdx.y];
   const int lane = threadIdx.x;
   const int pairs = p.rotary / 2;
@@ -706,8 +740,8 @@ __global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const Ro
   const int64_t work = p.work(o);
   const int heads = p.across ? static_cast<int>(o.inner) : 1;
 
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kPlainRows; first < work;
-       first += static_cast<int64_t>(gridDim.x) * kPlainRows) {
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kGeneralRows; first < work;
+       first += static_cast<int64_t>(gridDim.x) * kGeneralRows) {
     // Waves past the end take part in the shuffles, and touch no memory.
     const int64_t unit = first + threadIdx.y;
     const bool live = unit < work;
@@ -722,9 +756,9 @@ __global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const Ro
     Normaliser norms[1];
     normalise(
         p, static_cast<float>(heads) * static_cast<float>(p.head_dim), norms,
-        [](float(&values)[1]) { values[0] = group_sum<kPlainLanes>(values[0]); },
+        [](float(&values)[1]) { values[0] = group_sum<kGeneralLanes>(values[0]); },
         [&](auto&& add) {
-          for (int i = lane; i < size; i += kPlainLanes) {
+          for (int i = lane; i < size; i += kGeneralLanes) {
             const int head = i / p.head_dim;
             const int at = i - head * p.head_dim;
             add(0, read_value<float>(o.x, p.dtype, begin.of[kX] + head * o.inner_strides[kX] + at * o.x_step));
@@ -733,7 +767,10 @@ __global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const Ro
     if (!live) continue;
     const auto normed = [&](A value, int parameter) {
       if (p.norm == RopeNorm::kNone) return value;
-      float result = rounded_to(p.round_dtype, norms[0](static_cast<float>(value)));
+      const Normaliser& norm = norms[0];
+      const float plain = static_cast<float>(value);
+      float result = p.norm == RopeNorm::kRms ? plain * norm.factor : fmaf(plain - norm.mean, norm.factor, norm.rest);
+      result = rounded_to(p.round_dtype, result);
       if (o.weight != nullptr) result *= read_value<float>(o.weight, o.weight_dtype, parameter) + p.weight_offset;
       if (o.bias != nullptr) {
         if (p.round_dtype != Dtype::kNone && p.round_norm) result = rounded_to(p.dtype, result);
@@ -751,7 +788,7 @@ __global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const Ro
       AxisRows axes{};
       if (rotates && p.tables == RopeTables::kAxes) axes = axis_rows(p, o, row.of[kFirst] - o.first_shift, position);
       const int parameters = p.across ? head * p.head_dim : 0;
-      for (int pair = lane; pair < pairs; pair += kPlainLanes) {
+      for (int pair = lane; pair < pairs; pair += kGeneralLanes) {
         const int at_a = p.half ? pair : 2 * pair;
         const int at_b = p.half ? pair + pairs : 2 * pair + 1;
         A a = normed(read_value<A>(o.x, p.dtype, row.of[kX] + at_a * o.x_step), parameters + at_a);
@@ -766,7 +803,7 @@ __global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const Ro
             sin_a = read_value<A>(o.sin[0], o.sin_dtype, sin_row + (o.compact_sin ? pair : at_a) * o.second_step);
             sin_b = read_value<A>(o.sin[0], o.sin_dtype, sin_row + (o.compact_sin ? pair : at_b) * o.second_step);
           } else {
-            read_axes<A, true>(p, o, axes, static_cast<int>(row.of[kSecond]) + pair, &cos_a, &sin_a);
+            AxisWalk(p, static_cast<int>(row.of[kSecond]) + pair).template read<A, true>(o, axes, &cos_a, &sin_a);
             cos_b = cos_a;
             sin_b = sin_a;
           }
@@ -784,7 +821,7 @@ __global__ void __launch_bounds__(kPlainLanes* kPlainRows) plain_kernel(const Ro
         write_value(a, o.out, p.dtype, row.of[kOut] + at_a * o.out_step);
         write_value(b, o.out, p.dtype, row.of[kOut] + at_b * o.out_step);
       }
-      for (int at = p.rotary + lane; at < p.head_dim; at += kPlainLanes) {
+      for (int at = p.rotary + lane; at < p.head_dim; at += kGeneralLanes) {
         const A value = read_value<A>(o.x, p.dtype, row.of[kX] + at * o.x_step);
         write_value(normed(value, parameters + at), o.out, p.dtype, row.of[kOut] + at * o.out_step);
       }
@@ -859,10 +896,19 @@ void launch_head_kernel(const RopeParams& p, GpuStream stream) {
     most = std::max(most, grids.of[i].groups);
   }
   const dim3 blocks(static_cast<unsigned>(ceil_div(most, kHeadThreads / grids.lanes)), p.count);
-  if (p.half) {
-    head_kernel<T, kCount, true><<<blocks, kHeadThreads, 0, stream>>>(p, grids);
+  // Narrow packets are rare enough to do without a plain form.
+  const auto launch = [&](auto plain) {
+    if (p.half) {
+      head_kernel<T, kCount, plain.value, true><<<blocks, kHeadThreads, 0, stream>>>(p, grids);
+    } else {
+      head_kernel<T, kCount, plain.value, false><<<blocks, kHeadThreads, 0, stream>>>(p, grids);
+    }
+  };
+  constexpr bool kHasPlain = kCount == kPacketSize<T> && sizeof(T) < sizeof(float);
+  if (kHasPlain && is_plain(p)) {
+    launch(std::integral_constant<bool, kHasPlain>{});
   } else {
-    head_kernel<T, kCount, false><<<blocks, kHeadThreads, 0, stream>>>(p, grids);
+    launch(std::false_type{});
   }
 }
 
@@ -912,14 +958,24 @@ void launch_token_kernel(const RopeParams& p, int64_t units, GpuStream stream) {
   }
   // Halves of a row that begin at the same element of a head.
   const bool shared = q.inner_strides[kFirst] == 0 && q.inner_strides[kSecond] == 0;
+  grid.head_dim = make_divisor(static_cast<uint32_t>(p.head_dim));
+  grid.head_units = make_divisor(static_cast<uint32_t>(p.head_dim / (2 * kPacketSize<T>)));
   grid.same_halves = shared && q.inner % 2 == 0 && p.operands[p.count - 1].inner % 2 == 0;
   const int64_t wanted = ceil_div(units, kTokenUnits<sizeof(T)>);
   const unsigned threads = static_cast<unsigned>(ceil_div(wanted, kWaveMultiple) * kWaveMultiple);
   const dim3 blocks(static_cast<unsigned>(std::min(kMaxBlocks, tokens)), kOperands == 1 ? p.count : 1);
-  if (p.half) {
-    token_kernel<T, kOperands, true><<<blocks, threads, 0, stream>>>(p, grid);
+  const auto launch = [&](auto plain) {
+    if (p.half) {
+      token_kernel<T, kOperands, plain.value, true><<<blocks, threads, 0, stream>>>(p, grid);
+    } else {
+      token_kernel<T, kOperands, plain.value, false><<<blocks, threads, 0, stream>>>(p, grid);
+    }
+  };
+  constexpr bool kHasPlain = kOperands == 2 && sizeof(T) < sizeof(float);
+  if (kHasPlain && is_plain(p)) {
+    launch(std::integral_constant<bool, kHasPlain>{});
   } else {
-    token_kernel<T, kOperands, false><<<blocks, threads, 0, stream>>>(p, grid);
+    launch(std::false_type{});
   }
 }
 
@@ -963,11 +1019,11 @@ bool launch_fast(const RopeParams& p, GpuStream stream) {
 }
 
 template <typename A>
-void launch_plain(const RopeParams& p, GpuStream stream) {
+void launch_general(const RopeParams& p, GpuStream stream) {
   int64_t work = 0;
   for (int i = 0; i < p.count; ++i) work = std::max(work, p.work(p.operands[i]));
-  const dim3 blocks(static_cast<unsigned>(std::min(kMaxBlocks, ceil_div(work, kPlainRows))), p.count);
-  plain_kernel<A><<<blocks, dim3(kPlainLanes, kPlainRows), 0, stream>>>(p);
+  const dim3 blocks(static_cast<unsigned>(std::min(kMaxBlocks, ceil_div(work, kGeneralRows))), p.count);
+  general_kernel<A><<<blocks, dim3(kGeneralLanes, kGeneralRows), 0, stream>>>(p);
 }
 
 // Whether all arithmetic and all tables are float32.
@@ -993,9 +1049,9 @@ int rope_gpu(const RopeParams& p, void* stream_pointer) {
   }
   if (!done) {
     if (p.dtype == Dtype::kFloat64 || p.arithmetic == RopeArithmetic::kFloat64) {
-      launch_plain<double>(p, stream);
+      launch_general<double>(p, stream);
     } else {
-      launch_plain<float>(p, stream);
+      launch_general<float>(p, stream);
     }
   }
   return last_launch_error();

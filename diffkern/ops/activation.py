@@ -114,7 +114,9 @@ def glu(
     if activation not in FUNCTIONS:
         raise ValueError(f"unknown activation {activation!r}: choose one of {', '.join(FUNCTIONS)}")
     if value.shape != gate.shape:
-        raise ValueError(f"the value has shape {tuple(value.shape)}, the gate {tuple(gate.shape)}: they must be the same")
+        raise ValueError(
+            f"the value has shape {tuple(value.shape)}, the gate {tuple(gate.shape)}: they must be the same"
+        )
     if value.device != gate.device:
         raise ValueError(f"the value is on {value.device}, the gate on {gate.device}: move one of them")
     call = _glu_op if needs_dispatcher(value, gate) else _glu

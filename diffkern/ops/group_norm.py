@@ -23,11 +23,12 @@ from diffkern.providers.eager.activation import apply_backward
 from diffkern.providers.registry import kernel_for
 
 _ANY_MIX = "float32, float16, bfloat16 in any mix"
+_CENTRED = "float32, the variance from centred values"
 
 CONTRACT = (
-    ContractRow("group_norm_silu", "silu", _ANY_MIX, "float32, the variance from centred values", "once, to the input's dtype"),
-    ContractRow("group_norm_silu", "no activation", _ANY_MIX, "float32, the variance from centred values", "once, to the input's dtype"),
-    ContractRow("group_norm_silu", "frames each", _ANY_MIX, "float32, the variance from centred values", "once, to the input's dtype"),
+    ContractRow("group_norm_silu", "silu", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
+    ContractRow("group_norm_silu", "no activation", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
+    ContractRow("group_norm_silu", "frames each", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
     ContractRow("channel_rms_norm_silu", "add", _ANY_MIX, "float32", "once, to the input's dtype"),
     ContractRow(
         "channel_rms_norm_silu",
@@ -37,7 +38,7 @@ CONTRACT = (
         "the normalised value to round_dtype, its product with the weight before a bias is added, and the result",
     ),
     ContractRow("channel_rms_norm_silu", "scale and shift", _ANY_MIX, "float32", "once, to the input's dtype"),
-)  # fmt: skip
+)
 
 
 def group_norm_silu(
@@ -158,9 +159,7 @@ def channel_rms_norm_silu(
     scale, shift = _per_sample("scale", scale, x), _per_sample("shift", shift, x)
     dispatch = needs_dispatcher(x, weight, bias, scale, shift)
     call = _channel_rms_norm_silu_op if dispatch else _channel_rms_norm_silu
-    return call(
-        x, weight, bias, scale, shift, eps, eps_mode == "clamp", activation is not None, round_dtype, provider
-    )
+    return call(x, weight, bias, scale, shift, eps, eps_mode == "clamp", activation is not None, round_dtype, provider)
 
 
 # --- checks --------------------------------------------------------------------------------------------
@@ -203,9 +202,13 @@ def _per_sample(name: str, modulation: Tensor | None, x: Tensor) -> Tensor | Non
     _check_device(name, modulation, x)
     spatial = x.ndim - 2
     shape = modulation.shape
+    if shape == (x.shape[0], x.shape[1], *(1,) * spatial):  # as nearly always
+        return modulation.view(x.shape[0], x.shape[1])
     fits = len(shape) <= x.ndim and all(size == 1 for size in shape[-spatial:] if spatial)
     leading = shape[: len(shape) - spatial] if len(shape) > spatial else ()
-    if not fits or any(own not in (1, to) for own, to in zip(reversed(leading), (x.shape[1], x.shape[0]), strict=False)):
+    if not fits or any(
+        own not in (1, to) for own, to in zip(reversed(leading), (x.shape[1], x.shape[0]), strict=False)
+    ):
         raise ValueError(
             f"the {name} of shape {tuple(shape)} does not broadcast to one value per sample and channel "
             f"of an input of shape {tuple(x.shape)}"
@@ -276,10 +279,12 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     dtype = compute_dtype(x)
 
     def grouped(tensor: Tensor) -> Tensor:
-        """``[samples, groups, channels of a group, positions]``"""
+        """The same as ``[samples, groups, channels of a group, positions]``."""
         tensor = tensor.to(dtype)
         tensor = tensor.transpose(1, 2).flatten(0, 1) if ctx.per_frame else tensor
-        return tensor.reshape(tensor.shape[0], ctx.num_groups, tensor.shape[1] // ctx.num_groups, math.prod(tensor.shape[2:]))
+        return tensor.reshape(
+            tensor.shape[0], ctx.num_groups, tensor.shape[1] // ctx.num_groups, math.prod(tensor.shape[2:])
+        )
 
     def per_channel(parameter: Tensor) -> Tensor:
         return parameter.to(dtype).view(ctx.num_groups, -1, 1)
@@ -376,7 +381,7 @@ def _channel_rms_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | No
     size = max(x.shape[1], 1)
 
     def channels(parameter: Tensor) -> Tensor:
-        return parameter.to(dtype)[(..., *(None,) * len(spatial))]
+        return parameter.to(dtype).reshape(*parameter.shape, *(1,) * len(spatial))
 
     wide, grad = x.to(dtype), grad.to(dtype)
     if ctx.clamp_eps:

@@ -22,7 +22,7 @@ import torch
 from diffkern.build.archs import cuda_covers
 from diffkern.build.installed import KERNELS_VARIABLE, Build, failure_reason, find_builds, search_directories
 from diffkern.providers import eager
-from diffkern.providers.base import Kernel, Support
+from diffkern.providers.base import ROPE_DTYPES, Kernel, Support
 
 #: The ops of a build, and the reference functions whose arguments they take in the same order.
 _OPS = MappingProxyType(
@@ -37,17 +37,23 @@ _OPS = MappingProxyType(
             "group_norm_silu",
             "layer_norm",
             "norm_modulate",
+            "qk_norm_rope",
             "rms_norm",
+            "rope",
+            "rope_3d",
         )
     }
 )
+
+_SUPPORT = Support(frozenset({"cpu", "cuda"}))
+_ROPE_SUPPORT = Support(_SUPPORT.device_types, ROPE_DTYPES)
 
 
 class CompiledProvider:
     """Finds, checks and loads the builds, each once per process and only when asked."""
 
     name = "compiled"
-    support: Mapping[str, Support] = dict.fromkeys(_OPS, Support(frozenset({"cpu", "cuda"})))
+    support: Mapping[str, Support] = dict.fromkeys(_OPS, _SUPPORT) | dict.fromkeys(("rope", "rope_3d"), _ROPE_SUPPORT)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -64,14 +64,29 @@ def _check(
     before = storage_of(x)
     with reference.poisoned_allocations():
         y = ops.group_norm_silu(
-            x, groups, weight, bias, activation=activation, frames=frames, memory_format=memory_format, provider=provider
+            x,
+            groups,
+            weight,
+            bias,
+            activation=activation,
+            frames=frames,
+            memory_format=memory_format,
+            provider=provider,
         )
     assert torch.equal(storage_of(x), before), "the op wrote into its input"
     assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
     if memory_format is not None:
         assert strides_that_matter(y) == strides_that_matter(torch.empty_like(x, memory_format=memory_format))
-    reference.assert_within(y, _float64(x, groups, weight, bias, silu=activation is not None, each=frames == "each"))
+    truth, bound = _float64(x, groups, weight, bias, silu=activation is not None, each=frames == "each")
+    if provider == "eager" and _torch_is_inaccurate(x):
+        bound = 10 * bound
+    reference.assert_within(y, (truth, bound))
     return y
+
+
+def _torch_is_inaccurate(x: Tensor) -> bool:
+    """Whether torch's own group norm sums up many elements in a row, as it does on the CPU with channels last."""
+    return x.device.type == "cpu" and x.stride(1) == 1 and x.shape[1] > 1
 
 
 # --- layouts -------------------------------------------------------------------------------------------
@@ -98,7 +113,14 @@ LAYOUTS: dict[str, _Layout] = {
 
 
 def make_image(
-    layout: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, *, seed: int = 0, scale: float = 1.0, shift: float = 0.0
+    layout: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    seed: int = 0,
+    scale: float = 1.0,
+    shift: float = 0.0,
 ) -> Tensor:
     """``scale * randn + shift`` as a view of the named layout; all else in its buffer is NaN."""
     buffer_shape, view = LAYOUTS[layout]
@@ -149,9 +171,7 @@ def test_any_layout_shape_and_dtypes_agree_with_float64(
     w = make_parameter(weight[0], shape[1], weight[1], device)
     b = make_parameter(bias[0], shape[1], bias[1], device, seed=2)
     frames = "each" if each and x.ndim == 5 else "joint"
-    _check(
-        x, groups, w, b, provider=provider, activation=activation, frames=frames, memory_format=memory_format
-    )
+    _check(x, groups, w, b, provider=provider, activation=activation, frames=frames, memory_format=memory_format)
 
 
 #: Shapes that take other ways through the kernels: (shape, groups).
@@ -194,7 +214,9 @@ def test_dk20_values_are_those_of_the_contiguous_reference(provider: str, device
             assert strides_that_matter(y) == strides_that_matter(F.group_norm(view, 8))
             preserved = ops.group_norm_silu(view, 8, memory_format=torch.preserve_format, provider=provider)
             assert preserved.stride() == view.stride()
-            assert torch.equal(ops.group_norm_silu(view, 8, memory_format=torch.contiguous_format, provider=provider), y)
+            dense = ops.group_norm_silu(view, 8, memory_format=torch.contiguous_format, provider=provider)
+            assert dense.is_contiguous()
+            torch.testing.assert_close(dense, y, rtol=1e-6, atol=1e-6)
 
 
 def test_dk20_the_layout_is_that_of_eager_for_odd_views_too(provider: str, device: str) -> None:
@@ -326,9 +348,7 @@ def test_opcheck(provider: str, device: str) -> None:
         x = make_image(layout, (2, 8, 3, 4, 5), torch.float32, device).detach().requires_grad_()
         weight = make_parameter("strided", 8, torch.float16, device)
         for options in ({}, {"per_frame": True, "preserve_strides": True}, {"silu": False, "eps": 1e-3}):
-            torch.library.opcheck(
-                torch.ops.diffkern.group_norm_silu, (x, 4, weight), {"provider": provider, **options}
-            )
+            torch.library.opcheck(torch.ops.diffkern.group_norm_silu, (x, 4, weight), {"provider": provider, **options})
 
 
 @pytest.mark.parametrize("options", [{}, {"activation": None}, {"frames": "each"}], ids=str)
@@ -387,5 +407,5 @@ def test_bad_arguments_are_named(device: str) -> None:
         ops.group_norm_silu(x, 2, frames="all")
     with pytest.raises(ValueError, match=r"shape \[B, C, ...\], got \(6,\)"):
         ops.group_norm_silu(x[0, :, 0, 0], 2)
-    with pytest.raises(TypeError, match="floating point input, got torch.int64"):
+    with pytest.raises(TypeError, match=r"floating point input, got torch\.int64"):
         ops.group_norm_silu(x.long(), 2)

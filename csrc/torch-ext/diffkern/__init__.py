@@ -16,6 +16,8 @@ from .group_norm import channel_rms_norm_silu, group_norm_silu
 from .group_norm import register_fakes as _register_group_norm_fakes
 from .modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
 from .modulate import register_fakes as _register_modulate_fakes
+from .rope import qk_norm_rope, rope, rope_3d
+from .rope import register_fakes as _register_rope_fakes
 
 __all__ = [
     "activation",
@@ -26,7 +28,10 @@ __all__ = [
     "group_norm_silu",
     "layer_norm",
     "norm_modulate",
+    "qk_norm_rope",
     "rms_norm",
+    "rope",
+    "rope_3d",
 ]
 
 
@@ -97,6 +102,7 @@ def _register_fakes() -> None:
         return _empty_output(x, out_dtype, preserve_strides)
 
     _register_modulate_fakes()
+    _register_rope_fakes()
     _register_activation_fakes()
     _register_group_norm_fakes()
     ops.has_fakes = True

@@ -58,8 +58,8 @@ def channel_rms_norm_silu(
     wide = x.to(compute_dtype(x))
 
     def channels(parameter: Tensor) -> Tensor:
-        """``[C]`` or ``[B, C]``, to be broadcast against x."""
-        return parameter.to(wide.dtype)[(..., *(None,) * (x.ndim - 2))]
+        """Takes ``[C]`` or ``[B, C]``; broadcasts against x."""
+        return parameter.to(wide.dtype).reshape(*parameter.shape, *(1,) * (x.ndim - 2))
 
     if clamp_eps:
         length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)

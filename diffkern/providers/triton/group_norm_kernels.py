@@ -181,10 +181,8 @@ def _channel_finish(
     shift_row, shift_c, length, SILU: tl.constexpr, ROUND: tl.constexpr, CLAMP: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Normalises a tile of positions x channels and does all that follows, rounding where the op says."""
-    if CLAMP:
-        y = tl.div_rn(x, tl.broadcast_to(factor[:, None], x.shape)) * tl.sqrt_rn(length)
-    else:
-        y = x * factor[:, None]
+    factor = tl.broadcast_to(factor[:, None], x.shape)
+    y = tl.div_rn(x, factor) * tl.sqrt_rn(length) if CLAMP else x * factor
     if ROUND is not None:
         y = y.to(ROUND).to(tl.float32)
     if w_ptr is not None:

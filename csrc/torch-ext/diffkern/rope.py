@@ -1,0 +1,127 @@
+"""Rotary position embedding, alone and behind the normalisation of queries and keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix, ops
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    half: bool = False,
+    arithmetic: int = 0,
+    rotary_dim: int = 0,
+    seq_dim: int = 0,
+    start: int = 0,
+    length: int = -1,
+) -> Tensor:
+    """Rotary position embedding: ``x[a]·cos[a] - x[b]·sin[a]`` and ``x[b]·cos[b] + x[a]·sin[b]`` for pairs ``(a, b)``.
+
+    Args:
+        x: Input ``[..., D]``, any strides; float32, float16, bfloat16 or float64.
+        cos: One angle per element or per pair in the last dimension; the others broadcast to those of ``x``.
+        sin: Likewise.
+        half: The pairs are half of ``rotary_dim`` apart; otherwise they are neighbours.
+        arithmetic: 0 for float32, 1 for float64, 2 for that of ``x`` with a rounding after every op.
+        rotary_dim: Elements to rotate, the first ones; 0 for all.
+        seq_dim: The dimension of the tokens that the next two count.
+        start: First token to rotate; the tables begin there.
+        length: Number of tokens to rotate; -1 for all. The others are copied.
+
+    Returns:
+        A new tensor like ``torch.empty_like(x)``.
+    """
+    return ops.rope(x, cos, sin, half, arithmetic, rotary_dim, seq_dim, start, length)
+
+
+def rope_3d(
+    x: Tensor,
+    cos: list[Tensor],
+    sin: list[Tensor],
+    coords: Tensor | None,
+    grid: list[int],
+    alternating: bool = False,
+    front_pad: int = 0,
+    half: bool = False,
+    arithmetic: int = 0,
+    rotary_dim: int = 0,
+    seq_dim: int = 1,
+    start: int = 0,
+    length: int = -1,
+) -> Tensor:
+    """:func:`rope` from one table ``[positions, pairs]`` per axis, for tokens on a grid or with coordinates.
+
+    Args:
+        x: As in :func:`rope`.
+        cos: A table per axis, up to four.
+        sin: Likewise.
+        coords: int32 or int64 ``[tokens, axes]`` or ``[batch, tokens, axes]``; None with a grid.
+        grid: Positions along each axis, the last the fastest; empty with coordinates.
+        alternating: The pairs of the axes take turns; otherwise all of one axis come before those of the next.
+        front_pad: Pairs in front that stay as they are.
+        half: As in :func:`rope`, like the arguments after it.
+    """
+    return ops.rope_3d(
+        x, cos, sin, coords, grid, alternating, front_pad, half, arithmetic, rotary_dim, seq_dim, start, length
+    )  # fmt: skip
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    cos: list[Tensor],
+    sin: list[Tensor],
+    cos_k: list[Tensor],
+    sin_k: list[Tensor],
+    coords: Tensor | None,
+    grid: list[int],
+    alternating: bool = False,
+    front_pad: int = 0,
+    norm: int = 1,
+    eps: float = 1e-6,
+    heads: int = 0,
+    weight_offset: float = 0.0,
+    round_dtype: torch.dtype | None = None,
+    round_norm: bool = False,
+    half: bool = False,
+    arithmetic: int = 0,
+    rotary_dim: int = 0,
+    seq_dim: int = 1,
+    start: int = 0,
+    length: int = -1,
+) -> tuple[Tensor, Tensor]:
+    """Normalises queries and keys over each head, or over all ``heads`` together, and rotates them.
+
+    ``cos`` and ``sin`` hold one full table (see :func:`rope`), the tables of the axes (see :func:`rope_3d`) or nothing;
+    ``cos_k`` and ``sin_k`` those of the keys. ``norm`` is 0 for none, 1 for the root mean square, 2 for layer
+    normalisation. ``round_dtype`` rounds the normalised value before it is multiplied, ``round_norm`` the result of the
+    norm before it is rotated.
+    """
+    return ops.qk_norm_rope(
+        q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, cos_k, sin_k, coords, grid, alternating, front_pad,
+        norm, eps, heads, weight_offset, round_dtype, round_norm, half, arithmetic, rotary_dim, seq_dim, start, length,
+    )  # fmt: skip
+
+
+def register_fakes() -> None:
+    """Tells tracing what the ops return."""
+
+    @torch.library.register_fake(add_op_namespace_prefix("rope"))
+    def _(x, *args):
+        return torch.empty_like(x)
+
+    @torch.library.register_fake(add_op_namespace_prefix("rope_3d"))
+    def _(x, *args):
+        return torch.empty_like(x)
+
+    @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope"))
+    def _(q, k, *args):
+        return torch.empty_like(q), torch.empty_like(k)
