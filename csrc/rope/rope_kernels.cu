@@ -950,6 +950,8 @@ bool twins(const RopeParams& p) {
 template <typename T, int kOperands>
 void launch_token_kernel(const RopeParams& p, int64_t units, GpuStream stream) {
   TokenGrid grid{};
+  grid.head_dim = make_divisor(static_cast<uint32_t>(p.head_dim));
+  grid.head_units = make_divisor(static_cast<uint32_t>(p.head_dim / (2 * kPacketSize<T>)));
   int64_t tokens = 0;
   for (int i = 0; i < p.count; ++i) {
     const RopeOperand& o = p.operands[i];

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.injection import hooks
+from diffkern.injection.report import Site
 from diffkern.matching import NormSemantics, apply, declines
+from diffkern.providers.registry import transforms_active
 
 if TYPE_CHECKING:
     from diffkern.injection.proof import Verifier
@@ -32,6 +34,9 @@ class PatchState:
         provider: The provider that the configuration forces, or None to choose.
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
+        site: Its line in the report, which hears of proofs at first use; None in a copy of the module.
+        proven: Devices, input dtypes and weight dtypes that are proven.
+        revoked: Why the module lost its proof at first use and runs stock for good, or None.
         fused_calls: Calls that ran fused.
         stock_calls: Calls that ran the stock forward, by reason.
     """
@@ -42,7 +47,8 @@ class PatchState:
         self.verifier = verifier
         self.strict = strict
         self.had_instance_forward = False
-        self.proven: set[tuple[torch.device, torch.dtype]] = set()
+        self.site: Site | None = None
+        self.proven: set[tuple[torch.device, torch.dtype, torch.dtype | None]] = set()
         self.revoked: str | None = None
         self.fused_calls = 0
         self.stock_calls: Counter[str] = Counter()
@@ -51,9 +57,9 @@ class PatchState:
         """Whether this call may run fused. Counts it, and proves it the first time."""
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
-            return declines(self.semantics, module, x) is None and self._is_proven(x)
+            return declines(self.semantics, module, x) is None and self._is_proven(module, x)
         reason = self.revoked or declines(self.semantics, module, x)
-        if reason is None and not self._is_proven(x):
+        if reason is None and not self._is_proven(module, x):
             reason = self._prove(module, x)
         if reason is None:
             self.fused_calls += 1
@@ -63,19 +69,36 @@ class PatchState:
         self.stock_calls[reason] += 1
         return False
 
-    def _is_proven(self, x: Tensor) -> bool:
-        return self.verifier is None or (self.revoked is None and (x.device, x.dtype) in self.proven)
+    def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""
+        self.proven.add((device, dtype, self._weight_dtype(module)))
+
+    def _is_proven(self, module: nn.Module, x: Tensor) -> bool:
+        if self.verifier is None:
+            return True
+        return self.revoked is None and (x.device, x.dtype, self._weight_dtype(module)) in self.proven
+
+    def _weight_dtype(self, module: nn.Module) -> torch.dtype | None:
+        name = self.semantics.weight
+        weight = None if name is None else module._parameters.get(name)
+        return None if weight is None else weight.dtype
 
     def _prove(self, module: nn.Module, x: Tensor) -> str | None:
         """Proves a device and dtype that injection did not see, on real weights and the real input."""
         assert self.verifier is not None
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "not proven yet, and a proof cannot run while a CUDA graph is captured: run one call before"
+        if transforms_active():
+            return "not proven yet, and a proof cannot run under a transform: run one call before"
         measurement = self.verifier.prove_call(module, self.semantics, self.provider, x)
+        if self.site is not None:
+            self.site.measurements.append(measurement)
         if measurement.passed:
-            self.proven.add((x.device, x.dtype))
+            self.trust(module, x.device, x.dtype)
             return None
         self.revoked = f"lost its proof at first use: {measurement.reason}"
+        if self.site is not None:
+            self.site.revoked, self.site.reason = True, self.revoked
         warnings.warn(f"diffkern: {type(module).__name__} {self.revoked}; it runs stock from now on", stacklevel=4)
         return self.revoked
 
@@ -98,7 +121,9 @@ def _nothing() -> None:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs fused where the guards allow it, and the class's own forward everywhere else."""
-    state: PatchState = self._diffkern  # type: ignore[assignment]
+    state: PatchState | None = getattr(self, ATTRIBUTE, None)  # type: ignore[assignment]
+    if state is None:  # restored, and somebody kept this method
+        return type(self).forward(self, *args, **kwargs)
     if len(args) == 1 and not kwargs:
         x = args[0]
     else:
@@ -129,9 +154,11 @@ def patch(module: nn.Module, state: PatchState) -> None:
 
 def unpatch(module: nn.Module) -> bool:
     """Takes :func:`forward` out from under all hooks; returns whether it was there."""
-    state = module.__dict__.pop(ATTRIBUTE, None)
+    state = module.__dict__.get(ATTRIBUTE)
     found = hooks.replace(module, forward, hooks.stock_forward(module)) > 0
     plain = hooks.is_bound(module.__dict__.get("forward"), type(module).forward, module)
     if found and plain and not (isinstance(state, PatchState) and state.had_instance_forward):
         del module.__dict__["forward"]
+    # Last: until here another thread may be on its way through the patch.
+    module.__dict__.pop(ATTRIBUTE, None)
     return found
