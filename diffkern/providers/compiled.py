@@ -206,7 +206,7 @@ def _load(build: Build) -> _Loaded | str:
     except Exception as error:  # whatever a foreign binary comes up with is a reason, not a crash
         return (
             f"loading it failed ({_describe(error)}). It was built {_torch_of(build)}, and this is torch "
-            f"{torch.__version__}: {remedy} --force"
+            f"{torch.__version__}: run `diffkern build --{build.variant.backend} --force`"
         )
     refusals = {op: reason for op in _OPS if (reason := _refusal_of_op(build, op)) is not None}
     if len(refusals) == len(_OPS):

@@ -269,13 +269,13 @@ def check_model(model: str) -> None:
 
 def check_files(output: Path, json: Path | None) -> None:
     """Refuses files that could not be written in the end; makes their folders."""
-    for option, path, suffix in (("--output", output, ".mp4"), ("--json", json, ".json")):
-        if path is None:
-            continue
+    files = [(option, path) for option, path in (("--output", output), ("--json", json)) if path is not None]
+    for option, path in files:
         if path.is_dir():
-            raise typer.BadParameter(f"{option} {path} is a folder: name a file in it, {path / f'result{suffix}'}.")
-        if option == "--output" and path.suffix.lower() != suffix:
-            raise typer.BadParameter(f"{option} {path} does not end in {suffix}: use {path.with_suffix(suffix)}.")
+            raise typer.BadParameter(f"{option} {path} is a folder: name a file in it.")
+    if output.suffix.lower() != ".mp4":
+        raise typer.BadParameter(f"--output {output} does not end in .mp4: use {output.with_suffix('.mp4')}.")
+    for option, path in files:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path.parent).close()

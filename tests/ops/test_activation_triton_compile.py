@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -24,6 +23,8 @@ from tests.ops.triton_compile import (
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
+
+_TARGETS, _Recorder = [*MAIN_TARGETS, *OTHER_TARGETS], Recorder
 
 
 def _channels_last(*shape: int) -> Tensor:
@@ -57,9 +58,11 @@ def _call_channel_rms(group_norm: ModuleType) -> None:
 
 
 @pytest.fixture
-def launches(triton: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(
+    triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> list[Launch]:
     """All launches of the calls above, which compute nothing here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     from diffkern.providers.triton import activation, group_norm
 
     recorded: list[Launch] = []

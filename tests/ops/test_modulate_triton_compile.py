@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -25,9 +24,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.fixture
-def launches(triton: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(
+    triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> list[Launch]:
     """Launches for typical inputs, which compute nothing here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     from diffkern.providers.eager.modulate import LAYER, NO_NORM, RMS, SIGMOID, TANH
     from diffkern.providers.triton import modulate
 

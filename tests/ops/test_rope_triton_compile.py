@@ -5,73 +5,35 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+
+from tests.ops.triton_compile import (
+    MAIN_TARGETS,
+    OTHER_TARGETS,
+    Launch,
+    Recorder,
+    Target,
+    compile_launch,
+    compiles,
+    name_of,
+)
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
 
-from tests.ops.test_activation_triton_compile import _TARGETS, _Recorder
-
-_POINTERS = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-}
-
-
-def _specialise(value: Any, path: tuple[int, ...], constexprs: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
-    """The type of an argument as a launch sees it, tuples included."""
-    if isinstance(value, tuple):
-        return tuple(_specialise(item, (*path, i), constexprs, attributes) for i, item in enumerate(value))
-    if isinstance(value, Tensor):
-        attributes[path] = [["tt.divisibility", 16]]
-        return _POINTERS[value.dtype]
-    if isinstance(value, float):
-        return "fp32"
-    if value is None or value == 1:
-        constexprs[path] = value
-        return "constexpr"
-    if value % 16 == 0:
-        attributes[path] = [["tt.divisibility", 16]]
-    return "i32" if value < 2**31 else "i64"
-
-
-def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], target: tuple[Any, ...]) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature: dict[str, Any] = {}
-    constexprs: dict[Any, Any] = {}
-    attributes: dict[Any, Any] = {}
-    for position, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        if parameter.is_constexpr:
-            signature[parameter.name], constexprs[(position,)] = "constexpr", value
-        elif parameter.do_not_specialize:
-            signature[parameter.name] = "i32"
-        else:
-            signature[parameter.name] = _specialise(value, (position,), constexprs, attributes)
-    source = ASTSource(kernel, signature, constexprs, attributes)
-    return triton.compile(source, target=GPUTarget(*target), options=options)
-
-
 @pytest.fixture
-def launches(triton: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def launches(triton: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Launches for typical inputs, which compute nothing here."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from diffkern.providers.eager.modulate import LAYER, RMS
     from diffkern.providers.eager.rope import FLOAT32, FLOAT64, INPUT
     from diffkern.providers.triton import rope
 
-    recorded: list[Any] = []
-    monkeypatch.setattr(rope, "rope_kernel", _Recorder(rope.rope_kernel, recorded))
+    recorded: list[Launch] = []
+    monkeypatch.setattr(rope, "rope_kernel", Recorder(rope.rope_kernel, recorded))
     half, none = torch.bfloat16, (None, None, None, None)
     x = torch.empty(1, 256, 24, 128, dtype=half)
     cos, sin = torch.empty(2, 256, 1, 128)
@@ -94,17 +56,21 @@ def launches(triton: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return recorded
 
 
-@pytest.mark.parametrize("target", _TARGETS, ids=lambda target: f"{target[0]}-{target[1]}")
-def test_the_kernel_compiles_for_every_architecture(target: tuple[Any, ...], launches: list[Any]) -> None:
+@pytest.mark.parametrize("target", MAIN_TARGETS, ids=name_of)
+def test_every_launch_compiles_for_both_vendors(target: Target, launches: list[Launch]) -> None:
     assert len(launches) == 6
-    binary = "cubin" if target[0] == "cuda" else "hsaco"
-    for kernel, args, options in launches:
-        assert _compile(kernel, args, options, target).asm[binary]
+    for launch in launches:
+        assert compiles(launch, target)
 
 
-def test_aligned_inputs_are_read_in_16_byte_vectors_and_nothing_is_fused(launches: list[Any]) -> None:
-    for kernel, args, options in launches:
-        ptx = _compile(kernel, args, options, ("cuda", 90, 32)).asm["ptx"]
+@pytest.mark.parametrize("target", OTHER_TARGETS, ids=name_of)
+def test_the_kernel_compiles_for_every_architecture(target: Target, launches: list[Launch]) -> None:
+    assert compiles(launches[3], target)  # with a norm, and tables of axes
+
+
+def test_aligned_inputs_are_read_in_16_byte_vectors_and_nothing_is_fused(launches: list[Launch]) -> None:
+    for launch in launches[:4]:
+        ptx = compile_launch(launch, ("cuda", 90, 32)).asm["ptx"]
         assert "ld.global.v4.b32" in ptx
         assert "st.global.v4.b32" in ptx
         assert "fma.rn.f32" not in ptx

@@ -16,7 +16,13 @@ MAIN_TARGETS: list[Target] = [("cuda", 90, 32), ("hip", "gfx942", 64)]
 #: ... and those for which one launch of a kernel stands for all of them, since compiling takes its time.
 OTHER_TARGETS: list[Target] = [("cuda", 75, 32), ("cuda", 120, 32), ("hip", "gfx1100", 32)]
 
-_POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+_POINTERS = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+}
 
 
 class Recorder:
@@ -46,23 +52,36 @@ def compile_launch(launch: Launch, target: Target) -> Any:
     from triton.compiler import ASTSource
 
     kernel, args, options = launch
-    signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
+    signature: dict[str, Any] = {}
+    constexprs: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for position, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        name = parameter.name
-        if isinstance(value, Tensor):
-            signature[name] = _POINTER[value.dtype]
-        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
-            signature[name] = "constexpr"
-            constexprs[name] = value
-            continue
-        elif isinstance(value, float):
-            signature[name] = "fp32"
+        if parameter.is_constexpr:
+            signature[parameter.name], constexprs[(position,)] = "constexpr", value
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = _integer(value)
         else:
-            signature[name] = "i32" if value < 2**31 else "i64"
-        whole = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-        if isinstance(value, Tensor) or whole:
-            attributes[(position,)] = [["tt.divisibility", 16]]
+            signature[parameter.name] = _specialise(value, (position,), constexprs, attributes)
     source = ASTSource(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=GPUTarget(*target), options=options)
+
+
+def _specialise(value: Any, path: tuple[int, ...], constexprs: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
+    """The type of an argument as a launch sees it, tuples included."""
+    if isinstance(value, tuple):
+        return tuple(_specialise(item, (*path, i), constexprs, attributes) for i, item in enumerate(value))
+    if isinstance(value, Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return _POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if value is None or value == 1:
+        constexprs[path] = value
+        return "constexpr"
+    if value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return _integer(value)
+
+
+def _integer(value: int) -> str:
+    return "i32" if value < 2**31 else "i64"
