@@ -174,7 +174,7 @@ def _plan(
         provider = config.choose(path, type(module).__name__, site.op)
         reason = _reason_to_leave(module, provider, report.numerics)
         if reason is None and id(module) in replicated:
-            reason = "inside nn.DataParallel, whose replicas would run the original's weights: use DistributedDataParallel"
+            reason = "inside nn.DataParallel, whose replicas would run on the original's weights"
         if reason is not None:
             site.reason = reason
             report.skipped.append(site)

@@ -17,9 +17,13 @@ from torch import nn
 
 #: Functions and methods that a norm is made of. None of them depends on state or cuts a gradient.
 _CALLS = frozenset(
-    """float double half bfloat16 to type type_as pow square mean var rsqrt sqrt reciprocal sum mul add sub div neg
-    view reshape flatten unflatten unsqueeze squeeze expand permute transpose movedim contiguous size dim
-    rms_norm layer_norm normalize norm vector_norm finfo is_floating_point len super forward""".split()
+    (
+        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "is_floating_point", "finfo"),
+        *("pow", "square", "mean", "var", "rsqrt", "sqrt", "reciprocal", "sum", "mul", "add", "sub", "div", "neg"),
+        *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "expand", "permute", "transpose"),
+        *("movedim", "contiguous", "size", "dim", "len"),
+        *("rms_norm", "layer_norm", "normalize", "norm", "vector_norm", "super", "forward"),
+    )
 )
 #: Attributes of the module, besides its parameters, that a norm may read.
 _SHAPES = frozenset({"dim", "size", "hidden_size", "normalized_shape", "channel_dim", "channel_first"})
@@ -57,9 +61,7 @@ def _check(cls: type, function: Callable[..., Any], parameters: set[str], seen: 
     return None
 
 
-def _judge(
-    node: ast.AST, cls: type, function: Callable[..., Any], parameters: set[str], seen: set[Any]
-) -> str | None:
+def _judge(node: ast.AST, cls: type, function: Callable[..., Any], parameters: set[str], seen: set[Any]) -> str | None:
     if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
         return f"its forward has a {type(node).__name__.lower()} statement"
     if isinstance(node, (ast.If, ast.IfExp)) and not _asks_for_parameter(node.test, parameters):

@@ -113,7 +113,9 @@ def test_an_unproven_site_runs_stock_while_a_graph_is_captured(device: str) -> N
         with torch.cuda.graph(restore_point):
             model(**inputs)
     counts = report.calls().values()
-    assert all(not count["fused"] and any("captured" in reason for reason in count["stock_reasons"]) for count in counts)
+    assert all(
+        not count["fused"] and any("captured" in reason for reason in count["stock_reasons"]) for count in counts
+    )
 
 
 def test_compiled_with_inductor_gives_the_same(device: str) -> None:

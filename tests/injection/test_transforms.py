@@ -164,5 +164,7 @@ def test_dk52_an_optimizer_from_before_and_tied_weights() -> None:
     model(X).square().mean().backward()
     optimizer.step()
     assert one.weight is two.weight and not torch.equal(one.weight, before)
-    expected = nn.functional.layer_norm(nn.functional.layer_norm(X, (8,), one.weight, one.bias), (8,), two.weight, two.bias)
+    expected = nn.functional.layer_norm(
+        nn.functional.layer_norm(X, (8,), one.weight, one.bias), (8,), two.weight, two.bias
+    )
     torch.testing.assert_close(model(X), expected)

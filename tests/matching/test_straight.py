@@ -37,7 +37,7 @@ class OptionalNorm(_Norm):
 
 class InheritingNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.float()).type_as(input)
+        return super().forward(input).type_as(input)
 
 
 class TrainingNorm(_Norm):
