@@ -109,7 +109,9 @@ def bench_ops(
     import torch
 
     if not torch.cuda.is_available():
-        typer.echo("diffkern bench ops: torch sees no CUDA or ROCm GPU here, and on a CPU there is no byte floor", err=True)
+        typer.echo(
+            "diffkern bench ops: torch sees no CUDA or ROCm GPU here, and on a CPU there is no byte floor", err=True
+        )
         raise typer.Exit(1)
     from diffkern.bench import ops
 

@@ -7,7 +7,8 @@ to the dtype of the input before it is rotated, as a chain of modules does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from diffkern.ops import norm as norms
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import needs_dispatcher, register
 from diffkern.ops.rope import (
+    Rotated,
     check_axes,
     check_choices,
     check_coords,
@@ -30,18 +32,30 @@ from diffkern.ops.rope import (
     table_gradients,
 )
 from diffkern.providers.eager import compute_dtype
-from diffkern.providers.eager.modulate import LAYER, NO_NORM, NORMS, RMS
-from diffkern.providers.eager.rope import ARITHMETICS, FLOAT32
+from diffkern.providers.eager.modulate import LAYER, NO_NORM, NORMS
+from diffkern.providers.eager.rope import ARITHMETICS
 from diffkern.providers.eager.rope_qk_norm import normalise
 from diffkern.providers.registry import kernel_for
 
 _MIX = "q, k, parameters and tables in any mix"
 
 CONTRACT = (
-    ContractRow("qk_norm_rope", "plain", _MIX, "float32, the rotation without fused multiply-add", "once, to the dtype of q and k"),
-    ContractRow("qk_norm_rope", "round_norm", _MIX, "float32", "the result of the norm to the dtype of q and k, and the result"),
+    ContractRow(
+        "qk_norm_rope",
+        "plain",
+        _MIX,
+        "float32, the rotation without fused multiply-add",
+        "once, to the dtype of q and k",
+    ),
+    ContractRow(
+        "qk_norm_rope",
+        "round_norm",
+        _MIX,
+        "float32",
+        "the result of the norm to the dtype of q and k, then the result",
+    ),
     ContractRow("qk_norm_rope", "no norm", _MIX, "as rope", "as rope", "rope of q and of k"),
-)  # fmt: skip
+)
 
 
 def qk_norm_rope(
@@ -133,11 +147,13 @@ def qk_norm_rope(
     if eps is None:
         eps = torch.finfo(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype).eps
     lists, grid, layout = _rotation(
-        q, k, cos, sin, cos_k, sin_k, grid, coords, order, front_pad, heads, pairing, arithmetic, rotary_dim, tokens, seq_dim
+        q, k, cos, sin, cos_k, sin_k, grid, coords, order, front_pad, heads, pairing, arithmetic, rotary_dim, tokens,
+        seq_dim,
     )  # fmt: skip
     parameters = (q_weight, k_weight, q_bias, k_bias)
     plain = not needs_dispatcher(q, k, *parameters, *(table for tables in lists for table in tables))
-    return (_qk_norm_rope if plain else _qk_norm_rope_op)(  # type: ignore[no-any-return]
+    call: Callable[..., tuple[Tensor, Tensor]] = _qk_norm_rope if plain else _qk_norm_rope_op
+    return call(
         q, k, *parameters, *lists, coords, grid, order == "alternating", front_pad, NORMS[norm], eps, heads,
         weight_offset, round_dtype, round_norm, pairing == "half", ARITHMETICS[arithmetic], rotary_dim or 0, *layout,
         provider,
@@ -150,10 +166,34 @@ def _check_parameters(name: str, x: Tensor, weight: Tensor | None, bias: Tensor 
             continue
         if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
             raise ValueError(
-                f"the {kind} of {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
+                f"the {kind} of {name} has shape {tuple(parameter.shape)}, "
+                f"but {x.shape[-1]} elements are normalised together"
             )
         if parameter.device != x.device:
             raise ValueError(f"the {kind} of {name} is on {parameter.device}, {name} on {x.device}: move one of them")
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """A tensor as the checks see it, with its heads split: a view would cost more."""
+
+    shape: Sequence[int]
+    x: Tensor
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def is_floating_point(self) -> bool:
+        return self.x.is_floating_point()
 
 
 def _rotation(
@@ -181,10 +221,9 @@ def _rotation(
         check_choices(q, pairing, arithmetic, None if heads else rotary_dim)
         return ([], [], [], []), [], (0, 0, -1)
     heads_k = k.shape[-1] * heads // q.shape[-1] if heads else 0
-    rotated = [
-        _Rotated(x.shape if not count else (*x.shape[:-1], count, x.shape[-1] // count), x)
-        for x, count in ((q, heads), (k, heads_k))
-    ]
+    rotated: list[Rotated] = [q, k]
+    if heads:
+        rotated = [_Heads((*x.shape[:-1], n, x.shape[-1] // n), x) for x, n in ((q, heads), (k, max(heads_k, 1)))]
     axes = grid is not None or coords is not None
     places = {resolve_tokens(x, tokens, seq_dim, needed=axes) for x in (q, k)}
     if len(places) != 1:
@@ -192,7 +231,9 @@ def _rotation(
     start, length, dim = places.pop()
     if axes:
         if isinstance(cos, Tensor) or isinstance(sin, Tensor) or sin is None or cos_k is not None or sin_k is not None:
-            raise ValueError("with a grid or coordinates cos and sin are sequences, one table per axis, for q and k alike")
+            raise ValueError(
+                "with a grid or coordinates cos and sin are sequences, one table per axis, for q and k alike"
+            )
         found: list[int] = []
         for x in rotated:
             rotary = check_choices(x, pairing, arithmetic, rotary_dim)
@@ -200,7 +241,10 @@ def _rotation(
             found = check_axes(x, cos, sin, grid, coords, order, front_pad, rotary, count, dim, length)
         return (list(cos), list(sin), list(cos), list(sin)), found, (dim, start, length)
     pairs = []
-    for x, x_cos, x_sin in ((rotated[0], cos, sin), (rotated[1], cos if cos_k is None else cos_k, sin if cos_k is None else sin_k)):
+    for x, x_cos, x_sin in (
+        (rotated[0], cos, sin),
+        (rotated[1], cos if cos_k is None else cos_k, sin if cos_k is None else sin_k),
+    ):
         if not isinstance(x_cos, Tensor) or not (x_sin is None or isinstance(x_sin, Tensor)):
             raise ValueError("several tables are those of axes: give the grid or the coordinates as well")
         if x_sin is None:
@@ -214,15 +258,6 @@ def _rotation(
         pairs.append((x_cos, x_sin))
     (q_cos, q_sin), (k_cos, k_sin) = pairs
     return ([q_cos], [q_sin], [k_cos], [k_sin]), [], (dim, start, length)
-
-
-class _Rotated:
-    """What the checks ask of the tensor that is rotated, whose heads may not be split yet."""
-
-    def __init__(self, shape: Sequence[int], x: Tensor) -> None:
-        self.shape = shape
-        self.ndim = len(shape)
-        self.dtype, self.device, self.is_floating_point = x.dtype, x.device, x.is_floating_point
 
 
 # --- the torch op --------------------------------------------------------------------------------------
@@ -309,7 +344,7 @@ def _one_backward(
 ) -> tuple[Any, ...]:
     """The gradients of one of q and k, its weight and bias, and its tables."""
     (
-        alternating, front_pad, norm, eps, heads, weight_offset, round_dtype, _,
+        alternating, front_pad, norm, eps, heads, weight_offset, _, _,
         half, arithmetic, rotary_dim, seq_dim, start, length,
     ) = ctx.options  # fmt: skip
     dtype = compute_dtype(x)
@@ -331,22 +366,22 @@ def _one_backward(
         else:
             grad_cos[0], grad_sin[0] = table_gradients(normed.view_as(grad), grad, cos[0], sin[0], *place)
     if cos:
-        arithmetic = gradient_arithmetic(arithmetic)
-        place = (half, arithmetic, rotary, seq_dim, start, length)
+        turn = (half, gradient_arithmetic(arithmetic), rotary, seq_dim, start, length)
         if ctx.grid or coords is not None:
             negative = [-table for table in sin]
             grad = torch.ops.diffkern.rope_3d.default(
-                grad, cos, negative, coords, ctx.grid, alternating, front_pad, *place, None
+                grad, cos, negative, coords, ctx.grid, alternating, front_pad, *turn, None
             )
         else:
-            grad = torch.ops.diffkern.rope.default(grad, cos[0], -swap_pairs(sin[0], half, rotary), *place)
+            grad = torch.ops.diffkern.rope.default(grad, cos[0], -swap_pairs(sin[0], half, rotary), *turn)
     if heads and cos:
         grad = grad.flatten(-2)
     if norm == NO_NORM:
         return grad.to(x.dtype), None, None, grad_cos, grad_sin
     backward = norms._layer_norm_backward if norm == LAYER else norms._rms_norm_backward
     context = SimpleNamespace(
-        saved_tensors=(x, weight), eps=eps, weight_offset=weight_offset, clamp_eps=False, bias_dtype=ctx.bias_dtypes[which],
+        saved_tensors=(x, weight), eps=eps, weight_offset=weight_offset, clamp_eps=False,
+        bias_dtype=ctx.bias_dtypes[which],
         needs_input_grad=(True, weight is not None, ctx.bias_dtypes[which] is not None),
     )  # fmt: skip
     return (*backward(context, grad)[:3], grad_cos, grad_sin)

@@ -13,7 +13,7 @@ float64 inputs are computed in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,11 +33,48 @@ _MIX = "x, cos and sin in any mix"
 _CHAIN = "x[a]*cos[a] - x[b]*sin[a], x[b]*cos[b] + x[a]*sin[b]"
 
 CONTRACT = (
-    ContractRow("rope", "float32", _MIX, "float32, no fused multiply-add", "once, to the dtype of x", f"{_CHAIN} in float32"),
+    ContractRow(
+        "rope",
+        "float32",
+        _MIX,
+        "float32, no fused multiply-add",
+        "once, to the dtype of x",
+        f"{_CHAIN} in float32",
+    ),
     ContractRow("rope", "float64", _MIX, "float64", "to float32, then to the dtype of x", f"{_CHAIN} in float64"),
-    ContractRow("rope", "input", _MIX, "each product and sum in float32", "the tables, then each product and sum, to the dtype of x", f"{_CHAIN} in the dtype of x"),
+    ContractRow(
+        "rope",
+        "input",
+        _MIX,
+        "each product and sum in float32",
+        "the tables, then each product and sum, to the dtype of x",
+        f"{_CHAIN} in the dtype of x",
+    ),
     ContractRow("rope_3d", "as rope", _MIX, "as rope", "as rope", "rope with the table of expand_axes"),
-)  # fmt: skip
+)
+
+
+class Rotated(Protocol):
+    """What the checks ask of the tensor that is rotated, or of one whose heads are not split yet."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Size of each dimension."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    def is_floating_point(self) -> bool:
+        """Whether they are floating point numbers."""
 
 
 def rope(
@@ -189,7 +226,7 @@ def expand_axes(
 # --- checks, shared with qk_norm_rope ------------------------------------------------------------------
 
 
-def check_choices(x: Tensor, pairing: str, arithmetic: str, rotary_dim: int | None) -> int:
+def check_choices(x: Rotated, pairing: str, arithmetic: str, rotary_dim: int | None) -> int:
     """Checks what does not depend on the tables; returns the number of elements to rotate."""
     if not x.is_floating_point():
         raise TypeError(f"rotary embedding needs a floating point input, got {x.dtype}")
@@ -207,7 +244,7 @@ def check_choices(x: Tensor, pairing: str, arithmetic: str, rotary_dim: int | No
 
 
 def resolve_tokens(
-    x: Tensor, tokens: tuple[int, int] | None, seq_dim: int, *, needed: bool = False
+    x: Rotated, tokens: tuple[int, int] | None, seq_dim: int, *, needed: bool = False
 ) -> tuple[int, int, int]:
     """Returns start, length and the dimension counted from the front; length -1 stands for all tokens."""
     if tokens is None and not needed:
@@ -223,7 +260,7 @@ def resolve_tokens(
     return start, length, dim
 
 
-def check_table(name: str, table: Tensor, x: Tensor, shape: Sequence[int], rotary: int) -> None:
+def check_table(name: str, table: Tensor, x: Rotated, shape: Sequence[int], rotary: int) -> None:
     """Checks that a full table broadcasts to the leading dimensions ``shape`` of what is rotated."""
     if not table.is_floating_point():
         raise TypeError(f"{name} is {table.dtype}: it must be floating point, or complex with sin=None")
@@ -245,7 +282,7 @@ def check_table(name: str, table: Tensor, x: Tensor, shape: Sequence[int], rotar
 
 
 def check_axes(
-    x: Tensor,
+    x: Rotated,
     cos: Sequence[Tensor],
     sin: Sequence[Tensor],
     grid: Sequence[int] | None,
@@ -366,7 +403,8 @@ def _fold(first: Tensor, second: Tensor, table: Tensor, half: bool, rotary: int)
         full = torch.cat((first, second), -1)
     else:
         full = torch.stack((first, second), -1).flatten(-2)
-    return full.sum_to_size(table.shape).to(table.dtype)
+    summed: Tensor = full.sum_to_size(table.shape).to(table.dtype)
+    return summed
 
 
 def axes_gradients(
@@ -410,7 +448,7 @@ def rope_3d_gradients(
     """The gradients of the tables of all axes."""
     compact = [reference.expand_axes(axes, coords, grid, alternating, front_pad, 0.0) for axes in (cos, sin)]
     fitted = [reference.fit_table(table, x, seq_dim, rotary) for table in compact]
-    full = table_gradients(x, grad, *fitted, half, rotary, seq_dim, start, length)
+    full = table_gradients(x, grad, fitted[0], fitted[1], half, rotary, seq_dim, start, length)
     grads = []
     for gradient, table, fit, axes in zip(full, compact, fitted, (cos, sin), strict=True):
         if fit.ndim > 2 and 2 * table.shape[-1] != rotary and seq_dim == x.ndim - 2:
@@ -460,9 +498,7 @@ def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         backwards = -swap_pairs(sin, ctx.half, ctx.rotary)
         arithmetic = gradient_arithmetic(ctx.arithmetic)
-        grad_x = _rope_op(
-            grad, cos, backwards, ctx.half, arithmetic, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length
-        )
+        grad_x = _rope_op(grad, cos, backwards, ctx.half, arithmetic, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length)
     if x is not None:
         grad_cos, grad_sin = table_gradients(
             x, grad, cos, sin, ctx.half, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length
@@ -501,11 +537,15 @@ def _rope_3d(
 ) -> Tensor:
     check_coords(coords, cos)
     kernel = kernel_for("rope_3d", x.device, provider, x.dtype, cos[0].dtype)
-    return kernel(x, cos, sin, coords, grid, alternating, front_pad, half, arithmetic, rotary_dim, seq_dim, start, length)
+    return kernel(
+        x, cos, sin, coords, grid, alternating, front_pad, half, arithmetic, rotary_dim, seq_dim, start, length
+    )
 
 
 def _rope_3d_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, coords, ctx.grid, *ctx.layout, ctx.arithmetic, rotary_dim, ctx.seq_dim, ctx.start, ctx.length, _ = inputs
+    x, cos, sin, coords, ctx.grid, *ctx.layout, ctx.arithmetic, rotary_dim, ctx.seq_dim, ctx.start, ctx.length, _ = (
+        inputs
+    )
     ctx.rotary = rotary_dim or x.shape[-1]
     ctx.axes = len(cos)
     wanted = any(table.requires_grad for table in (*cos, *sin))
@@ -525,7 +565,19 @@ def _rope_3d_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     grad_cos, grad_sin = [None] * ctx.axes, [None] * ctx.axes
     if x is not None:
         grad_cos[:], grad_sin[:] = rope_3d_gradients(
-            x, grad, cos, sin, coords, ctx.grid, alternating, front_pad, half, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length
+            x,
+            grad,
+            cos,
+            sin,
+            coords,
+            ctx.grid,
+            alternating,
+            front_pad,
+            half,
+            ctx.rotary,
+            ctx.seq_dim,
+            ctx.start,
+            ctx.length,
         )
     return (grad_x, grad_cos, grad_sin, None, no_gradient_of(ctx.grid), *(None,) * 9)
 

@@ -25,7 +25,12 @@ def turned(x: Tensor, pairing: str) -> Tensor:
 
 
 def chain(
-    x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "interleaved", arithmetic: str = "float32", rotary: int | None = None
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pairing: str = "interleaved",
+    arithmetic: str = "float32",
+    rotary: int | None = None,
 ) -> Tensor:
     """The chain of torch ops whose result rope has to equal bit for bit."""
     rotary = x.shape[-1] if rotary is None else rotary
@@ -61,10 +66,14 @@ def norm_truth(
 
 def bound(result: Tensor, scale: float, dtype: torch.dtype, roundings: int = 1) -> Tensor:
     """The admissible error of elements that come from sums of terms up to about ``scale``."""
-    return (half_unit(dtype) * roundings + 4 * FLOAT32_SLACK) * (result.abs() + scale) + torch.finfo(dtype).smallest_normal
+    return (half_unit(dtype) * roundings + 4 * FLOAT32_SLACK) * (result.abs() + scale) + torch.finfo(
+        dtype
+    ).smallest_normal
 
 
-def angles(*shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def angles(
+    *shape: int, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of unrelated angles: a table of nothing that could be mistaken for another."""
     values = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return values.cos().to(device, dtype), values.sin().to(device, dtype)

@@ -56,6 +56,10 @@ def test_dk31_no_gradient_is_cut_and_each_equals_that_of_the_chain(provider: str
                 torch.testing.assert_close(ours, stock, rtol=4 * unit, atol=8 * unit)
 
 
+def _rope_of_two_axes(**options: Any) -> Callable[..., Tensor]:
+    return lambda x, *tables: rope_3d(x, tables[:2], tables[2:], **options)
+
+
 @pytest.mark.parametrize("order", ["blocked", "alternating"])
 def test_gradients_of_rope_3d_reach_the_tables(order: str, device: str) -> None:
     x = leaf(2, 6, 2, 8, device=device)
@@ -65,10 +69,7 @@ def test_gradients_of_rope_3d_reach_the_tables(order: str, device: str) -> None:
         options: dict[str, Any] = {"order": order, "front_pad": pad}
         for place in ({"grid": (2, 3)}, {"coords": positions}, {"coords": positions.expand(2, -1, -1)}):
             for pairing in ("interleaved", "half"):
-
-                def call(x: Tensor, *t: Tensor, o: dict[str, Any] = {**options, **place, "pairing": pairing}) -> Tensor:
-                    return rope_3d(x, t[:2], t[2:], **o)
-
+                call = _rope_of_two_axes(**options, **place, pairing=pairing)
                 assert torch.autograd.gradcheck(call, (x, *cos, *sin))
     swapped = x.transpose(1, 2).detach().requires_grad_()
     assert torch.autograd.gradcheck(
@@ -98,7 +99,8 @@ def test_gradients_of_qk_norm_rope_are_right_in_float64(norm: str | None, across
     assert torch.autograd.gradcheck(lambda *args: call(*args, tokens=(1, 2)), (q, k, *partial, *weights))
     axes = [leaves(tables) for tables in axis_tables((3,), (2,), device, F64)]
     assert torch.autograd.gradcheck(
-        lambda q, k, c, s: call(q, k, [c], [s], grid=(3,)), (q, k, *axes[0], *axes[1])  # type: ignore[arg-type]
+        lambda q, k, c, s: call(q, k, [c], [s], grid=(3,)),
+        (q, k, *axes[0], *axes[1]),  # type: ignore[arg-type]
     )
 
 

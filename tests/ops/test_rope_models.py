@@ -9,6 +9,7 @@ AnyFlow and SanaVideo. Kandinsky 5 and 6 round to bfloat16 whatever the model is
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,7 +150,8 @@ def test_family_c_wan(dtype: torch.dtype, provider: str, device: str, monkeypatc
     for table_dtype in (torch.float32, dtype):
         embed.to(table_dtype)  # a model cast as a whole has half tables, and rotates in its dtype
         cos, sin = embed(torch.empty(2, 4, 2, 6, 8, device=device))
-        query = _attended(monkeypatch, wan, lambda: attention(x, None, None, (cos, sin)), "dispatch_attention_fn")[0]
+        call = partial(attention, x, None, None, (cos, sin))
+        query = _attended(monkeypatch, wan, call, "dispatch_attention_fn")[0]
         arithmetic = "float32" if table_dtype == torch.float32 else "input"
         by_head = normed[-1].unflatten(-1, (3, 32))
         options = {"arithmetic": arithmetic, "provider": provider}
@@ -302,9 +304,11 @@ def test_family_h_mochi_has_learned_angles_per_head(
     cos, sin = MochiRoPE()(random(3, 3, 16, device=device), 2, 3, 4, torch.device(device), torch.float32)
     video, text = (random(1, n, c, device=device, dtype=dtype) for n, c in ((24, 96), (5, 48)))
     mask = torch.ones(1, 5, dtype=torch.bool, device=device)
-    query = _attended(
-        monkeypatch, processors.F, lambda: attention(video, text, mask, image_rotary_emb=(cos, sin)), "scaled_dot_product_attention"
-    )[0]  # fmt: skip
+
+    def attend() -> None:
+        attention(video, text, mask, image_rotary_emb=(cos, sin))
+
+    query = _attended(monkeypatch, processors.F, attend, "scaled_dot_product_attention")[0]
     ours = rope(normed[0], cos, sin, provider=provider)
     assert_same(ours.transpose(1, 2), query[:, :, :24])
 

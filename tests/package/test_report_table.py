@@ -20,9 +20,7 @@ def report() -> InjectionReport:
     patched = [Site(path, name, "rms_norm", "compiled", "table", measurements=[proof]) for path in PATHS]
     patched.append(Site("", "torch.nn.modules.normalization.LayerNorm", "layer_norm", "compiled", "table"))
     skipped = [Site("transformer.time_embed", "diffusers.models.normalization.AdaLayerNormSingle", reason=REASON)]
-    return InjectionReport(
-        "LTXPipeline", "fast", skipped=skipped, notes=["component 'x': left out"], _accepted=patched
-    )
+    return InjectionReport("LTXPipeline", "fast", skipped=skipped, notes=["component 'x': left out"], _accepted=patched)
 
 
 def draw(width: int) -> list[str]:

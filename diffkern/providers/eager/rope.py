@@ -78,10 +78,7 @@ def rotate_into(
         out.copy_(x)
     if not whole:
         x, out = x.narrow(seq_dim, start, length), out.narrow(seq_dim, start, length)
-    if arithmetic == INPUT:
-        dtype = out.dtype
-    else:
-        dtype = torch.float64 if arithmetic == FLOAT64 else compute_dtype(x)
+    dtype = {INPUT: out.dtype, FLOAT64: torch.float64}.get(arithmetic) or compute_dtype(x)
     (a, b), (out_a, out_b) = split_pairs(x, half, rotary_dim), split_pairs(out, half, rotary_dim)
     a, b = a.to(dtype), b.to(dtype)
     cos_a, cos_b = split_table(cos.to(dtype), half, rotary_dim)

@@ -35,7 +35,6 @@ class Rotation:
         sin: The same of the sines.
         coords: Coordinates of the tokens, if the tables are those of axes and there is no grid.
         grid: Positions along each axis.
-        axes: Whether the tables are those of axes.
     """
 
     cos: Sequence[Tensor]
@@ -53,6 +52,7 @@ class Rotation:
 
     @property
     def axes(self) -> bool:
+        """Whether the tables are those of axes."""
         return self.coords is not None or bool(self.grid)
 
 
@@ -142,9 +142,8 @@ def qk_norm_rope(
         raise TypeError(f"the Triton qk_norm_rope cannot round to {round_dtype}: use the eager provider for it")
     rest = (coords, grid, alternating, front_pad, half, arithmetic, rotary_dim, seq_dim, start, length)
     kind = Norm(norm, eps, weight_offset, round_dtype, round_norm or arithmetic == INPUT)
-    q_out, k_out = _run(
-        q, k, (q_weight, q_bias), (k_weight, k_bias), Rotation(cos, sin, *rest), Rotation(cos_k, sin_k, *rest), kind, heads
-    )  # fmt: skip
+    q_rotation, k_rotation = Rotation(cos, sin, *rest), Rotation(cos_k, sin_k, *rest)
+    q_out, k_out = _run(q, k, (q_weight, q_bias), (k_weight, k_bias), q_rotation, k_rotation, kind, heads)
     return q_out, k_out
 
 
@@ -316,7 +315,8 @@ def _tables(rotation: Rotation, shape: Strides, rotary: int) -> _Tables:
         first, second = (broadcast_strides(t.shape[:-1], t.stride()[:-1], span) for t in (cos, sin))
         columns = [(_step(t), start * steps[seq_dim] if partial else 0) for t, steps in ((cos, first), (sin, second))]
         compact = (cos.shape[-1] != rotary, sin.shape[-1] != rotary)
-        return _Tables((cos,), (sin,), first, second, token if partial else none, *columns, compact)
+        token = token if partial else none
+        return _Tables((cos,), (sin,), first, second, token, columns[0], columns[1], compact)
     cos_axes, sin_axes = (tuple(table.contiguous() for table in tables) for tables in (rotation.cos, rotation.sin))
     coords, column = none, (1, 0)
     if rotation.coords is not None:

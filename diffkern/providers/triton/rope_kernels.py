@@ -205,9 +205,13 @@ def _rotate(
             parameter_inside = tl.full((1,), True, tl.int1)
         w_a, w_b, w_rest, b_a, b_b, b_rest = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         if HAS_WEIGHT:
-            w_a, w_b = _load_pairs(w_ptr, parameter_row * w_stride, w_stride, rotary, parameter_inside, HALF, PAIRS, WIDE)
+            w_a, w_b = _load_pairs(
+                w_ptr, parameter_row * w_stride, w_stride, rotary, parameter_inside, HALF, PAIRS, WIDE
+            )
         if HAS_BIAS:
-            b_a, b_b = _load_pairs(b_ptr, parameter_row * bias_stride, bias_stride, rotary, parameter_inside, HALF, PAIRS, WIDE)
+            b_a, b_b = _load_pairs(
+                b_ptr, parameter_row * bias_stride, bias_stride, rotary, parameter_inside, HALF, PAIRS, WIDE
+            )
         a = _multiplied(a, w_a, b_a, weight_offset, FIRST, LAST, HAS_WEIGHT, HAS_BIAS)
         b = _multiplied(b, w_b, b_b, weight_offset, FIRST, LAST, HAS_WEIGHT, HAS_BIAS)
         if REST > 0:
@@ -267,7 +271,6 @@ def _rotate(
     if REST > 0:
         offsets = y_row[:, None] + (rest_col.to(tl.int64) * y_stride)[None, :]
         tl.store(y_ptr + offsets, _narrow(rest, y_ptr), mask=rest_mask)
-
 
 
 @triton.jit(do_not_specialize=_COUNTS)
