@@ -16,7 +16,7 @@ _CHOICES = ("auto", *ORDER)
 class KernelConfig:
     """Rules from an op, a class name or a module path to a provider.
 
-    A key is the name of an op (``"rms_norm"``), the name of a class (``"FP32LayerNorm"``), or a pattern on
+    A key is the name of an op (``"rms_norm"``, or of a block: ``"ltx_block"``), the name of a class (``"FP32LayerNorm"``), or a pattern on
     module paths with the wildcards of :mod:`fnmatch` (``"transformer.transformer_blocks.*.norm1"``). A value
     is ``"auto"``, a provider's name (``"compiled"``, ``"triton"``, ``"eager"``), or ``""`` or None to leave
     the module alone. A path wins over a class name, a class name over an op; of two patterns the later one.
@@ -58,16 +58,16 @@ class KernelConfig:
                 return self.rules[matches[-1]] or None
         return "auto"
 
-    def check(self, paths: Iterable[str], class_names: Iterable[str]) -> None:
-        """Makes sure that every rule speaks of something.
+    def check(self, paths: Iterable[str], class_names: Iterable[str], block_ops: Iterable[str] = ()) -> None:
+        """Makes sure that every rule speaks of something; ``block_ops`` are ops besides those of the providers.
 
         Raises:
             ValueError: a key is no op and fits no class and no path; it names the nearest key that would.
         """
-        paths, class_names = list(paths), sorted(set(class_names))
+        paths, class_names, ops = list(paths), sorted(set(class_names)), [*OPS, *block_ops]
         for key in self.rules:
-            if key in OPS or key in class_names or any(fnmatchcase(path, key) for path in paths):
+            if key in ops or key in class_names or any(fnmatchcase(path, key) for path in paths):
                 continue
-            close = difflib.get_close_matches(key, [*OPS, *class_names, *paths], n=1, cutoff=0.5)
+            close = difflib.get_close_matches(key, [*ops, *class_names, *paths], n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"config names {key!r}, which is no op and fits no norm of this model.{hint}")
+            raise ValueError(f"config names {key!r}, which is no op and fits no norm or block of this model.{hint}")
