@@ -22,6 +22,7 @@ from diffusers.models.transformers.transformer_ltx import (
     LTXVideoTransformerBlock,
 )
 from torch import Tensor, nn
+from typing_extensions import override
 
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, plain_linear, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
@@ -40,6 +41,7 @@ class LTXBlock(BlockRecipe):
     versions = "diffusers 0.42"
 
     @staticmethod
+    @override
     def arguments(  # type: ignore[override]
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
@@ -49,6 +51,7 @@ class LTXBlock(BlockRecipe):
     ) -> tuple[Any, ...]:
         return hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask
 
+    @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         x, text, temb, tables, mask = call
         reason = unfit_input(x)
@@ -71,6 +74,7 @@ class LTXBlock(BlockRecipe):
                 return "its rotary tables are not plain tensors with one row per token"
         return None
 
+    @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
         x = call[0]
         device, children = x.device, module._modules
@@ -88,6 +92,7 @@ class LTXBlock(BlockRecipe):
             stock += ("ff",)
         return stock
 
+    @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         block: Any = module
         x, text, temb, tables, mask = call
@@ -120,6 +125,7 @@ class LTXBlock(BlockRecipe):
         y = block.ff(y) if "ff" in stock else gelu_feed_forward(block.ff, y)
         return gate_residual(x, y, gate_mlp, provider=provider)
 
+    @override
     def sources(self) -> Sequence[Callable[..., Any]]:
         return (
             LTXVideoTransformerBlock.forward,
@@ -130,6 +136,7 @@ class LTXBlock(BlockRecipe):
             GELU.forward,
         )
 
+    @override
     def samples(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
@@ -152,6 +159,7 @@ class LTXBlock(BlockRecipe):
             (random(2, length, dim), random(2, text, context), random(2, length, 6 * dim, scale=0.5), tables, None),
         ]
 
+    @override
     def make_plain(self, module: nn.Module) -> None:
         for name in ("attn1", "attn2"):
             attention = module._modules[name]

@@ -95,7 +95,7 @@ def per_head(tables: tuple[Tensor, Tensor] | None, heads: int) -> tuple[Tensor |
 
 
 def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
-    """diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
+    """Diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
     net: Any = feed_forward.net
     x = linear_gelu(x, net[0].proj.weight, net[0].proj.bias, approximate="tanh")
     for layer in net[1:]:

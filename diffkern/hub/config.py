@@ -16,10 +16,11 @@ _CHOICES = ("auto", *ORDER)
 class KernelConfig:
     """Rules from an op, a class name or a module path to a provider.
 
-    A key is the name of an op (``"rms_norm"``, or of a block: ``"ltx_block"``), the name of a class (``"FP32LayerNorm"``), or a pattern on
-    module paths with the wildcards of :mod:`fnmatch` (``"transformer.transformer_blocks.*.norm1"``). A value
-    is ``"auto"``, a provider's name (``"compiled"``, ``"triton"``, ``"eager"``), or ``""`` or None to leave
-    the module alone. A path wins over a class name, a class name over an op; of two patterns the later one.
+    A key is the name of an op (``"rms_norm"``) or of a kind of block (``"ltx_block"``), the name of a class
+    (``"FP32LayerNorm"``), or a pattern on module paths with the wildcards of :mod:`fnmatch`
+    (``"transformer.transformer_blocks.*.norm1"``). A value is ``"auto"``, a provider's name (``"compiled"``,
+    ``"triton"``, ``"eager"``), or ``""`` or None to leave the module alone. A path wins over a class name, a class
+    name over an op; of two patterns the later one. A block is left alone also if a norm inside it is.
 
     Args:
         rules: The rules, in order.

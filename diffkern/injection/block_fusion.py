@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from diffkern.blocks import BlockRecipe
+from diffkern.injection.fusion import Fusion
 from diffkern.injection.samples import block_stand_in
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select
@@ -21,7 +23,7 @@ EXACT_TOKENS = 400
 
 
 @dataclass(frozen=True)
-class BlockFusion:
+class BlockFusion(Fusion):
     """A block with a recipe. A call is the tuple of its arguments.
 
     Its proof compares the fused forward with the stock one, and both with the stock forward of a copy in float64,
@@ -31,35 +33,43 @@ class BlockFusion:
     recipe: BlockRecipe
 
     @property
+    @override
     def op(self) -> str:
         return self.recipe.op
 
+    @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         try:
             return self.recipe.arguments(*args, **kwargs)
         except TypeError:
             return None
 
+    @override
     def subject(self, call: tuple[Any, ...]) -> Tensor:
         subject: Tensor = call[0]
         return subject
 
+    @override
     def declines(self, module: nn.Module, call: tuple[Any, ...] | None) -> str | None:
         if call is None:
             return "it is called with other arguments than the recipe knows"
         return self.recipe.declines(module, call)
 
+    @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
         return self.recipe.stock_pieces(module, call)
 
+    @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         return self.recipe.compute(module, call, provider, stock)
 
+    @override
     def kind(self, module: nn.Module) -> Hashable:
         classes = tuple(full_name(type(child)) for child in module.modules())
         parameters = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
         return self.op, classes, parameters
 
+    @override
     def choose(
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
@@ -67,34 +77,41 @@ class BlockFusion:
         choices = [select(op, device, dtypes[:1], provider) for op in self.recipe.ops]
         return max(choices, key=lambda choice: len(choice.declined))
 
+    @override
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
         """Its own: a block casts nothing. Those of a quantised or layerwise cast one are the model's."""
         own = next((p.dtype for p in module.parameters() if p.dtype in KERNEL_DTYPES), whole)
         return (own,)
 
+    @override
     def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
         dtype = self.likely_dtypes(module, torch.float32)[0]
         copy = block_stand_in(module, device, lambda tensor: tensor.dtype if tensor.dtype in KERNEL_DTYPES else dtype)
         self.recipe.make_plain(copy)
         return copy
 
+    @override
     def samples(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool
     ) -> Sequence[tuple[Any, ...]]:
         return self.recipe.samples(module, EXACT_TOKENS if exact else TOKENS, device, dtype)
 
+    @override
     def trial(self, call: tuple[Any, ...]) -> None:
         """Nothing: attention over a real number of tokens in float64 takes more memory than there may be."""
         return None
 
+    @override
     def misunderstood(self, module: nn.Module) -> str | None:
         """Never: nothing is believed, the reference is the stock forward itself."""
         return None
 
+    @override
     def stock(self, module: nn.Module, call: tuple[Any, ...]) -> Tensor:
         result: Tensor = type(module).forward(module, *call)
         return result
 
+    @override
     def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Tensor:
         copy = block_stand_in(module, call[0].device, lambda tensor: torch.float64)
         self.recipe.make_plain(copy)

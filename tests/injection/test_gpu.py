@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffkern import inject_optimized_kernels, restore
-from tests.injection.models import ltx_inputs, tiny_ltx
+from tests.injection.models import all_fused, ltx_inputs, tiny_ltx
 from tests.pipelines.tiny import build, run
 
 pytestmark = pytest.mark.gpu
@@ -21,10 +21,6 @@ def on(device: str, **options: Any) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
 
 
-def all_fused(report: Any) -> bool:
-    return all(count["fused"] and not count["stock"] for count in report.calls().values())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inject_first", [True, False])
 def test_before_and_after_moving_to_the_gpu(inject_first: bool, dtype: torch.dtype, device: str) -> None:
@@ -34,7 +30,7 @@ def test_before_and_after_moving_to_the_gpu(inject_first: bool, dtype: torch.dty
         model.to(device)
     else:
         report = inject_optimized_kernels(model.to(device))
-    assert len(report.patched) == 13 and {site.provider for site in report.patched} <= {"compiled", "triton"}
+    assert len(report.patched) == 15 and {site.provider for site in report.patched} <= {"compiled", "triton"}
     with torch.no_grad():
         stock = twin(**on(device, dtype=dtype))[0]
         fused = model(**on(device, dtype=dtype))[0]
@@ -113,7 +109,9 @@ def test_an_unproven_site_runs_stock_while_a_graph_is_captured(device: str) -> N
         with torch.cuda.graph(restore_point):
             model(**inputs)
     counts = report.calls().values()
-    assert all(not count["fused"] and any("captured" in reason for reason in count["stock_reasons"]) for count in counts)
+    assert all(
+        not count["fused"] and any("captured" in reason for reason in count["stock_reasons"]) for count in counts
+    )
 
 
 def test_compiled_with_inductor_gives_the_same(device: str) -> None:
