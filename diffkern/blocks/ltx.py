@@ -6,7 +6,7 @@ Stock, the block reads and writes its hidden states some 250 times between the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class LTXBlock(BlockRecipe):
 
     @staticmethod
     @override
-    def arguments(  # type: ignore[override]
+    def arguments(
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
         temb: Tensor,
@@ -77,13 +77,14 @@ class LTXBlock(BlockRecipe):
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
         x = call[0]
-        device, children = x.device, module._modules
+        device = x.device
+        children: Any = module._modules
         stock: tuple[str, ...] = ()
         for name in ("norm1", "norm2"):
             if not _is_weightless(children[name]):
                 stock += (name,)
         for name in ("attn1", "attn2"):
-            attention: Any = children[name]
+            attention = children[name]
             if not untouched(attention, LTXAttention) or type(attention.processor) is not LTXVideoAttnProcessor:
                 stock += (name,)
             elif not _norms_are_plain(attention._modules, device):
@@ -162,7 +163,7 @@ class LTXBlock(BlockRecipe):
     @override
     def make_plain(self, module: nn.Module) -> None:
         for name in ("attn1", "attn2"):
-            attention = module._modules[name]
+            attention: Any = module._modules[name]
             if type(attention) is LTXAttention:
                 processor = LTXVideoAttnProcessor()
                 processor._attention_backend = AttentionBackendName.NATIVE
@@ -209,37 +210,33 @@ def _attention(
     return attention.to_out[1](attention.to_out[0](y))  # type: ignore[no-any-return]
 
 
-def _is_weightless(norm: nn.Module | None) -> bool:
+# Parameters and children are read where nn.Module keeps them: its own __getattr__ takes five times as long.
+
+
+def _is_weightless(norm: Any) -> bool:
     """Whether a norm of the block is the RMS norm without weight that the shipped models have."""
-    return (
-        untouched(norm, RMSNorm)
-        and norm.weight is None  # type: ignore[union-attr]
-        and norm.bias is None  # type: ignore[union-attr]
-        and type(norm.eps) is float  # type: ignore[union-attr]
-    )
+    return untouched(norm, RMSNorm) and norm.weight is None and norm.bias is None and type(norm.eps) is float
 
 
-def _norms_are_plain(children: Any, device: torch.device) -> bool:
+def _norms_are_plain(children: Mapping[str, Any], device: torch.device) -> bool:
     """Whether the norms of queries and keys can be computed from their weights."""
     norm_q, norm_k = children["norm_q"], children["norm_k"]
     return (
         untouched(norm_q, nn.RMSNorm)
         and untouched(norm_k, nn.RMSNorm)
         and norm_q.eps == norm_k.eps
-        and plain(norm_q.weight, device)
-        and plain(norm_k.weight, device)
+        and plain(norm_q._parameters["weight"], device)
+        and plain(norm_k._parameters["weight"], device)
     )
 
 
-def _is_gelu(feed_forward: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:
+def _is_gelu(feed_forward: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the feed-forward is diffusers' own, with a tanh GELU over a plain linear layer."""
     if not untouched(feed_forward, FeedForward):
         return False
-    first = feed_forward._modules["net"]._modules["0"]  # type: ignore[union-attr]
+    first = feed_forward._modules["net"]._modules["0"]
     return (
-        untouched(first, GELU)
-        and first.approximate == "tanh"  # type: ignore[union-attr]
-        and plain_linear(first._modules["proj"], device, dtype)  # type: ignore[union-attr]
+        untouched(first, GELU) and first.approximate == "tanh" and plain_linear(first._modules["proj"], device, dtype)
     )
 
 

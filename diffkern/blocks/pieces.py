@@ -24,11 +24,17 @@ def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
     """
     if type(module) is not cls:
         return False
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    state = module.__dict__
+    if (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    ):
         return False
-    forward = module.__dict__.get("forward")
-    if forward is None:
+    if "forward" not in state:
         return True
+    forward = state["forward"]
     return type(forward) is MethodType and (forward.__func__ is cls.forward or forward.__func__ in EQUIVALENT_FORWARDS)
 
 

@@ -218,9 +218,11 @@ def _match(module: nn.Module, verify: bool) -> _Match | None:
             return _Match(None, "probe", reason)
         return _Match(BlockFusion(recipe), "probe")
     matched = match(module)
-    if matched is None or matched.semantics is not None:
-        return None if matched is None else _Match(NormFusion(matched.semantics), matched.how)
-    return _Match(None, matched.how, matched.reason or "")
+    if matched is None:
+        return None
+    if matched.semantics is None:
+        return _Match(None, matched.how, matched.reason or "")
+    return _Match(NormFusion(matched.semantics), matched.how)
 
 
 def _spare_what_config_leaves_alone(candidates: list[_Candidate], report: InjectionReport) -> list[_Candidate]:

@@ -68,9 +68,11 @@ def block_stand_in(module: nn.Module, device: torch.device, dtype_of: Callable[[
         device: Where the copy will be.
         dtype_of: The dtype of the copy of a floating point parameter or buffer.
     """
-    if not _is_ordinary(module) and isinstance(getattr(module, "in_features", None), int):
-        with torch.device("meta"):
-            module = nn.Linear(module.in_features, module.out_features, getattr(module, "bias", None) is not None)
+    if not _is_ordinary(module):
+        linear: Any = module
+        module = nn.Linear(
+            linear.in_features, linear.out_features, getattr(linear, "bias", None) is not None, device="meta"
+        )
     copy = _copy(module, lambda tensor: _place(tensor, device, dtype_of(tensor)))
     copy.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
     copy.__dict__ |= {"training": False, "_modules": {}}
@@ -95,7 +97,7 @@ def _copy(module: nn.Module, place: Callable[[Tensor], Tensor]) -> nn.Module:
 
 def _is_ordinary(module: nn.Module) -> bool:
     """Whether a module's own parameters are what its class computes with, in some floating point dtype."""
-    if not hasattr(module, "in_features"):
+    if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
         return True
     return type(module) is nn.Linear and all(
         p is None
