@@ -180,7 +180,7 @@ def _attention(
     if mask is not None:
         batch, length = context.shape[:2]
         mask = attention.prepare_attention_mask(mask, length, batch)
-        mask = mask.view(batch, heads, -1, mask.shape[-1])  # type: ignore[union-attr]
+        mask = mask.view(batch, heads, -1, mask.shape[-1])
 
     query, key, value = attention.to_q(x), attention.to_k(context), attention.to_v(context)
     cos, sin = per_head(tables, heads)

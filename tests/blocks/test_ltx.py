@@ -13,6 +13,7 @@ import accelerate.hooks
 import pytest
 import torch
 import torch._dynamo
+from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers.transformer_ltx import (
     LTXVideoAttnProcessor,
@@ -282,6 +283,40 @@ def test_a_quantised_linear_layer_is_called_and_not_read() -> None:
     report = inject_optimized_kernels(layer)
     torch.testing.assert_close(layer(**arguments), stock(**arguments), rtol=1e-4, atol=1e-5)
     assert report.calls()[""]["fused"] == 1 and report.calls()[""]["stock_pieces"] == {"ff": 1}
+
+
+@pytest.mark.parametrize("inject_first", [True, False])
+@pytest.mark.parametrize("cache", ["first block", "pyramid attention"])
+def test_caches_skip_the_same_as_without_injection(cache: str, inject_first: bool) -> None:
+    """First-block caching wraps the blocks themselves, pyramid attention broadcast the attentions inside."""
+    results, counts = [], []
+
+    def enable(model: Any) -> None:
+        if cache == "first block":
+            model.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+        else:
+            ranges = {"spatial_attention_block_skip_range": 2, "cross_attention_block_skip_range": 3}
+            model.enable_cache(PyramidAttentionBroadcastConfig(**ranges, current_timestep_callback=lambda: 500))
+
+    for inject in (False, True):
+        model = tiny_ltx(layers=3)
+        calls: list[nn.Module] = []
+        model.transformer_blocks[2].ff.net[2].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.transformer_blocks[1].attn1.to_v.register_forward_hook(lambda *_, calls=calls: calls.append(2))
+        if inject and inject_first:
+            report = inject_optimized_kernels(model)
+        enable(model)
+        if inject and not inject_first:
+            report = inject_optimized_kernels(model)
+        with model.cache_context("cond"):
+            results.append([run(model, seed=seed) for seed in (1, 1, 2, 2)])
+        counts.append(calls)
+    assert counts[0] == counts[1] and 0 < len(calls) < 8, "nothing was skipped"
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    count = report.calls()["transformer_blocks.0"]
+    assert count["fused"] == 4 and not count["stock"]
+    assert set(count["stock_pieces"]) == ({"attn1", "attn2"} if cache == "pyramid attention" else set())
 
 
 # --- grad, autocast, compile -------------------------------------------------------------------------------
