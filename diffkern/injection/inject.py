@@ -180,7 +180,8 @@ def _plan(
                 matched.fusion,
                 None if provider == "auto" else provider,
                 matched.fusion.likely_dtypes(module, _dtype(component)),
-                _likely_devices(module, component),
+                # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
+                _likely_devices(module, component)[: 1 if isinstance(matched.fusion, BlockFusion) else None],
             )
         )
     candidates = _spare_what_config_leaves_alone(candidates, report)
