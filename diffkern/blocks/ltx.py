@@ -6,7 +6,7 @@ Stock, the block reads and writes its hidden states some 250 times between the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,8 +70,10 @@ class LTXBlock(BlockRecipe):
         if type(tables) is not tuple or len(tables) != 2:
             return "its rotary tables are not a pair"
         for part in tables:
-            if type(part) is not Tensor or part.dtype not in KERNEL_DTYPES or part.shape[1:] != x.shape[1:]:
-                return "its rotary tables are not plain tensors with one row per token"
+            if type(part) is not Tensor or part.dtype not in KERNEL_DTYPES or part.device != device:
+                return "its rotary tables are not plain tensors on the device of the hidden states"
+            if part.shape != x.shape and part.shape != (1, *x.shape[1:]):
+                return "its rotary tables have not one row for each token"
         return None
 
     @override
@@ -127,7 +129,7 @@ class LTXBlock(BlockRecipe):
         return gate_residual(x, y, gate_mlp, provider=provider)
 
     @override
-    def sources(self) -> Sequence[Callable[..., Any]]:
+    def sources(self) -> tuple[Callable[..., Any], ...]:
         return (
             LTXVideoTransformerBlock.forward,
             LTXAttention.forward,

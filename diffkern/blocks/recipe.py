@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -64,7 +64,7 @@ class BlockRecipe(ABC):
         """Computes the block's forward. ``stock`` comes from :meth:`stock_pieces`. Differentiable."""
 
     @abstractmethod
-    def sources(self) -> Sequence[Callable[..., Any]]:
+    def sources(self) -> tuple[Callable[..., Any], ...]:
         """The stock functions whose work :meth:`compute` does, the forward of the block first."""
 
     @abstractmethod
@@ -87,7 +87,8 @@ def recipe_for(class_name: str) -> BlockRecipe | None:
     return recipe
 
 
-def fingerprint(functions: Sequence[Callable[..., Any]]) -> str | None:
+@cache
+def fingerprint(functions: tuple[Callable[..., Any], ...]) -> str | None:
     """Returns a hash of the sources of ``functions``, indentation and blank lines aside; None without a source."""
     try:
         sources = [inspect.getsource(function) for function in functions]
