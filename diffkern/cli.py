@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,14 +33,20 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(checkup.to_dict(), indent=2))
         return
-    console = Console()
+    console = Console(highlight=False)
     console.print(", ".join(f"{name} {version}" for name, version in checkup.versions.items()))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("device", "provider", "serves", "why not, and what to do"):
-        table.add_column(heading, overflow="fold")
-    for row in checkup.rows:
-        table.add_row(row.device, row.provider, ", ".join(row.ops) or "-", row.reason)
-    console.print(table)
+    for setting in checkup.settings:
+        console.print(setting, style="yellow")
+    for device, rows in groupby(checkup.rows, key=lambda row: row.device):
+        console.print(f"\n{device}", style="bold")
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(f"  {row.provider}", f"serves {', '.join(row.ops)}" if row.ops else "serves nothing")
+            if row.reason:
+                table.add_row("", Text(f"why not, and what to do: {row.reason}"))
+        console.print(table)
 
 
 @app.command()
@@ -55,14 +63,19 @@ def build(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the compiler commands.")] = False,
 ) -> None:
     """Compile the kernels. Without a choice of platform, everything this machine has a compiler for."""
-    from diffkern.build import BuildError, ToolchainError, build_kernels
+    from diffkern.build import BuildError, ToolchainError, available_backends, build_kernels
 
     backends = [name for name, wanted in (("cpu", cpu), ("cuda", cuda), ("rocm", rocm)) if wanted]
+    if arch and backends == ["cpu"]:
+        _fail("--arch names GPU architectures, and --cpu builds for none: leave one out, or add --cuda or --rocm")
+    if arch and not backends and available_backends() == ("cpu",):
+        _fail("--arch names GPU architectures, and no GPU compiler was found: --cuda or --rocm says what is missing")
     try:
         results = build_kernels(backends or "auto", archs=arch or None, output=output, force=force, verbose=verbose)
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (BuildError, ToolchainError, ValueError) as error:
-        typer.echo(f"diffkern build: {error}", err=True)
-        raise typer.Exit(1) from None
+        _fail(str(error))
     for result in results:
         archs = f" for {', '.join(result.archs)}" if result.archs else ""
         if result.directory is None:
@@ -75,8 +88,15 @@ def build(
             typer.echo(f"  {note}")
     if not results:
         typer.echo("nothing to build: no compiler was found; diffkern doctor says which ones are looked for", err=True)
-    if not any(result.directory for result in results):
+    # Backends that were named raise above. Architectures that were named speak of every GPU's backend.
+    failed_by_name = arch and any(result.directory is None and result.backend != "cpu" for result in results)
+    if failed_by_name or not any(result.directory for result in results):
         raise typer.Exit(1)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"diffkern build: {message}", err=True)
+    raise typer.Exit(1)
 
 
 @bench.command("ops")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from diffkern.providers import OPS, ORDER, explain
+from diffkern.build.installed import KERNELS_VARIABLE
+from diffkern.providers import OPS, ORDER, explain, get_provider
+from diffkern.providers.registry import ENVIRONMENT_VARIABLE
 
 
 @dataclass(frozen=True)
 class Row:
-    """One provider on one device: the ops it serves, or the reason why it serves none."""
+    """One provider on one device: the ops it serves, and why not those of its other ops.
+
+    ``reason`` is empty if it serves all that it has code for; if it serves some, every reason names its ops.
+    """
 
     device: str
     provider: str
@@ -24,9 +30,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Checkup:
-    """Versions that matter, and a row for each device and provider."""
+    """Versions that matter, what the environment asks for, and a row for each device and provider."""
 
     versions: dict[str, str]
+    settings: tuple[str, ...]
     rows: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -36,7 +43,7 @@ class Checkup:
 
 def examine() -> Checkup:
     """Asks every provider about every device of this machine. Loads libraries, downloads nothing."""
-    return Checkup(_versions(), tuple(row for device in _devices() for row in _rows(device)))
+    return Checkup(_versions(), _settings(), tuple(row for device in _devices() for row in _rows(device)))
 
 
 def _devices() -> list[torch.device]:
@@ -55,9 +62,30 @@ def _rows(device: torch.device) -> list[Row]:
     rows = []
     for provider in ORDER:
         served = tuple(op for op in OPS if refusals[op][provider] is None)
-        reasons = dict.fromkeys(reason for op in OPS if (reason := refusals[op][provider]) is not None)
-        rows.append(Row(label, provider, served, "; ".join(reasons)))
+        reasons: dict[str, list[str]] = {}
+        # An op that a provider has no code for is no fault of this machine, and nothing can be done about it.
+        for op in get_provider(provider).support:
+            if (reason := refusals[op][provider]) is not None:
+                reasons.setdefault(reason, []).append(op)
+        told = [f"{', '.join(ops)}: {reason}" if served else reason for reason, ops in reasons.items()]
+        rows.append(Row(label, provider, served, "; ".join(told)))
     return rows
+
+
+def _settings() -> tuple[str, ...]:
+    """A sentence for every variable of the environment that changes what runs."""
+    settings = []
+    if provider := os.environ.get(ENVIRONMENT_VARIABLE):
+        if provider == "auto":
+            effect = "which is the default"
+        elif provider in ORDER:
+            effect = f"so every op runs on {provider}, whatever is listed here; unset it to let diffkern choose"
+        else:
+            effect = f"which is no provider, so every op fails: unset it, or choose one of {', '.join(ORDER)}"
+        settings.append(f"{ENVIRONMENT_VARIABLE}={provider} is set, {effect}")
+    if directory := os.environ.get(KERNELS_VARIABLE):
+        settings.append(f"{KERNELS_VARIABLE}={directory} is set, so compiled kernels are looked for there only")
+    return tuple(settings)
 
 
 def _versions() -> dict[str, str]:

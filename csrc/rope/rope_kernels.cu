@@ -949,18 +949,18 @@ bool twins(const RopeParams& p) {
 
 template <typename T, int kOperands>
 void launch_token_kernel(const RopeParams& p, int64_t units, GpuStream stream) {
-  const RopeOperand& q = p.operands[0];
   TokenGrid grid{};
-  int64_t tokens = 0;
-  for (int i = 0; i < p.count; ++i) {
-    grid.vectors[i] = table_vectors(p, p.operands[i]);
-    tokens = std::max(tokens, p.operands[i].outer.rows);
-  }
-  // Halves of a row that begin at the same element of a head.
-  const bool shared = q.inner_strides[kFirst] == 0 && q.inner_strides[kSecond] == 0;
   grid.head_dim = make_divisor(static_cast<uint32_t>(p.head_dim));
   grid.head_units = make_divisor(static_cast<uint32_t>(p.head_dim / (2 * kPacketSize<T>)));
-  grid.same_halves = shared && q.inner % 2 == 0 && p.operands[p.count - 1].inner % 2 == 0;
+  int64_t tokens = 0;
+  for (int i = 0; i < p.count; ++i) {
+    const RopeOperand& o = p.operands[i];
+    grid.vectors[i] = table_vectors(p, o);
+    // Halves of a row begin at the same element of heads that have the same angles.
+    const bool same = o.inner_strides[kFirst] == 0 && o.inner_strides[kSecond] == 0 && o.inner % 2 == 0;
+    grid.same_halves = (i == 0 || grid.same_halves) && same;
+    tokens = std::max(tokens, o.outer.rows);
+  }
   const int64_t wanted = ceil_div(units, kTokenUnits<sizeof(T)>);
   const unsigned threads = static_cast<unsigned>(ceil_div(wanted, kWaveMultiple) * kWaveMultiple);
   const dim3 blocks(static_cast<unsigned>(std::min(kMaxBlocks, tokens)), kOperands == 1 ? p.count : 1);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -45,26 +46,40 @@ class OpCase:
 def cases(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Callable[[], OpCase]]:
     """Yields builders of the cases one by one: together their tensors would not fit a small card."""
     draw = _Draw(device, dtype)
-    for shape in ((1, 1024, 2048), (4, 1024, 2048), (2, 4096, 3072), (2, 8064, 2048), (1, 32760, 5120), (1, 4608, 24, 128)):
-        yield lambda shape=shape: _rms_norm(draw, shape)
-        yield lambda shape=shape: _layer_norm(draw, shape)
+    rows: tuple[tuple[int, ...], ...] = (
+        (1, 1024, 2048),
+        (4, 1024, 2048),
+        (2, 4096, 3072),
+        (2, 8064, 2048),
+        (1, 32760, 5120),
+        (1, 4608, 24, 128),
+    )
+    for shape in rows:
+        yield partial(_rms_norm, draw, shape)
+        yield partial(_layer_norm, draw, shape)
     for shape in ((2, 2688, 2048), (2, 8064, 2048), (1, 4608, 3072), (1, 32760, 5120)):
         for per_token in (False, True):
-            yield lambda shape=shape, per_token=per_token: _norm_modulate(draw, shape, per_token)
-            yield lambda shape=shape, per_token=per_token: _gate_residual(draw, shape, per_token)
-            yield lambda shape=shape, per_token=per_token: _gate_residual_norm_modulate(draw, shape, per_token)
-    yield lambda: _qk_norm_rope_ltx(draw, 2, (21, 16, 24), 32, 64)
-    yield lambda: _qk_norm_rope_heads(draw, 1, 4608, 24, 128, across=False)
-    yield lambda: _qk_norm_rope_heads(draw, 1, 32760, 40, 128, across=True)
+            yield partial(_norm_modulate, draw, shape, per_token)
+            yield partial(_gate_residual, draw, shape, per_token)
+            yield partial(_gate_residual_norm_modulate, draw, shape, per_token)
+    yield partial(_qk_norm_rope_ltx, draw, 2, (21, 16, 24), 32, 64)
+    yield partial(_qk_norm_rope_heads, draw, 1, 4608, 24, 128, across=False)
+    yield partial(_qk_norm_rope_heads, draw, 1, 32760, 40, 128, across=True)
     for shape in ((2, 4096, 5120), (2, 1024, 10240)):
-        yield lambda shape=shape: _glu(draw, shape, "geglu")
-        yield lambda shape=shape: _glu(draw, shape, "swiglu")
-    yield lambda: _gelu(draw, (2, 8064, 8192))
-    for shape in ((1, 128, 1024, 1024), (1, 512, 128, 128), (2, 320, 128, 128), (1, 128, 20, 256, 256)):
+        yield partial(_glu, draw, shape, "geglu")
+        yield partial(_glu, draw, shape, "swiglu")
+    yield partial(_gelu, draw, (2, 8064, 8192))
+    images: tuple[tuple[int, ...], ...] = (
+        (1, 128, 1024, 1024),
+        (1, 512, 128, 128),
+        (2, 320, 128, 128),
+        (1, 128, 20, 256, 256),
+    )
+    for shape in images:
         for channels_last in (False, True):
-            yield lambda shape=shape, channels_last=channels_last: _group_norm_silu(draw, shape, channels_last)
+            yield partial(_group_norm_silu, draw, shape, channels_last)
     for channels_last in (False, True):
-        yield lambda channels_last=channels_last: _channel_rms_norm_silu(draw, (1, 96, 9, 256, 256), channels_last)
+        yield partial(_channel_rms_norm_silu, draw, (1, 96, 9, 256, 256), channels_last)
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,7 @@ def _rms_norm(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
     liger = _liger("rms_norm", "LigerRMSNormFunction")
     if liger is not None:
         rivals["Liger"] = lambda: liger.apply(x, weight, 1e-6, 0.0, "llama", False)
-    fused = lambda provider: ops.rms_norm(x, weight, eps=1e-6, provider=provider)  # noqa: E731
+    fused = lambda provider: ops.rms_norm(x, weight, eps=1e-6, provider=provider)
     return OpCase("rms_norm", _name(shape), 2 * _size(x), fused, chain, (x, weight), rivals)
 
 
@@ -111,7 +126,7 @@ def _layer_norm(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
     liger = _liger("layer_norm", "LigerLayerNormFunction")
     if liger is not None:
         rivals["Liger"] = lambda: liger.apply(x, weight, bias, 1e-6)
-    fused = lambda provider: ops.layer_norm(x, weight, bias, 1e-6, provider=provider)  # noqa: E731
+    fused = lambda provider: ops.layer_norm(x, weight, bias, 1e-6, provider=provider)
     return OpCase("layer_norm", _name(shape), 2 * _size(x), fused, chain, (x, weight, bias), rivals)
 
 
@@ -128,7 +143,7 @@ def _norm_modulate(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCa
     def chain(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], None, 1e-6) * (1 + scale) + shift
 
-    fused = lambda provider: ops.norm_modulate(x, scale, shift, provider=provider)  # noqa: E731
+    fused = lambda provider: ops.norm_modulate(x, scale, shift, provider=provider)
     label = _name(shape, "per token" if per_token else "per sample")
     return OpCase("norm_modulate", label, 2 * _size(x) + _size(scale, shift), fused, chain, (x, scale, shift))
 
@@ -140,7 +155,7 @@ def _gate_residual(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCa
     def chain(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
         return residual + x * gate
 
-    fused = lambda provider: ops.gate_residual(residual, x, gate, provider=provider)  # noqa: E731
+    fused = lambda provider: ops.gate_residual(residual, x, gate, provider=provider)
     label = _name(shape, "per token" if per_token else "per sample")
     return OpCase("gate_residual", label, 3 * _size(x) + _size(gate), fused, chain, (residual, x, gate))
 
@@ -153,9 +168,7 @@ def _gate_residual_norm_modulate(draw: _Draw, shape: tuple[int, ...], per_token:
         residual = residual + x * gate
         return residual, F.rms_norm(residual, x.shape[-1:], None, 1e-6) * (1 + scale) + shift
 
-    fused = lambda provider: ops.gate_residual_norm_modulate(  # noqa: E731
-        residual, x, gate, scale, shift, provider=provider
-    )
+    fused = lambda provider: ops.gate_residual_norm_modulate(residual, x, gate, scale, shift, provider=provider)
     label = _name(shape, "per token" if per_token else "per sample")
     size = 4 * _size(x) + _size(gate, scale, shift)
     return OpCase("gate_residual_norm_modulate", label, size, fused, chain, (residual, x, gate, scale, shift))
@@ -175,14 +188,22 @@ def _qk_norm_rope_ltx(draw: _Draw, batch: int, grid: tuple[int, int, int], heads
     angles = [draw(length, size // 6, dtype=torch.float32) for length in grid]
     cos_axes, sin_axes = [angle.cos() for angle in angles], [angle.sin() for angle in angles]
     options = {"grid": grid, "order": "alternating", "front_pad": (size % 6) // 2}
-    cos, sin = (t.repeat_interleave(2, -1) for t in ops.expand_axes(cos_axes, sin_axes, **options))  # type: ignore[arg-type]
+    full = ops.expand_axes(cos_axes, sin_axes, **options)  # type: ignore[arg-type]
+    cos, sin = (table.repeat_interleave(2, -1) for table in full)
 
-    def chain(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def chain(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         normed = (F.rms_norm(q, q.shape[-1:], q_weight, 1e-5), F.rms_norm(k, k.shape[-1:], k_weight, 1e-5))
         return _rotate(normed[0], cos, sin), _rotate(normed[1], cos, sin)
 
-    fused = lambda provider: ops.qk_norm_rope(  # noqa: E731
-        q, k, *weights, cos_axes, sin_axes, 1e-5, provider=provider, **options  # type: ignore[arg-type]
+    fused = lambda provider: ops.qk_norm_rope(
+        q,
+        k,
+        *weights,
+        cos_axes,
+        sin_axes,
+        1e-5,
+        provider=provider,
+        **options,  # type: ignore[arg-type]
     )
     label = _name((batch, tokens, size), "LTX, packed, tables per axis")
     return OpCase("qk_norm_rope", label, 4 * _size(q), fused, chain, (q, k, *weights, cos, sin))
@@ -205,7 +226,7 @@ def _qk_norm_rope_heads(draw: _Draw, batch: int, tokens: int, heads: int, head_d
             results.append(_rotate(normed.unflatten(-1, (heads, head_dim)) if across else normed, cos, sin))
         return tuple(results)
 
-    fused = lambda provider: ops.qk_norm_rope(  # noqa: E731
+    fused = lambda provider: ops.qk_norm_rope(
         q, k, *weights, cos, sin, across_heads=heads if across else None, provider=provider
     )
     label = _name((batch, tokens, heads, head_dim), "Wan, across heads" if across else "Flux, per head")
@@ -221,7 +242,7 @@ def _glu(draw: _Draw, shape: tuple[int, ...], name: str) -> OpCase:
         value, gate = x.chunk(2, -1)
         return value * function(gate)
 
-    fused = lambda provider: getattr(ops, name)(x, provider=provider)  # noqa: E731
+    fused = lambda provider: getattr(ops, name)(x, provider=provider)
     return OpCase(name, _name(shape), _size(x) * 3 // 2, fused, chain, (x,))
 
 
@@ -231,7 +252,7 @@ def _gelu(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
     def chain(x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
 
-    fused = lambda provider: ops.gelu(x, "tanh", provider=provider)  # noqa: E731
+    fused = lambda provider: ops.gelu(x, "tanh", provider=provider)
     return OpCase("gelu", _name(shape, "tanh"), 2 * _size(x), fused, chain, (x,))
 
 
@@ -247,7 +268,9 @@ def _group_norm_silu(draw: _Draw, shape: tuple[int, ...], channels_last: bool) -
     def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.silu(F.group_norm(x, 32, weight, bias, 1e-6))
 
-    fused = lambda provider: ops.group_norm_silu(x, 32, weight, bias, 1e-6, provider=provider)  # noqa: E731
+    fused = lambda provider: ops.group_norm_silu(
+        x, 32, weight, bias, 1e-6, memory_format=torch.preserve_format, provider=provider
+    )
     label = _name(shape, *(("channels last",) if channels_last else ()))
     return OpCase("group_norm_silu", label, 2 * _size(x), fused, chain, (x, weight, bias))
 
@@ -259,9 +282,7 @@ def _channel_rms_norm_silu(draw: _Draw, shape: tuple[int, ...], channels_last: b
     def chain(x: Tensor, gamma: Tensor) -> Tensor:
         return F.silu(F.normalize(x.float(), dim=1).to(x.dtype) * x.shape[1] ** 0.5 * gamma)
 
-    fused = lambda provider: ops.channel_rms_norm_silu(  # noqa: E731
-        x, weight, eps=1e-12, eps_mode="clamp", provider=provider
-    )
+    fused = lambda provider: ops.channel_rms_norm_silu(x, weight, eps=1e-12, eps_mode="clamp", provider=provider)
     label = _name(shape, *(("channels last",) if channels_last else ()))
     return OpCase("channel_rms_norm_silu", label, 2 * _size(x), fused, chain, (x, gamma))
 

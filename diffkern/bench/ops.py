@@ -179,7 +179,7 @@ def _plot(results: Sequence[OpResult], card: str, path: Path) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yticks([-position for position in range(len(results))], labels, fontsize=7)
-    axes.set_xlabel("time / time to copy the fewest bytes (1 = floor); red: diffkern, blue: torch.compile, gray: others")
+    axes.set_xlabel("time / time to copy the fewest bytes; red: diffkern, blue: torch.compile, gray: others")
     axes.set_title(f"{card}, bfloat16")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -144,10 +144,10 @@ class LTXBlock(BlockRecipe):
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         block: Any = module
-        generator = torch.Generator().manual_seed(20)
+        generator = torch.Generator("cpu").manual_seed(20)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+            return (torch.randn(shape, generator=generator, device="cpu") * scale).to(device=device, dtype=dtype)
 
         frames, height = 3, 3
         width = max(5, tokens // (frames * height)) | 1

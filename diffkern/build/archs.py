@@ -20,6 +20,10 @@ ROCM_ARCHS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 _PTX = "+PTX"
 
 
+class ArchError(ToolchainError):
+    """An architecture that was named is none, or the compiler or this machine does not have it."""
+
+
 @dataclass(frozen=True)
 class Archs:
     """What a build is for.
@@ -39,24 +43,19 @@ def cuda_archs(nvcc: Tool, requested: Sequence[str] | None) -> Archs:
     """Resolves CUDA architectures.
 
     Args:
-        nvcc: The compiler; architectures it does not know are left out.
+        nvcc: The compiler; of :data:`CUDA_ARCHS`, those it does not know are left out.
         requested: Names such as ``"sm_90"``, ``"90"`` or ``"9.0"``; None, or ``"all"`` among them, means
             :data:`CUDA_ARCHS`.
 
     Raises:
-        ToolchainError: a name is no architecture, or none is left.
+        ArchError: a name is no architecture, or one that ``nvcc`` does not know; or none is left.
     """
-    wanted = CUDA_ARCHS if requested is None or "all" in requested else tuple(map(_capability, requested))
+    named = requested is not None and "all" not in requested
+    wanted = tuple(map(_capability, requested)) if requested is not None and named else CUDA_ARCHS
     wanted = tuple(sorted(set(wanted), key=_order))
     known = _known_to(nvcc)
     names = tuple(name for name in wanted if name in known)
-    notes = tuple(
-        f"sm_{_number(name)} is left out: nvcc {nvcc.version[0]}.{nvcc.version[1]} does not know it"
-        for name in wanted
-        if name not in known
-    )
-    if not names:
-        raise ToolchainError(f"no architecture is left to build for: {'; '.join(notes)}")
+    notes = _notes(nvcc, names, [f"sm_{_number(name)}" for name in wanted if name not in known], named)
     flags = [f"-gencode=arch=compute_{_number(name)},code=sm_{_number(name)}" for name in names]
     newest = _number(names[-1])
     flags.append(f"-gencode=arch=compute_{newest},code=compute_{newest}")
@@ -67,20 +66,15 @@ def rocm_archs(hipcc: Tool, requested: Sequence[str] | None) -> Archs:
     """Resolves ROCm targets; like :func:`cuda_archs`, with names such as ``"gfx942"``.
 
     Raises:
-        ToolchainError: a name is no target, or none is left.
+        ArchError: a name is no target, or one that ``hipcc`` does not know; or none is left.
     """
-    wanted = ROCM_ARCHS if requested is None or "all" in requested else tuple(dict.fromkeys(requested))
+    named = requested is not None and "all" not in requested
+    wanted = tuple(dict.fromkeys(requested)) if requested is not None and named else ROCM_ARCHS
     for name in wanted:
         if re.fullmatch(r"gfx[0-9a-f]{3,4}", name) is None:
-            raise ToolchainError(f"{name!r} is no ROCm target: they look like gfx942")
+            raise ArchError(f"{name!r} is no ROCm target: they look like gfx942")
     names = tuple(name for name in wanted if _hipcc_knows(hipcc, name))
-    notes = tuple(
-        f"{name} is left out: hipcc {hipcc.version[0]}.{hipcc.version[1]} does not know it"
-        for name in wanted
-        if name not in names
-    )
-    if not names:
-        raise ToolchainError(f"no target is left to build for: {'; '.join(notes)}")
+    notes = _notes(hipcc, names, [name for name in wanted if name not in names], named)
     return Archs(names, tuple(f"--offload-arch={name}" for name in names), notes)
 
 
@@ -98,10 +92,20 @@ def cuda_covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     return False
 
 
+def _notes(tool: Tool, known: Sequence[str], unknown: Sequence[str], named: bool) -> tuple[str, ...]:
+    """What to say of the unknown ones: of the full list some may be missing; of those the user named, none."""
+    compiler = f"{tool.name} {tool.version[0]}.{tool.version[1]}"
+    if named and unknown:
+        raise ArchError(f"{compiler} does not know {', '.join(unknown)}: name others, or install another toolkit")
+    if not known:
+        raise ArchError(f"{compiler} knows none of {', '.join(unknown)}: install a newer toolkit")
+    return tuple(f"{name} is left out: {compiler} does not know it" for name in unknown)
+
+
 def _capability(name: str) -> str:
     match = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)(?:\+PTX)?", name)
     if match is None:
-        raise ToolchainError(f"{name!r} is no CUDA architecture: write sm_90, 90 or 9.0")
+        raise ArchError(f"{name!r} is no CUDA architecture: write sm_90, 90 or 9.0")
     return f"{match[1]}.{match[2]}"
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffkern.build import installed
-from diffkern.build.archs import Archs, cuda_archs, rocm_archs
+from diffkern.build.archs import ArchError, Archs, cuda_archs, rocm_archs
 from diffkern.build.compiling import BuildError, compile_library
-from diffkern.build.layout import exclusively, library_name, staged, up_to_date, write_python
+from diffkern.build.layout import exclusively, library_name, staged, up_to_date, write_metadata, write_python
 from diffkern.build.sources import source_directory, source_hash, units
 from diffkern.build.toolchain import Tool, ToolchainError, check_toolkit, find_cxx, find_hipcc, find_nvcc
 from diffkern.build.variant import TORCH_ABI, Variant
@@ -73,8 +73,10 @@ def build_kernels(
         compiled provider finds the reason.
 
     Raises:
-        BuildError, ToolchainError: a backend cannot be built, if ``strict``.
-        ValueError: a backend is unknown.
+        BuildError, ToolchainError: a backend cannot be built, if ``strict``. Whatever ``strict`` is: the
+            output directory cannot be written to, or an architecture that was named is none, or is unknown
+            to the compiler.
+        ValueError: a backend is unknown, or architectures are named and nothing is built for a GPU.
     """
     say = verbose if callable(verbose) else print if verbose else (lambda line: None)
     if strict is None:
@@ -86,7 +88,14 @@ def build_kernels(
         if name not in BACKENDS:
             raise ValueError(f"unknown backend {name!r}: choose from {', '.join(BACKENDS)}")
     wanted = (archs,) if isinstance(archs, str) else None if archs is None else tuple(archs)
+    if wanted is not None and set(names) <= {"cpu"}:
+        missing = ", and no compiler for a GPU was found" if backends == "auto" else ""
+        raise ValueError(
+            f"an architecture ({', '.join(wanted)}) is for GPU builds, and only the CPU's is made here{missing}: "
+            "name cuda or rocm as well, or no architecture"
+        )
     root = Path(output).absolute() if output is not None else default_output()
+    _check_writable(root)
 
     results = []
     for name in names:
@@ -95,7 +104,7 @@ def build_kernels(
             result = _build(name, wanted, root, force, tuple(defines), say)
         except (BuildError, ToolchainError) as error:
             installed.record(root, {name: str(error)})
-            if strict:
+            if strict or isinstance(error, ArchError):
                 raise
             result = BuildResult(name, None, reason=str(error), seconds=time.monotonic() - started)
         else:
@@ -124,6 +133,16 @@ def default_output() -> Path:
     package = installed.package_directory()
     existing = package if package.exists() else package.parent
     return package if os.access(existing, os.W_OK) else installed.cache_directory()
+
+
+def _check_writable(root: Path) -> None:
+    """Tries it: permissions alone do not tell of read-only file systems."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise BuildError(f"the kernels cannot be written to {root} ({error.strerror}): choose another output") from None
 
 
 def _build(
@@ -157,7 +176,7 @@ def _build(
         fresh = force or up_to_date(target, namespace, archs.names) is None
         if fresh:
             with staged(target) as stage, tempfile.TemporaryDirectory(prefix="diffkern-") as work:
-                write_python(stage, sources, namespace, variant, archs.names)
+                write_python(stage, sources, namespace)
                 compile_library(
                     units(backend),
                     sources,
@@ -170,6 +189,7 @@ def _build(
                     defines,
                     say,
                 )
+                write_metadata(stage, namespace, variant, archs.names, torch.__version__)
     return BuildResult(backend, target, archs.names, None, archs.notes, fresh, time.monotonic() - started)
 
 
@@ -188,7 +208,7 @@ def _resolve(
     if wanted is None or "native" in wanted:
         native = _native_archs(tool)
         if wanted is not None and not native:
-            raise ToolchainError('"native" needs a GPU that torch can see, and there is none: name the architectures')
+            raise ArchError('"native" needs a GPU that torch can see, and there is none: name the architectures')
     archs = resolve(tool, native or wanted)
     if wanted is None and native:
         note = f'built for the GPU of this machine, {", ".join(archs.names)}, only: "all" builds for every GPU'

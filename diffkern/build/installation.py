@@ -109,7 +109,8 @@ def build_for_installation(
         plan = plan_installation(environment, available_backends(), torch.cuda.is_available())
     except ValueError as error:
         raise SystemExit(f"diffkern: {error}") from None
-    installed.record(output, dict(plan.left_out))
+    # What an earlier installation from the same checkout noted, of whatever backend, is over.
+    installed.record(output, {**dict.fromkeys(BACKENDS), **plan.left_out})
     for backend in plan.backends:
         try:
             (result,) = build_kernels((backend,), plan.archs.get(backend), output)

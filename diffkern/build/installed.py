@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -16,6 +17,23 @@ LOG_FILE = "build_log.json"
 
 
 @dataclass(frozen=True)
+class Library:
+    """The shared library of a build, as it was written.
+
+    Attributes:
+        file: Its file name.
+        size: Bytes.
+        sha256: Hexadecimal digest.
+        torch: ``torch.__version__`` of the torch whose headers it was compiled with.
+    """
+
+    file: str
+    size: int
+    sha256: str
+    torch: str
+
+
+@dataclass(frozen=True)
 class Build:
     """A build in the Hub's layout.
 
@@ -24,12 +42,14 @@ class Build:
         variant: What it needs, from the name of the directory.
         namespace: Its op namespace, the ``id`` of its metadata.
         archs: GPU architectures it has code for; empty for the CPU.
+        library: What its library must be; None for a build of another builder, which does not note it.
     """
 
     directory: Path
     variant: Variant
     namespace: str
     archs: tuple[str, ...]
+    library: Library | None = None
 
 
 def package_directory() -> Path:
@@ -70,9 +90,36 @@ def read_build(directory: Path) -> Build | None:
     try:
         metadata = json.loads((directory / METADATA_FILE).read_text(encoding="utf-8"))
         namespace, archs = str(metadata["id"]), tuple(metadata["backend"].get("archs", ()))
+        library = Library(**metadata["library"]) if "library" in metadata else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Build(directory, variant, namespace, archs)
+    return Build(directory, variant, namespace, archs, library)
+
+
+def describe_library(path: Path, torch_version: str) -> Library:
+    """Measures a library that was just written."""
+    return Library(path.name, path.stat().st_size, _sha256(path), torch_version)
+
+
+def damage(build: Build) -> str | None:
+    """Returns what is wrong with the library of ``build``, or None. Reads it; does not open it as a library.
+
+    The loader maps a library that was cut short as if it were whole, and the process dies at the first page
+    that is missing.
+    """
+    expected = build.library
+    if expected is None:
+        return None
+    path = build.directory / expected.file
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            return f"{path.name} has {size} bytes, and had {expected.size} when it was built"
+        if _sha256(path) != expected.sha256:
+            return f"{path.name} is not what was built: its SHA-256 is another"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    return None
 
 
 def failure_reason(backend: str) -> str | None:
@@ -92,6 +139,14 @@ def record(root: Path, reasons: dict[str, str | None]) -> None:
     temporary = root / f".{LOG_FILE}.{os.getpid()}"
     temporary.write_text(text + "\n", encoding="utf-8")
     os.replace(temporary, root / LOG_FILE)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _read_log(root: Path) -> dict[str, str | None]:

@@ -9,9 +9,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from diffkern.build.installed import METADATA_FILE, Build, read_build
+from diffkern.build.installed import METADATA_FILE, Build, damage, describe_library, read_build
 from diffkern.build.variant import Variant
 
 #: The name of the kernel on the Hub, and its version there.
@@ -46,11 +47,15 @@ def library_name(namespace: str) -> str:
     return f"{namespace}.abi3.so"
 
 
-def write_python(directory: Path, sources: Path, namespace: str, variant: Variant, archs: Sequence[str]) -> None:
-    """Writes everything of a build but the library into ``directory``."""
+def write_python(directory: Path, sources: Path, namespace: str) -> None:
+    """Writes the Python face of a build into ``directory``."""
     for path in (sources / "torch-ext" / KERNEL_NAME).glob("*.py"):
         shutil.copyfile(path, directory / path.name)
     (directory / "_ops.py").write_text(_OPS.format(namespace=namespace), encoding="utf-8")
+
+
+def write_metadata(directory: Path, namespace: str, variant: Variant, archs: Sequence[str], torch_version: str) -> None:
+    """Writes what the Hub wants to know of a build, and what its library is, which must be there."""
     backend: dict[str, object] = {"type": variant.backend}
     if archs:
         backend["archs"] = list(archs)
@@ -61,16 +66,17 @@ def write_python(directory: Path, sources: Path, namespace: str, variant: Varian
         "license": "Apache-2.0",
         "python-depends": [],
         "backend": backend,
+        "library": asdict(describe_library(directory / library_name(namespace), torch_version)),
     }
     (directory / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
 
 def up_to_date(directory: Path, namespace: str, archs: Sequence[str]) -> Build | None:
-    """Returns the build in ``directory`` if it is the very one that would be built."""
+    """Returns the build in ``directory`` if it is the very one that would be built, and whole."""
     build = read_build(directory)
     if build is None or build.namespace != namespace or build.archs != tuple(archs):
         return None
-    return build
+    return None if build.library is None or damage(build) else build
 
 
 @contextlib.contextmanager

@@ -11,6 +11,9 @@ from diffkern.providers import OPS, ORDER
 
 _CHOICES = ("auto", *ORDER)
 
+#: The ops that a module can be served by. The others are functions to call; no module becomes one of them.
+MODULE_OPS = ("layer_norm", "rms_norm")
+
 
 @dataclass(frozen=True)
 class KernelConfig:
@@ -26,7 +29,7 @@ class KernelConfig:
         rules: The rules, in order.
 
     Raises:
-        ValueError: a value is none of those.
+        ValueError: ``rules`` is no mapping, or a key or a value is none of those.
 
     Example:
         ``KernelConfig({"layer_norm": None, "vae.*": "eager"})``
@@ -35,7 +38,17 @@ class KernelConfig:
     rules: Mapping[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rules, Mapping):
+            raise ValueError(
+                f"config={self.rules!r}: pass a dict from an op, a class name or a path to a provider, "
+                "such as {'rms_norm': 'eager'}, or {'*': 'eager'} for every module"
+            )
         for key, value in self.rules.items():
+            if not isinstance(key, str):
+                raise ValueError(
+                    f"config has the key {key!r}: keys are strings, the name of an op ({' or '.join(MODULE_OPS)}), "
+                    "the name of a class, or a pattern on module paths"
+                )
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"config[{key!r}] is {value!r}: expected the name of a provider, '' or None")
             if value and value not in _CHOICES:
@@ -46,7 +59,9 @@ class KernelConfig:
     @classmethod
     def of(cls, config: KernelConfig | Mapping[str, str | None] | None) -> KernelConfig:
         """Returns ``config`` as a :class:`KernelConfig`; None has no rules."""
-        return config if isinstance(config, KernelConfig) else cls(dict(config or {}))
+        if isinstance(config, KernelConfig):
+            return config
+        return cls() if config is None else cls(config)
 
     def choose(self, path: str, class_name: str, op: str) -> str | None:
         """Returns the provider for a module, ``"auto"`` if no rule speaks of it, or None to leave it alone."""
@@ -63,12 +78,18 @@ class KernelConfig:
         """Makes sure that every rule speaks of something; ``block_ops`` are ops besides those of the providers.
 
         Raises:
-            ValueError: a key is no op and fits no class and no path; it names the nearest key that would.
+            ValueError: a key is no op of a module and fits no class and no path; the message names the nearest key
+                that would.
         """
-        paths, class_names, ops = list(paths), sorted(set(class_names)), [*OPS, *block_ops]
+        paths, class_names, known = list(paths), sorted(set(class_names)), [*MODULE_OPS, *block_ops]
         for key in self.rules:
-            if key in ops or key in class_names or any(fnmatchcase(path, key) for path in paths):
+            if key in known or key in class_names or any(fnmatchcase(path, key) for path in paths):
                 continue
-            close = difflib.get_close_matches(key, [*ops, *class_names, *paths], n=1, cutoff=0.5)
+            if key in OPS:
+                raise ValueError(
+                    f"config names the op {key!r}, which no module is served by in this version: the ops of modules "
+                    f"are {' and '.join(known)}"
+                )
+            close = difflib.get_close_matches(key, [*known, *class_names, *paths], n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"config names {key!r}, which is no op and fits no norm or block of this model.{hint}")
+            raise ValueError(f"config names {key!r}, which is no op of a module and fits none of this model.{hint}")

@@ -50,6 +50,11 @@ class BlockFusion(Fusion):
         return subject
 
     @override
+    def weight_dtype(self, module: nn.Module) -> None:
+        """Decides nothing: the recipe declines calls of another dtype than the block's."""
+        return None
+
+    @override
     def declines(self, module: nn.Module, call: tuple[Any, ...] | None) -> str | None:
         if call is None:
             return "it is called with other arguments than the recipe knows"
@@ -89,6 +94,11 @@ class BlockFusion(Fusion):
         copy = block_stand_in(module, device, lambda tensor: tensor.dtype if tensor.dtype in KERNEL_DTYPES else dtype)
         self.recipe.make_plain(copy)
         return copy
+
+    @override
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Nothing: a block has too many weights to copy them for what may never come."""
+        return None
 
     @override
     def samples(

@@ -22,19 +22,20 @@ def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[st
 
     Args:
         target: A diffusers pipeline, a modular pipeline, or any module.
-        names: Component names, or None for the default ones. For a single module only None makes sense.
+        names: Component names, a single one as it is, or None for the default ones. For a single module only None makes sense.
 
     Returns:
         The modules by component name (the empty name for a single module), and the reasons of the others.
 
     Raises:
-        TypeError: ``target`` is neither a pipeline nor a module.
+        TypeError: ``target`` is neither a pipeline nor a module, or ``names`` are no names.
         ValueError: a name is no component that holds a module.
     """
+    wanted = None if names is None else _as_names(names)
     if isinstance(target, nn.Module):
-        if names is not None:
+        if wanted is not None:
             raise ValueError(
-                f"components={sorted(names)} makes sense for a pipeline, but this is a single {type(target).__name__}: "
+                f"components={wanted} makes sense for a pipeline, but this is a single {type(target).__name__}: "
                 "leave components out, or choose modules with config"
             )
         return {"": target}, {}
@@ -45,10 +46,7 @@ def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[st
             "pass the pipeline itself, or one of its models such as pipe.transformer"
         )
     modules = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
-    if isinstance(names, str):
-        names = [names]
-    if names is not None:
-        wanted = list(dict.fromkeys(names))
+    if wanted is not None:
         for name in wanted:
             if name not in modules:
                 close = difflib.get_close_matches(name, modules, n=1)
@@ -62,3 +60,13 @@ def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[st
         if name not in wanted
     }
     return {name: modules[name] for name in wanted}, left_out
+
+
+def _as_names(names: Any) -> list[str]:
+    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [None]
+    if not all(isinstance(name, str) for name in listed):
+        raise TypeError(
+            f"components={names!r}: expected the names of components, such as ['transformer', 'vae'], or None for the "
+            "default ones"
+        )
+    return list(dict.fromkeys(listed))

@@ -29,6 +29,9 @@ class Fusion(Protocol):
     def subject(self, call: Any) -> Tensor:
         """The input whose device and dtype decide whether a call is proven."""
 
+    def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """The dtype of the weights that, besides the subject's, decides whether a call is proven; or None."""
+
     def declines(self, module: nn.Module, call: Any) -> str | None:
         """Says why a call must run the stock forward, or None."""
 
@@ -57,6 +60,9 @@ class Fusion(Protocol):
 
     def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
         """Returns a copy to try things on, which shares nothing that a run could change."""
+
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+        """Returns a copy with weights of ``dtype``, to prove ahead what a cast model will do; None if too large."""
 
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Any]:
         """Random calls; large ones where a proof of bit identity needs them."""

@@ -42,18 +42,25 @@ class Slot:
 
 
 def slots(module: nn.Module) -> Iterator[Slot]:
-    """Yields every place that holds a forward of ``module``, its class excepted."""
+    """Yields every place from which a forward of ``module`` is called, its class excepted."""
     candidates = [Slot(module, "forward"), Slot(module, "_old_forward")]
     registry = module.__dict__.get("_diffusers_hook")
     for reference in getattr(registry, "_fn_refs", ()):
         candidates += [Slot(reference, "forward"), Slot(reference, "original_forward")]
-    for slot in candidates:
-        while slot.forward is not None:
-            yield slot
-            # Wrappers made with functools.update_wrapper also keep what they wrap.
-            if "__wrapped__" not in getattr(slot.forward, "__dict__", {}):
-                break
-            slot = Slot(slot.forward, "__wrapped__")
+    yield from (slot for slot in candidates if slot.forward is not None)
+
+
+def _wrapped(module: nn.Module) -> Iterator[Slot]:
+    """Yields, the outermost first, what wrappers made with functools.update_wrapper say that they wrap.
+
+    Nothing is called from there; it is what ``inspect`` shows.
+    """
+    for slot in slots(module):
+        forward = slot.forward
+        while forward is not None and "__wrapped__" in getattr(forward, "__dict__", {}):
+            inner = Slot(forward, "__wrapped__")
+            yield inner
+            forward = inner.forward
 
 
 def stock_forward(module: nn.Module) -> MethodType:
@@ -84,8 +91,11 @@ def replace(module: nn.Module, old: Forward, new: MethodType) -> int:
     for slot in holders:
         slot.put(new)
     if holders:
+        for slot in _wrapped(module):
+            if is_bound(slot.forward, old, module):
+                slot.put(new)
         # Wrappers also carry name and module of what they wrap: tell them anew, from the inside out.
-        for slot in reversed(list(slots(module))):
-            if slot.name == "__wrapped__" and slot.forward is not None:
+        for slot in reversed(list(_wrapped(module))):
+            if slot.forward is not None:
                 functools.update_wrapper(slot.owner, slot.forward)
     return len(holders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,8 +100,10 @@ def inject_optimized_kernels(
     if not dry_run:
         _apply(candidates, states)
     for candidate in candidates:
-        candidate.site._state = None if dry_run else states[id(candidate.module)]
-        report.patched.append(candidate.site)
+        if not dry_run:
+            candidate.site._state = states[id(candidate.module)]
+            candidate.site._state.site = candidate.site
+        report._accepted.append(candidate.site)
     report._undo = _restore_sites
     report.seconds = time.perf_counter() - started
     return report
@@ -155,6 +158,12 @@ def _plan(
     report.notes += [f"component {name!r}: {reason}" for name, reason in left_out.items()]
     candidates: list[_Candidate] = []
     seen: list[Site] = []
+    replicated = {
+        id(module)
+        for _, parallel in _walk(modules)
+        if isinstance(parallel, nn.DataParallel)
+        for module in parallel.modules()
+    }
     for path, module in _walk(modules):
         matched = _match(module, verify)
         if matched is None:
@@ -168,6 +177,8 @@ def _plan(
         site.op = matched.fusion.op
         provider = config.choose(path, type(module).__name__, site.op)
         reason = _reason_to_leave(module, provider, report.numerics)
+        if reason is None and id(module) in replicated:
+            reason = "inside nn.DataParallel, whose replicas would run on the original's weights"
         if reason is not None:
             site.reason = reason
             report.skipped.append(site)
@@ -297,7 +308,7 @@ def _choose_providers(candidates: list[_Candidate], report: InjectionReport) -> 
             )
         except NoProviderError as error:
             candidate.site.reason = str(error)
-            report.failed.append(candidate.site)
+            report._rejected.append(candidate.site)
             continue
         candidate.site.provider = choice.provider
         candidate.site.reason = choice.describe_declined()
@@ -319,20 +330,32 @@ def _verify(
                         continue
                     candidate.site.measurements.append(proof)
                     if proof.passed:
-                        states[id(candidate.module)].proven.add((device, dtype))
+                        states[id(candidate.module)].trust(candidate.module, device, dtype)
         broken = [proof for proof in candidate.site.measurements if not proof.passed]
         if broken:
             candidate.site.reason = "; ".join(f"{proof.dtype} on {proof.device}: {proof.reason}" for proof in broken)
-            report.failed.append(candidate.site)
-        else:
-            kept.append(candidate)
+            report._rejected.append(candidate.site)
+            continue
+        kept.append(candidate)
+        # Models are often cast after the injection, and a graph of torch.compile has no room for a proof.
+        for device, dtype in itertools.product(candidate.devices, sorted(KERNEL_DTYPES, key=str)):
+            with torch.no_grad():
+                cast = candidate.fusion.cast(candidate.module, dtype)
+                if cast is None:
+                    continue
+                proof = verifier.prove(cast, candidate.fusion, candidate.provider, device, dtype)
+                if proof is not None and proof.passed:
+                    states[id(candidate.module)].trust(cast, device, dtype)
     return kept
 
 
 def _refuse_fallbacks(candidates: list[_Candidate], report: InjectionReport) -> None:
-    problems = [f"{site.path}: {site.reason}" for site in report.failed]
+    left = [site for site in report.skipped if site.op is not None and site.reason not in (_ALREADY, _BY_CONFIG)]
+    problems = [f"{site.path or site.class_name}: {site.reason}" for site in (*report.failed, *left)]
     problems += [
-        f"{c.site.path}: served by {c.site.provider} ({c.site.reason})" for c in candidates if c.choice_is_fallback
+        f"{c.site.path or c.site.class_name}: served by {c.site.provider} ({c.site.reason})"
+        for c in candidates
+        if c.choice_is_fallback
     ]
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""

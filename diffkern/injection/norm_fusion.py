@@ -47,6 +47,12 @@ class NormFusion(Fusion):
         return call
 
     @override
+    def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
+        name = self.semantics.weight
+        weight = None if name is None else module._parameters.get(name)
+        return None if weight is None else weight.dtype
+
+    @override
     def declines(self, module: nn.Module, call: Any) -> str | None:
         return declines(self.semantics, module, call)
 
@@ -79,6 +85,10 @@ class NormFusion(Fusion):
     @override
     def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
         return stand_in(module, device)
+
+    @override
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        return stand_in(module, torch.device("cpu"), dtype)
 
     @override
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Tensor]:

@@ -57,6 +57,7 @@ class Site:
             ``"probe"`` (its forward is compared), or None.
         reason: Why it was left alone or failed; for a patched site why the provider is not the first choice.
         measurements: The proofs that speak for this site; those made at first use are added as they run.
+        revoked: Whether a proof at first use failed: then the module runs stock, for the reason given.
     """
 
     path: str
@@ -66,8 +67,13 @@ class Site:
     how: str | None = None
     reason: str = ""
     measurements: list[Measurement] = field(default_factory=list)
+    revoked: bool = False
     _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _state: PatchState | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled report is a record: it does not hold on to modules, and cannot restore them."""
+        return {**vars(self), "_module": None, "_state": None}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the public fields as plain data."""
@@ -90,9 +96,7 @@ class InjectionReport:
         target: Class of the pipeline or model.
         numerics: The contract that was asked for.
         dry_run: Whether this is only a plan; ``patched`` then lists what would be patched.
-        patched: Sites that run fused now.
         skipped: Norms and blocks that were looked at and left alone, each with its reason.
-        failed: Sites that should have been patched but broke the contract or have no provider.
         notes: Sentences about the whole, for example components that were not touched.
         seconds: Time the injection took, in seconds.
     """
@@ -100,16 +104,26 @@ class InjectionReport:
     target: str
     numerics: str
     dry_run: bool = False
-    patched: list[Site] = field(default_factory=list)
     skipped: list[Site] = field(default_factory=list)
-    failed: list[Site] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    _accepted: list[Site] = field(default_factory=list, repr=False)
+    _rejected: list[Site] = field(default_factory=list, repr=False)
     _undo: Callable[[Sequence[Site]], int] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def patched(self) -> list[Site]:
+        """Sites that run fused now."""
+        return [site for site in self._accepted if not site.revoked]
+
+    @property
+    def failed(self) -> list[Site]:
+        """Sites that broke the contract, at injection or at first use, or that no provider serves."""
+        return self._rejected + [site for site in self._accepted if site.revoked]
 
     def restore(self) -> int:
         """Takes back what this injection patched, and nothing else; returns how many modules that was."""
-        return self._undo(self.patched) if self._undo is not None else 0
+        return self._undo(self._accepted) if self._undo is not None else 0
 
     def calls(self) -> dict[str, dict[str, Any]]:
         """Counts the calls so far, by path.
@@ -122,7 +136,7 @@ class InjectionReport:
         site that lost its proof at first use counts as stock from then on, with the reason.
         """
         counts = {}
-        for site in self.patched:
+        for site in self._accepted:
             if site._state is not None:
                 counts[site.path] = {
                     "fused": site._state.fused_calls,

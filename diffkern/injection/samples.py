@@ -42,9 +42,10 @@ def sample_shape(semantics: NormSemantics, module: nn.Module, rows: int) -> torc
 
 def random_input(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Draws rows of different scales around a mean that is not zero; torch's global generators stay as they are."""
-    generator = torch.Generator().manual_seed(20)
-    x = torch.randn(shape, generator=generator) + 0.3
-    scale = torch.exp2(torch.empty(shape[0], *(1,) * (len(shape) - 1)).uniform_(-3, 3, generator=generator))
+    # On the CPU by name: a user's torch.set_default_device is not meant for this.
+    generator = torch.Generator("cpu").manual_seed(20)
+    x = torch.randn(shape, generator=generator, device="cpu") + 0.3
+    scale = torch.empty(shape[0], *(1,) * (len(shape) - 1), device="cpu").uniform_(-3, 3, generator=generator).exp2()
     return (x * scale).to(device=device, dtype=dtype)
 
 
@@ -117,8 +118,8 @@ def _declared_size(module: nn.Module) -> int:
 def _place(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_meta:
-        generator = torch.Generator().manual_seed(0)
-        random = torch.randn(tensor.shape, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(0)
+        random = torch.randn(tensor.shape, generator=generator, device="cpu")
         # A matrix that keeps the size of its inputs; anything else is a scale, a shift or a table.
         random = random / tensor.shape[-1] ** 0.5 if tensor.ndim == 2 else random + 1
         tensor = random.to(tensor.dtype) if tensor.is_floating_point() else torch.zeros_like(tensor, device="cpu")

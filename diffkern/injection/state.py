@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.injection import hooks
+from diffkern.injection.report import Site
+from diffkern.providers.registry import transforms_active
 
 if TYPE_CHECKING:
     from diffkern.injection.fusion import Fusion
@@ -33,6 +35,9 @@ class PatchState:
         provider: The provider that the configuration forces, or None to choose.
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
+        site: Its line in the report, which hears of proofs at first use; None in a copy of the module.
+        proven: Devices, input dtypes and weight dtypes that are proven.
+        revoked: Why the module lost its proof at first use and runs stock for good, or None.
         fused_calls: Calls that ran fused.
         stock_calls: Calls that ran the stock forward, by reason.
         stock_pieces: Of the fused calls, those in which a part ran stock, by part.
@@ -44,7 +49,8 @@ class PatchState:
         self.verifier = verifier
         self.strict = strict
         self.had_instance_forward = False
-        self.proven: set[tuple[torch.device, torch.dtype]] = set()
+        self.site: Site | None = None
+        self.proven: set[tuple[torch.device, torch.dtype, torch.dtype | None]] = set()
         self.revoked: str | None = None
         self.fused_calls = 0
         self.stock_calls: Counter[str] = Counter()
@@ -55,11 +61,11 @@ class PatchState:
         fusion = self.fusion
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
-            if fusion.declines(module, call) is not None or not self._is_proven(fusion.subject(call)):
+            if fusion.declines(module, call) is not None or not self._is_proven(module, fusion.subject(call)):
                 return None
             return fusion.stock_pieces(module, call)
         reason = self.revoked or fusion.declines(module, call)
-        if reason is None and not self._is_proven(fusion.subject(call)):
+        if reason is None and not self._is_proven(module, fusion.subject(call)):
             reason = self._prove(module, call)
         if reason is not None:
             if self.strict:
@@ -74,8 +80,14 @@ class PatchState:
         self.fused_calls += 1
         return pieces
 
-    def _is_proven(self, x: Tensor) -> bool:
-        return self.verifier is None or (self.revoked is None and (x.device, x.dtype) in self.proven)
+    def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""
+        self.proven.add((device, dtype, self.fusion.weight_dtype(module)))
+
+    def _is_proven(self, module: nn.Module, x: Tensor) -> bool:
+        if self.verifier is None:
+            return True
+        return self.revoked is None and (x.device, x.dtype, self.fusion.weight_dtype(module)) in self.proven
 
     def _prove(self, module: nn.Module, call: Any) -> str | None:
         """Proves a device and dtype that injection did not see, on real weights and, if it can be, the real input."""
@@ -83,13 +95,19 @@ class PatchState:
         x = self.fusion.subject(call)
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "not proven yet, and a proof cannot run while a CUDA graph is captured: run one call before"
+        if transforms_active():
+            return "not proven yet, and a proof cannot run under a transform: run one call before"
         measurement = self.verifier.prove_call(module, self.fusion, self.provider, call)
         if measurement is None:
             return f"there is no sample to prove it with for {x.dtype} on {x.device}"
+        if self.site is not None:
+            self.site.measurements.append(measurement)
         if measurement.passed:
-            self.proven.add((x.device, x.dtype))
+            self.trust(module, x.device, x.dtype)
             return None
         self.revoked = f"lost its proof at first use: {measurement.reason}"
+        if self.site is not None:
+            self.site.revoked, self.site.reason = True, self.revoked
         warnings.warn(f"diffkern: {type(module).__name__} {self.revoked}; it runs stock from now on", stacklevel=4)
         return self.revoked
 
@@ -112,7 +130,9 @@ def _nothing() -> None:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs fused where the guards allow it, and the class's own forward everywhere else."""
-    state: PatchState = self._diffkern  # type: ignore[assignment]
+    state: PatchState | None = getattr(self, ATTRIBUTE, None)
+    if state is None:  # restored, and somebody kept this method
+        return type(self).forward(self, *args, **kwargs)
     call = state.fusion.bind(args, kwargs)
     stock = state.admit(self, call)
     if stock is None:
@@ -144,9 +164,11 @@ def patch(module: nn.Module, state: PatchState) -> None:
 
 def unpatch(module: nn.Module) -> bool:
     """Takes :func:`forward` out from under all hooks; returns whether it was there."""
-    state = module.__dict__.pop(ATTRIBUTE, None)
+    state = module.__dict__.get(ATTRIBUTE)
     found = hooks.replace(module, forward, hooks.stock_forward(module)) > 0
     plain = hooks.is_bound(module.__dict__.get("forward"), type(module).forward, module)
     if found and plain and not (isinstance(state, PatchState) and state.had_instance_forward):
         del module.__dict__["forward"]
+    # Last: until here another thread may be on its way through the patch.
+    module.__dict__.pop(ATTRIBUTE, None)
     return found

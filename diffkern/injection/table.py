@@ -4,45 +4,67 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.text import Text
 
 if TYPE_CHECKING:
     from diffkern.injection.report import InjectionReport, Site
 
-_WIDTH = 150
+#: Columns of a text that goes to a file or a notebook, and the most on a terminal.
+_WIDTH, _WIDEST = 100, 120
 
-#: Kinds of place that a line of the table names.
-_PLACES = 3
+_HEADINGS = ("state", "modules", "class", "op", "provider", "matched by", "error / stock")
+_GAP = "  "
 
 
-def render(report: InjectionReport) -> Group:
-    """Returns the report as a rich renderable: a line, a table of groups of like sites, notes."""
-    parts: list[Text | Table] = [Text(report.summary(), style="bold")]
-    states = (
-        ("planned" if report.dry_run else "patched", report.patched),
-        ("skipped", report.skipped),
-        ("failed", report.failed),
-    )
-    if any(sites for _, sites in states):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("", "modules", "class", "op", "provider", "matched by", "error / stock", "where and why"):
-            table.add_column(heading, justify="right" if heading == "modules" else "left", overflow="fold")
-        for state, sites in states:
-            for group in _groups(sites):
-                table.add_row(state, str(len(group)), *_describe(group))
-        parts.append(table)
-    parts += [Text(f"note: {note}") for note in report.notes]
-    return Group(*parts)
+@dataclass(frozen=True)
+class Drawing:
+    """A report as a rich renderable: a line, a line per group of like sites with where and why below it, notes.
+
+    Columns are aligned by hand and not by a rich table, because "where" and "why" run below all of them.
+    """
+
+    report: InjectionReport
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yields the parts, for the width there is."""
+        report = self.report
+        yield Text(report.summary(), style="bold")
+        states = (
+            ("planned" if report.dry_run else "patched", report.patched),
+            ("skipped", report.skipped),
+            ("failed", report.failed),
+        )
+        groups = [(state, group) for state, sites in states for group in _groups(sites)]
+        if groups:
+            lines = _align([_HEADINGS, *((state, *_cells(group)) for state, group in groups)], options.max_width)
+            indent = (0, 0, 0, max(len(state) for state, _ in groups) + len(_GAP))
+            yield Text(lines[0], style="bold")
+            for line, (_, group) in zip(lines[1:], groups, strict=True):
+                yield Text(line)
+                yield Padding(Text(f"at {_places(group)}"), indent)
+                if group[0].reason:
+                    yield Padding(Text(f"why: {group[0].reason}"), indent)
+        for note in report.notes:
+            yield Text(f"note: {note}")
+
+
+def render(report: InjectionReport) -> Drawing:
+    """Returns the report as a rich renderable."""
+    return Drawing(report)
 
 
 def render_text(report: InjectionReport) -> str:
-    """Returns the report as plain text."""
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+    """Returns the report as plain text, as wide as the terminal within reason."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST) if sys.stdout.isatty() else _WIDTH
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
         console.print(render(report))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -63,23 +85,38 @@ def _groups(sites: Iterable[Site]) -> list[list[Site]]:
     return list(groups.values())
 
 
-def _describe(group: list[Site]) -> tuple[str, ...]:
+def _cells(group: list[Site]) -> tuple[str, ...]:
     first = group[0]
     errors = [(m.fused, m.stock) for site in group for m in site.measurements if m.provider == site.provider]
     worst = max(errors, default=None)
     package, _, name = first.class_name.partition(".")
     return (
+        str(len(group)),
         f"{package}.{name.rpartition('.')[2]}",
         first.op or "",
         first.provider or "",
         first.how or "",
         f"{worst[0]:.1e} / {worst[1]:.1e}" if worst else "",
-        f"{_places(group)}: {first.reason}" if first.reason else _places(group),
     )
 
 
+def _align(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Aligns columns, without those that say nothing; classes lose their package where there is no room."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    if sum(max(map(len, column)) + len(_GAP) for column in columns) - len(_GAP) > width:
+        columns = [
+            tuple(cell.rpartition(".")[2] for cell in column) if column[0] == "class" else column for column in columns
+        ]
+    padded = []
+    for column in columns:
+        size = max(map(len, column))
+        padded.append([cell.rjust(size) if column[0] == "modules" else cell.ljust(size) for cell in column])
+    return [_GAP.join(cells).rstrip() for cells in zip(*padded, strict=True)]
+
+
 def _places(group: list[Site]) -> str:
-    """The paths of a group, block indices as ``*``; of many kinds of place only the first ones."""
+    """The first place of a group, block indices as ``*``, and how many others there are."""
     places = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.path) for site in group))
-    more = f" and {len(places) - _PLACES} more" if len(places) > _PLACES else ""
-    return ", ".join(place or "the module itself" for place in places[:_PLACES]) + more
+    more = len(places) - 1
+    others = f" and {more} more place{'s' if more > 1 else ''}" if more else ""
+    return (places[0] or "the module itself") + others

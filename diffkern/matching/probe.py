@@ -110,7 +110,7 @@ def _find(module: nn.Module) -> NormSemantics:
     argument = _argument(module)
     stock = _copy(module)
     device = next((p.device for p in stock.parameters()), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     cuda = [device.index] if device.type == "cuda" else []
     with (
         torch.no_grad(),
@@ -186,7 +186,7 @@ def _same(one: dict[str, nn.Parameter | None], other: dict[str, nn.Parameter | N
 def _randomise(module: nn.Module, generator: torch.Generator) -> None:
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            values = torch.randn(parameter.shape, generator=generator) * 0.5 + 0.4
+            values = torch.randn(parameter.shape, generator=generator, device="cpu") * 0.5 + 0.4
             module._parameters[name] = nn.Parameter(values.to(parameter.device), requires_grad=False)
 
 
@@ -226,7 +226,7 @@ def _fit_formula(
     refused: _StockRaises | None = None
     for shape in _shapes(stock):
         for scale in _SCALES:
-            x = (torch.randn(shape, generator=generator) + 0.5).mul_(scale).to(device)
+            x = (torch.randn(shape, generator=generator, device="cpu") + 0.5).mul_(scale).to(device)
             for state in states:
                 try:
                     runs.append(_Run(state, x, _run(state, x), state is stock and scale == 1.0))
@@ -408,7 +408,7 @@ def _half_run(
     device: torch.device,
 ) -> _Run:
     module = _with(stock, weight_dtype)
-    x = (torch.randn(shape, generator=generator) + 0.5).to(device, x_dtype)
+    x = (torch.randn(shape, generator=generator, device="cpu") + 0.5).to(device, x_dtype)
     return _Run(module, x, _run(module, x))
 
 
@@ -439,7 +439,7 @@ def _fit_layout(
     """Finds which strides the class gives to the result for inputs that are not contiguous."""
     runs = []
     for shape in _shapes(stock):
-        x = torch.randn(shape, generator=generator).to(device)
+        x = torch.randn(shape, generator=generator, device="cpu").to(device)
         if len(shape) > 2 and _served(candidates[0], stock, x):
             for order in ((-1, 1), (0, 1)):
                 view = x.transpose(*order).contiguous().transpose(*order)

@@ -12,7 +12,8 @@ import inspect
 import platform
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -20,9 +21,16 @@ from typing import Any
 import torch
 
 from diffkern.build.archs import cuda_covers
-from diffkern.build.installed import KERNELS_VARIABLE, Build, failure_reason, find_builds, search_directories
+from diffkern.build.installed import (
+    KERNELS_VARIABLE,
+    Build,
+    damage,
+    failure_reason,
+    find_builds,
+    search_directories,
+)
 from diffkern.providers import eager
-from diffkern.providers.base import ROPE_DTYPES, Kernel, Support
+from diffkern.providers.base import KERNEL_DTYPES, ROPE_DTYPES, Kernel, Request, Support
 
 #: The ops of a build, and the reference functions whose arguments they take in the same order.
 _OPS = MappingProxyType(
@@ -45,19 +53,41 @@ _OPS = MappingProxyType(
     }
 )
 
-_SUPPORT = Support(frozenset({"cpu", "cuda"}))
-_ROPE_SUPPORT = Support(_SUPPORT.device_types, ROPE_DTYPES)
+
+@dataclass(frozen=True, kw_only=True)
+class _BuildSupport(Support):
+    """The limits of the kernels, and those of the build that is there: it may be older than this diffkern."""
+
+    of_build: Callable[[str, torch.device], str | None]
+
+    def refusal(self, request: Request) -> str | None:
+        return super().refusal(request) or self.of_build(request.op, request.device)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A build that is in this process, and why it does not serve some of the ops."""
+
+    build: Build
+    refusals: Mapping[str, str]
 
 
 class CompiledProvider:
     """Finds, checks and loads the builds, each once per process and only when asked."""
 
     name = "compiled"
-    support: Mapping[str, Support] = dict.fromkeys(_OPS, _SUPPORT) | dict.fromkeys(("rope", "rope_3d"), _ROPE_SUPPORT)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._outcomes: dict[torch.device, Build | str] = {}
+        self._outcomes: dict[torch.device, _Loaded | str] = {}
+        self.support: Mapping[str, Support] = {
+            op: _BuildSupport(
+                frozenset({"cpu", "cuda"}),
+                ROPE_DTYPES if op in ("rope", "rope_3d") else KERNEL_DTYPES,
+                of_build=self._refusal_of_build,
+            )
+            for op in _OPS
+        }
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Returns why no build serves ``device``, or None; loads the library the first time."""
@@ -67,25 +97,30 @@ class CompiledProvider:
     def build(self, device: torch.device) -> Build | None:
         """Returns the build that serves ``device``, or None; for reports."""
         outcome = self._outcome(device)
-        return None if isinstance(outcome, str) else outcome
+        return None if isinstance(outcome, str) else outcome.build
 
     def kernel(self, op: str, device: torch.device) -> Kernel:
         """Returns the torch op itself, which has the lowest host cost.
 
         Raises:
-            RuntimeError: nothing serves ``device``; the message is that of :meth:`unavailable_reason`.
+            RuntimeError: nothing serves ``device``, or the build lacks the op; the message says why.
         """
         outcome = self._outcome(device)
-        if isinstance(outcome, str):
-            raise RuntimeError(f"the compiled {op} does not run on {device}: {outcome}")
-        return _overload(outcome, op)  # type: ignore[no-any-return]
+        reason = outcome if isinstance(outcome, str) else outcome.refusals.get(op)
+        if isinstance(outcome, str) or reason is not None:
+            raise RuntimeError(f"the compiled {op} does not run on {device}: {reason}")
+        return _overload(outcome.build, op)  # type: ignore[no-any-return]
 
     def reset(self) -> None:
         """Forgets what was found, so that a build made in the meantime is seen. Nothing is unloaded."""
         with self._lock:
             self._outcomes.clear()
 
-    def _outcome(self, device: torch.device) -> Build | str:
+    def _refusal_of_build(self, op: str, device: torch.device) -> str | None:
+        outcome = self._outcome(device)
+        return None if isinstance(outcome, str) else outcome.refusals.get(op)
+
+    def _outcome(self, device: torch.device) -> _Loaded | str:
         outcome = self._outcomes.get(device)
         if outcome is None:
             with self._lock:
@@ -134,7 +169,7 @@ def _arch_refusal(build: Build, device: torch.device) -> str | None:
     )
 
 
-def _find_and_load(device: torch.device) -> Build | str:
+def _find_and_load(device: torch.device) -> _Loaded | str:
     if device.type not in ("cpu", "cuda"):
         return f"there are no compiled kernels for {device.type}"
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -142,10 +177,10 @@ def _find_and_load(device: torch.device) -> Build | str:
     backend = "cpu" if device.type == "cpu" else "cuda" if torch.version.hip is None else "rocm"
     reasons = []
     for build in find_builds(backend):
-        reason = refusal(build, device) or _load(build)
-        if reason is None:
-            return build
-        reasons.append(f"{build.directory.name} does not fit: {reason}")
+        outcome = refusal(build, device) or _load(build)
+        if isinstance(outcome, _Loaded):
+            return outcome
+        reasons.append(f"{build.directory.name} does not fit: {outcome}")
     if reasons:
         return "; ".join(reasons)
     return _why_not_built(backend)
@@ -160,18 +195,44 @@ def _why_not_built(backend: str) -> str:
     return remedy if failure is None else f"{remedy}. Last time: {failure}"
 
 
-def _load(build: Build) -> str | None:
-    """Imports a build; returns why that did not work, or None."""
+def _load(build: Build) -> _Loaded | str:
+    """Imports a build; returns why that did not work if it did not."""
+    remedy = f"run `diffkern build --{build.variant.backend}`"
+    wrong = damage(build)
+    if wrong is not None:
+        return f"{wrong}: {remedy}"
     try:
         _import(build.namespace, build.directory / "__init__.py")
-        for op, reference in _OPS.items():
-            expected = list(inspect.signature(reference).parameters)
-            arguments = [argument.name for argument in _overload(build, op)._schema.arguments]
-            if arguments != expected:
-                return f"its {op} takes other arguments than this diffkern gives: run `diffkern build` again"
     except Exception as error:  # whatever a foreign binary comes up with is a reason, not a crash
-        return f"loading it failed ({type(error).__name__}: {error}): run `diffkern build` again"
+        return (
+            f"loading it failed ({_describe(error)}). It was built {_torch_of(build)}, and this is torch "
+            f"{torch.__version__}: run `diffkern build --{build.variant.backend} --force`"
+        )
+    refusals = {op: reason for op in _OPS if (reason := _refusal_of_op(build, op)) is not None}
+    if len(refusals) == len(_OPS):
+        return next(iter(refusals.values()))
+    return _Loaded(build, refusals)
+
+
+def _refusal_of_op(build: Build, op: str) -> str | None:
+    remedy = f"run `diffkern build --{build.variant.backend}`"
+    if not hasattr(getattr(torch.ops, build.namespace), op):
+        return f"this build has no {op}: {remedy}"
+    arguments = [argument.name for argument in _overload(build, op)._schema.arguments]
+    if arguments != list(inspect.signature(_OPS[op]).parameters):
+        return f"the {op} of this build takes other arguments than this diffkern gives: {remedy}"
     return None
+
+
+def _describe(error: BaseException) -> str:
+    """An error with its causes: torch says which file, and only the loader's own error says which symbol."""
+    words = f"{type(error).__name__}: {error}"
+    return words if error.__cause__ is None else f"{words}, because of {_describe(error.__cause__)}"
+
+
+def _torch_of(build: Build) -> str:
+    oldest = f"for torch {build.variant.abi[0]}.{build.variant.abi[1]} or newer"
+    return oldest if build.library is None else f"{oldest}, with torch {build.library.torch}"
 
 
 def _import(name: str, path: Path) -> ModuleType:

@@ -15,6 +15,7 @@ from functools import cache
 from importlib import import_module
 
 import torch
+from torch.autograd import forward_ad
 
 from diffkern.providers import eager
 from diffkern.providers.base import Kernel, Provider, Request
@@ -104,6 +105,9 @@ def select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], provi
 def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: torch.dtype | None) -> Kernel:
     """Returns the kernel that :func:`select` would choose: the way of the ops, at the cost of one look-up.
 
+    Under ``torch.func`` transforms and forward-mode differentiation it is always plain PyTorch, which they can
+    look into; a kernel would have no tangent there.
+
     Args:
         op: Name of the op.
         device: Device of the input.
@@ -114,6 +118,8 @@ def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: tor
         TypeError: a dtype is not floating point.
         NoProviderError: as :func:`select`.
     """
+    if transforms_active():
+        provider = "eager"
     key = (op, device, provider, _override.get(), dtypes)
     kernel = _kernels.get(key)
     if kernel is None:
@@ -123,6 +129,11 @@ def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: tor
                 raise TypeError(f"{op} needs floating point tensors, got {dtype}")
         kernel = _kernels[key] = select(op, device, given, provider).kernel
     return kernel
+
+
+def transforms_active() -> bool:
+    """Whether a transform of ``torch.func``, or forward-mode differentiation, is looking at this call."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def reset() -> None:
@@ -147,7 +158,11 @@ def _normalise(name: str | None) -> str | None:
 
 @cache
 def _environment() -> str | None:
-    return _normalise(os.environ.get(ENVIRONMENT_VARIABLE) or None)
+    name = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    try:
+        return _normalise(name)
+    except ValueError as error:
+        raise ValueError(f"the environment variable {ENVIRONMENT_VARIABLE} names an {error}") from None
 
 
 @cache

@@ -10,7 +10,9 @@ build the pipeline in memory with random weights and download nothing.
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -38,7 +40,7 @@ TEMPORAL_COMPRESSION = 8
 WARMUP_STEPS = 3
 
 #: A pipe or a file has no width of its own; the tables need this much.
-console = Console(width=None if sys.stdout.isatty() else 140)
+console = Console(width=None if sys.stdout.isatty() else 100)
 
 
 class Size(str, Enum):
@@ -160,6 +162,8 @@ def main(
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_video(video)
+    if random_weights is None:
+        check_model(model)
     check_placement(offload, device)
     check_video_writer()
     arms, left_out = choose_arms(
@@ -170,6 +174,7 @@ def main(
         offload=offload,
         device=device,
     )
+    check_files(output, json)
 
     pipe = load_pipeline(model, random_weights, device, dtype.on(device), seed)
     place(pipe, offload, device)
@@ -200,6 +205,8 @@ def main(
     written = write_videos(shown.frames, output)
     console.print(describe_run(video, device, pipe), highlight=False)
     console.print(results.table(measured))
+    if tiny and device.type == "cpu" and len(measured) > 1:
+        console.print("Tiny weights on a CPU: speed-ups mean nothing at this size.", highlight=False)
     for name, reason in left_out.items():
         console.print(f"Left out: {name}, {reason}.", highlight=False)
     for path in written:
@@ -244,6 +251,40 @@ def check_video(video: Video) -> None:
         )
 
 
+def check_model(model: str) -> None:
+    """Refuses what is neither a folder nor the id of a model on the Hub."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    folder = Path(model)
+    if folder.is_dir():
+        return
+    advice = "give the folder of a saved LTXPipeline or a Hub id such as Lightricks/LTX-Video, or use --random-weights."
+    if folder.exists():
+        raise typer.BadParameter(f"--model {model} is a file: {advice}")
+    try:
+        validate_repo_id(model)
+    except HFValidationError as error:
+        raise typer.BadParameter(f"--model {model}: there is no such folder, and it is no Hub id: {advice}") from error
+
+
+def check_files(output: Path, json: Path | None) -> None:
+    """Refuses files that could not be written in the end; makes their folders."""
+    files = [(option, path) for option, path in (("--output", output), ("--json", json)) if path is not None]
+    for option, path in files:
+        if path.is_dir():
+            raise typer.BadParameter(f"{option} {path} is a folder: name a file in it.")
+    if output.suffix.lower() != ".mp4":
+        raise typer.BadParameter(f"--output {output} does not end in .mp4: use {output.with_suffix('.mp4')}.")
+    for option, path in files:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise typer.BadParameter(f"{option} {path} cannot be written: {error.strerror}.") from error
+        if path.exists() and not os.access(path, os.W_OK):
+            raise typer.BadParameter(f"{option} {path} cannot be written: the file is read-only.")
+
+
 def check_placement(offload: Offload, device: torch.device) -> None:
     """Refuses to offload from a machine that has nothing to offload from."""
     if offload is not Offload.NONE and device.type == "cpu":
@@ -261,7 +302,7 @@ def check_video_writer() -> None:
         imageio_ffmpeg.get_ffmpeg_exe()
     except (ImportError, RuntimeError) as error:
         raise typer.BadParameter(
-            f'no ffmpeg to write the mp4 with ({error}): run pip install "diffkern[examples]".'
+            f'no ffmpeg to write the mp4 with ({error}): run pip install ".[examples]" in the folder of the project.'
         ) from error
 
 

@@ -16,7 +16,8 @@ import pytest
 import setuptools
 
 from diffkern.build import Variant
-from diffkern.build.installation import plan_installation
+from diffkern.build.installation import build_for_installation, plan_installation
+from diffkern.build.installed import record
 from tests.build.conftest import REPOSITORY, RunPython
 
 BUILD_WHEEL = """
@@ -148,6 +149,14 @@ def test_dk74_a_failed_build_installs_and_keeps_its_reason_unless_required(
 
     required, _ = build_wheel(checkout, DIFFKERN_BUILD="cpu,require", CXX=str(compiler))
     assert required.returncode != 0 and "broken beyond repair" in required.stderr
+
+
+def test_reasons_of_an_earlier_installation_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    record(tmp_path, {"cuda": "nvcc broke down", "rocm": "hipcc too"})
+    build_for_installation(tmp_path, {"DIFFKERN_BUILD": "cpu"}, say=lambda line: None)
+    log = json.loads((tmp_path / "build_log.json").read_text(encoding="utf-8"))
+    assert set(log) == {"cpu"} and "no-such-compiler" in log["cpu"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -37,11 +38,18 @@ def check(rms_norm, layer_norm):
 
 def test_metadata_has_the_keys_the_hub_wants(cpu_build: Build) -> None:
     metadata = json.loads((cpu_build.directory / "metadata.json").read_text(encoding="utf-8"))
-    assert set(metadata) == {"name", "id", "version", "license", "python-depends", "backend"}
+    assert set(metadata) == {"name", "id", "version", "license", "python-depends", "backend", "library"}
     assert metadata["backend"] == {"type": "cpu"}
     assert re.fullmatch(r"_diffkern_cpu_[0-9a-f]{8}", metadata["id"])
     names = {path.name for path in cpu_build.directory.iterdir() if path.name != "__pycache__"}
     library = f"{metadata['id']}.abi3.so"
+    content = (cpu_build.directory / library).read_bytes()
+    assert metadata["library"] == {
+        "file": library,
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "torch": torch.__version__,
+    }
     assert {"__init__.py", "_ops.py", "metadata.json", library} <= names
     assert all(name.endswith(".py") for name in names - {"metadata.json", library})
 

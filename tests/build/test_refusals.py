@@ -91,7 +91,7 @@ def test_dk72_a_library_that_cannot_be_loaded_is_a_reason_and_no_crash(empty: Pa
     write_broken_build(empty, Variant("cpu", None, platform.machine()))
     reason = PROVIDER.unavailable_reason(CPU)
     assert reason is not None
-    assert "ImportError: it was opened" in reason and "run `diffkern build` again" in reason
+    assert "ImportError: it was opened" in reason and "run `diffkern build --cpu --force`" in reason
 
 
 @pytest.mark.parametrize("has", ["12.8", None])

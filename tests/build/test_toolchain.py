@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,8 +135,55 @@ def test_what_is_no_cuda_architecture_is_refused(fake_tool: FakeTool, name: str)
 
 
 def test_no_architecture_left_is_an_error(fake_tool: FakeTool) -> None:
-    with pytest.raises(ToolchainError, match="no architecture is left to build for: sm_120 is left out"):
-        cuda_archs(fake_nvcc(fake_tool, "sm_75"), ["sm_120"])
+    with pytest.raises(ToolchainError, match=r"nvcc 12\.4 knows none of sm_75, .*sm_120: install a newer toolkit"):
+        cuda_archs(fake_nvcc(fake_tool, "sm_50"), None)
+
+
+def test_a_named_architecture_is_built_or_refused_but_never_left_out(fake_tool: FakeTool) -> None:
+    with pytest.raises(ToolchainError, match=r"nvcc 12\.4 does not know sm_120: name others"):
+        cuda_archs(fake_nvcc(fake_tool, "sm_75"), ["sm_75", "sm_120"])
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [("sm_120", r"nvcc 12\.4 does not know sm_120"), ("hopper", "'hopper' is no CUDA architecture")],
+)
+def test_a_named_architecture_that_is_unknown_stops_the_automatic_build(
+    arch: str, message: str, fake_tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = 'case "$1" in -dumpfullversion) echo 12.2.0;; *) exit 3;; esac'
+    monkeypatch.setenv("CXX", str(fake_tool("g++", broken)))  # the CPU's build fails at once, and is only reported
+    script = 'case "$1" in --version) echo "release 12.4, V12.4.99";; *) echo sm_90;; esac'
+    monkeypatch.setenv("CUDA_HOME", str(fake_tool("nvcc", script).parents[1]))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(ToolchainError, match=message):
+        build_kernels("auto", arch, tmp_path / "kernels")
+
+
+@pytest.mark.parametrize(("backends", "hint"), [("cpu", "name cuda or rocm"), ("auto", "no compiler for a GPU")])
+def test_architectures_for_a_build_without_a_gpu_backend_are_a_value_error(
+    backends: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # where there is no nvcc
+    with pytest.raises(ValueError, match=rf"\(sm_90, sm_100\) is for GPU builds.*{hint}"):
+        build_kernels(backends, ["sm_90", "sm_100"], tmp_path / "kernels")
+    assert not (tmp_path / "kernels").exists()
+
+
+@pytest.mark.parametrize("backends", ["cpu", "auto"])
+def test_an_output_that_cannot_be_written_to_is_named_with_the_reason(backends: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for output, reason in ((file, "File exists"), (file / "below", "Not a directory")):
+        with pytest.raises(BuildError, match=reason) as caught:
+            build_kernels(backends, output=output)
+        assert str(output) in str(caught.value) and "choose another output" in str(caught.value)
+    if os.geteuid() != 0:  # whom permissions do not stop
+        locked = tmp_path / "locked"
+        locked.mkdir(mode=0o500)
+        with pytest.raises(BuildError, match="Permission denied"):
+            build_kernels(backends, output=locked)
 
 
 def test_rocm_targets_are_asked_of_hipcc(fake_tool: FakeTool) -> None:

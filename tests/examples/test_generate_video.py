@@ -49,6 +49,8 @@ def test_an_injected_run_writes_the_video_and_measures_itself_against_the_stock_
     assert run.returncode == 0, run.stderr
     assert imageio.imread(tmp_path / "clips" / "out.mp4", plugin="FFMPEG").shape == (9, 64, 96, 3)
 
+    assert ("speed-ups mean nothing" in run.stdout) == (not torch.cuda.is_available())
+
     result = json.loads((tmp_path / "result.json").read_text())
     stock, injected = result["arms"]
     assert (stock["name"], injected["name"]) == ("stock", "injected")
@@ -90,6 +92,10 @@ def test_a_batch_writes_one_video_per_prompt(script: ModuleType, tmp_path: Path)
         (["--width", "33"], "use 32 or 64"),
         (["--steps", "0"], "--steps"),
         (["--random-weights", "huge"], "'tiny'"),
+        (["--model", "/nonexistent"], "there is no such folder"),
+        ([*SMALL, "--output", "x.txt"], "use x.mp4"),
+        ([*SMALL, "--output", "."], "is a folder"),
+        ([*SMALL, "--json", "."], "is a folder"),
     ],
 )
 def test_what_ltx_cannot_generate_is_refused_with_the_nearest_that_it_can(
@@ -99,6 +105,17 @@ def test_what_ltx_cannot_generate_is_refused_with_the_nearest_that_it_can(
     assert run.exit_code == 2
     assert message in plain(run.output)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("option", "name"), [("--output", "clip.mp4"), ("--json", "result.json")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_generated(
+    script: ModuleType, tmp_path: Path, option: str, name: str
+) -> None:
+    (tmp_path / "occupied").write_text("")
+    run = invoke(script, *SMALL, option, f"occupied/{name}")
+    assert run.exit_code == 2
+    assert f"{option} occupied/{name} cannot be written" in plain(run.output)
+    assert "warm-up" not in run.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so offloading is possible")

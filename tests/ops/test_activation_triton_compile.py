@@ -3,66 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.ops.triton_compile import (
+    MAIN_TARGETS,
+    OTHER_TARGETS,
+    Launch,
+    Recorder,
+    Target,
+    compile_launch,
+    compiles,
+    name_of,
+)
+
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
 
-_TARGETS = [
-    ("cuda", 75, 32),
-    ("cuda", 90, 32),
-    ("cuda", 120, 32),
-    ("hip", "gfx942", 64),
-    ("hip", "gfx1100", 32),
-]
-
-_POINTER = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
-
-
-class _Recorder:
-    """Stands in for a kernel and keeps the arguments of its launches."""
-
-    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
-        self._kernel, self._launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **options: self._launches.append((self._kernel, args, options))
-
-
-def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], target: tuple[Any, ...]) -> Any:
-    """Compiles ``kernel`` as a launch with these arguments would specialise it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for position, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        name = parameter.name
-        if isinstance(value, Tensor):
-            signature[name] = _POINTER[value.dtype]
-        elif parameter.is_constexpr or value is None or (value == 1 and not parameter.do_not_specialize):
-            signature[name] = "constexpr"
-            constexprs[name] = value
-            continue
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if value < 2**31 else "i64"
-        whole = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-        if isinstance(value, Tensor) or whole:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs, attributes)
-    return triton.compile(source, target=GPUTarget(*target), options=options)
+_TARGETS, _Recorder = [*MAIN_TARGETS, *OTHER_TARGETS], Recorder
 
 
 def _channels_last(*shape: int) -> Tensor:
@@ -96,32 +58,40 @@ def _call_channel_rms(group_norm: ModuleType) -> None:
 
 
 @pytest.fixture
-def launches(triton: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def launches(
+    triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> list[Launch]:
     """All launches of the calls above, which compute nothing here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     from diffkern.providers.triton import activation, group_norm
 
-    recorded: list[Any] = []
+    recorded: list[Launch] = []
     for module in (activation, group_norm):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, _Recorder(getattr(module, name), recorded))
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), recorded))
     _call_activation(activation)
     _call_group_norm(group_norm)
     _call_channel_rms(group_norm)
     return recorded
 
 
-@pytest.mark.parametrize("target", _TARGETS, ids=lambda target: f"{target[0]}-{target[1]}")
-def test_every_kernel_compiles_for_every_architecture(target: tuple[Any, ...], launches: list[Any]) -> None:
-    binary = "cubin" if target[0] == "cuda" else "hsaco"
-    for kernel, args, options in launches:
-        assert _compile(kernel, args, options, target).asm[binary]
+@pytest.mark.parametrize("target", MAIN_TARGETS, ids=name_of)
+def test_every_launch_compiles_for_both_vendors(target: Target, launches: list[Launch]) -> None:
+    for launch in launches:
+        assert compiles(launch, target)
 
 
-def test_aligned_inputs_are_read_in_16_byte_vectors(launches: list[Any]) -> None:
-    for kernel, args, options in launches:
-        name, x = kernel.__name__, args[0]
+@pytest.mark.parametrize("target", OTHER_TARGETS, ids=name_of)
+def test_every_kernel_compiles_for_every_architecture(target: Target, launches: list[Launch]) -> None:
+    first = {launch[0].__name__: launch for launch in reversed(launches)}
+    assert len(first) == 5
+    for launch in first.values():
+        assert compiles(launch, target)
+
+
+def test_aligned_inputs_are_read_in_16_byte_vectors(launches: list[Launch]) -> None:
+    for launch in launches:
+        name, x = launch[0].__name__, launch[1][0]
         if name == "group_normalise_kernel" or x.shape[1] == 2048 or x.stride(-1) == 2 or x.dtype != torch.bfloat16:
             continue  # reads parameters as well, or cannot be read in vectors
-        ptx = _compile(kernel, args, options, ("cuda", 90, 32)).asm["ptx"]
-        assert "ld.global.v4.b32" in ptx, name
+        assert "ld.global.v4.b32" in compile_launch(launch, ("cuda", 90, 32)).asm["ptx"], name

@@ -24,9 +24,7 @@ _OPCHECK_VIEWS = ("matrix", "heads_first", "transposed", "expanded")
 
 @pytest.mark.parametrize("layout", _OPCHECK_VIEWS)
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk38_opcheck_passes_for_views_and_mixed_dtypes(
-    op: str, layout: str, provider: str, device: str
-) -> None:
+def test_dk38_opcheck_passes_for_views_and_mixed_dtypes(op: str, layout: str, provider: str, device: str) -> None:
     x = make(layout, 2, 3, 8, torch.float32, device).detach().requires_grad_()
     weight = make_parameter("strided", 8, torch.float16, device)
     preserve = layout in ("transposed", "expanded")
@@ -53,11 +51,54 @@ def test_dk38_the_fake_result_has_the_shape_dtype_and_strides_of_the_real_one(
                 options = {"memory_format": memory_format, "dim": dim, "out_dtype": torch.float16}
                 real = function(x, weight, provider=provider, **options)
                 with FakeTensorMode() as mode:
-                    fake = function(
-                        mode.from_tensor(x), mode.from_tensor(weight), provider=provider, **options
-                    )
+                    fake = function(mode.from_tensor(x), mode.from_tensor(weight), provider=provider, **options)
                 assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
                 assert strides_that_matter(fake) == strides_that_matter(real)
+
+
+def _trace_without_options(op: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Calls a registered op with nothing but its tensors, on fake ones; returns the real result."""
+    real = op(*args)
+    with FakeTensorMode() as mode:
+        fake = op(*map(mode.from_tensor, args))
+    assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
+    assert strides_that_matter(fake) == strides_that_matter(real)
+    return real
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_dk38_the_registered_op_is_traced_without_its_optional_arguments(op: str, device: str) -> None:
+    bare = getattr(torch.ops.diffkern, op)
+    x = make("transposed", 2, 3, 8, torch.bfloat16, device)
+    weight = make_parameter("plain", 8, torch.float32, device)
+    assert weight is not None
+    for args in ((x,), (x, weight)):
+        torch.compiler.reset()
+        real = _trace_without_options(bare, *args)
+        compiled = torch.compile(lambda *tensors: bare(*tensors), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*args), real, rtol=0, atol=0)
+        program = torch.export.export(_Bare(bare), args)
+        torch.testing.assert_close(program.module()(*args), real, rtol=0, atol=0)
+
+
+class _Bare(torch.nn.Module):
+    """A model that is one op."""
+
+    def __init__(self, op: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.op(*args)
+
+
+def test_dk38_a_fake_without_the_schemas_defaults_would_be_noticed() -> None:
+    library = torch.library.Library("diffkern_test_fakes", "DEF")
+    library.define("norm(Tensor x, Tensor? weight=None, float eps=1e-6) -> Tensor")
+    library.impl("norm", lambda x, weight=None, eps=1e-6: x.clone(), "CPU")
+    torch.library.register_fake("diffkern_test_fakes::norm", lambda x, weight, eps: x.clone(), lib=library)
+    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
+        _trace_without_options(torch.ops.diffkern_test_fakes.norm, torch.ones(2, 8))
 
 
 # Each leaves out something else: eps, the weight, the keyword.
@@ -66,9 +107,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "eps_by_keyword": lambda x, w, p: rms_norm(x, weight=w, eps=1e-3, provider=p),
     "eps_none": lambda x, w, p: rms_norm(x, w, eps=None, provider=p),
     "no_weight": lambda x, w, p: rms_norm(x, provider=p),
-    "rounded": lambda x, w, p: rms_norm(
-        x, w, round_dtype=torch.bfloat16, out_dtype=torch.float16, provider=p
-    ),
+    "rounded": lambda x, w, p: rms_norm(x, w, round_dtype=torch.bfloat16, out_dtype=torch.float16, provider=p),
     "channels": lambda x, w, p: rms_norm(x.transpose(1, 2), w, dim=1, clamp_eps=True, provider=p),
     "layer_norm_defaults": lambda x, w, p: layer_norm(x, w, provider=p),
     "layer_norm_bias_only": lambda x, w, p: layer_norm(x, bias=w, eps=1e-3, provider=p),

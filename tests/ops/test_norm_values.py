@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern.ops import layer_norm, rms_norm
-from diffkern.providers import NoProviderError
+from diffkern.providers import NoProviderError, registry
 from tests.ops import reference
 from tests.ops.checks import check_call
 from tests.ops.layouts import make, make_parameter
@@ -20,9 +21,7 @@ from tests.ops.reference import EXACT_HALF
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk03_the_output_dtype_is_the_one_asked_for_whatever_the_weight(
-    op: str, provider: str, device: str
-) -> None:
+def test_dk03_the_output_dtype_is_the_one_asked_for_whatever_the_weight(op: str, provider: str, device: str) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     half, single = torch.bfloat16, torch.float32
     for x_dtype, weight_dtype in ((half, single), (single, half), (half, half), (half, None)):
@@ -68,6 +67,31 @@ def test_dk04_every_rank_from_one_up_goes_the_same_way(op: str, provider: str, d
         check_call(op, x, weight, provider=provider)
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_dk04_one_kernel_is_called_once_whatever_the_rank(
+    op: str, provider: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
+    weight = make_parameter("plain", 64, torch.float32, device)
+    monkeypatch.setattr(registry, "_kernels", {})
+    function(torch.ones(64, device=device), weight, provider=provider)
+    ((key, kernel),) = registry._kernels.items()
+    shapes: list[tuple[int, ...]] = []
+
+    def counting(x: Tensor, *args: Any) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return kernel(x, *args)
+
+    registry._kernels[key] = counting
+    for leading in ((), (3,), (2, 3), (2, 1, 3), (2, 2, 1, 3)):
+        for requires_grad in (False, True):
+            shapes.clear()
+            x = torch.ones(*leading, 64, device=device, requires_grad=requires_grad)
+            assert function(x, weight, provider=provider).shape == x.shape
+            assert shapes == [tuple(x.shape)]
+    assert list(registry._kernels) == [key]
+
+
 # --- rounding order, offset, eps ------------------------------------------------------------------------
 
 
@@ -103,12 +127,8 @@ def test_dk06_eps_none_for_float64_is_the_epsilon_of_float64() -> None:
 def test_dk10_the_weight_offset_makes_zero_centred_weights_right(provider: str, device: str) -> None:
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device)
     y = rms_norm(x, torch.zeros(4, device=device), weight_offset=1.0, provider=provider)
-    torch.testing.assert_close(
-        y, torch.tensor([[0.3651, 0.7303, 1.0954, 1.4606]], device=device), rtol=0, atol=1e-4
-    )
-    torch.testing.assert_close(
-        rms_norm(x, torch.zeros(4, device=device), provider=provider), torch.zeros_like(x)
-    )
+    torch.testing.assert_close(y, torch.tensor([[0.3651, 0.7303, 1.0954, 1.4606]], device=device), rtol=0, atol=1e-4)
+    torch.testing.assert_close(rms_norm(x, torch.zeros(4, device=device), provider=provider), torch.zeros_like(x))
 
 
 def test_dk11_the_offset_is_added_in_float32(provider: str, device: str) -> None:
@@ -119,9 +139,7 @@ def test_dk11_the_offset_is_added_in_float32(provider: str, device: str) -> None
     torch.testing.assert_close(y.detach(), expected, rtol=1e-6, atol=0)
     # x / rms(x) does not change along x itself, so the gradient is the scale less its mean.
     (grad,) = torch.autograd.grad(y[:, 1].sum(), x)
-    torch.testing.assert_close(
-        grad.float(), torch.tensor([[-16.8125, 16.8125]], device=device) / 2, rtol=4e-3, atol=0
-    )
+    torch.testing.assert_close(grad.float(), torch.tensor([[-16.8125, 16.8125]], device=device) / 2, rtol=4e-3, atol=0)
 
 
 def test_clamped_eps_bounds_the_length_and_is_not_added(provider: str, device: str) -> None:
@@ -145,15 +163,21 @@ def test_dk13_weight_and_bias_may_each_be_absent(op: str, provider: str, device:
 
 
 def test_dk22_large_half_values_do_not_overflow_in_the_sum_of_squares(provider: str, device: str) -> None:
+    # The plain call is torch's own fused op in the eager provider; the others are chains of torch ops.
+    zeros = torch.zeros(64, dtype=torch.float16, device=device)
+    offset = {"weight": zeros, "weight_offset": 1.0}
+    rounded = {"weight": zeros + 1, "round_dtype": torch.float16}
+    wide = {"out_dtype": torch.float32}
     for value in (300.0, 60000.0):
         x = torch.full((1, 64), value, dtype=torch.float16, device=device)
-        assert torch.equal(rms_norm(x, provider=provider), torch.ones_like(x))
+        for options in ({}, offset, rounded, wide, offset | rounded | {"weight": zeros}, offset | wide, rounded | wide):
+            y = rms_norm(x, provider=provider, **options)
+            ones = torch.ones(1, 64, dtype=options.get("out_dtype", torch.float16), device=device)
+            torch.testing.assert_close(y, ones, rtol=2e-7 if y.dtype == torch.float32 else 0, atol=0)
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk22_nan_and_inf_appear_exactly_where_the_torch_chain_has_them(
-    op: str, provider: str, device: str
-) -> None:
+def test_dk22_nan_and_inf_appear_exactly_where_the_torch_chain_has_them(op: str, provider: str, device: str) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = make("matrix", 1, 6, 96, dtype, device)

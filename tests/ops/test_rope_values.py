@@ -140,6 +140,15 @@ def test_strided_inputs_are_read_in_place(layout: str, provider: str, device: st
             check(x, *angles(x.shape[-2], 32, device=device), provider, pairing=pairing)
 
 
+def test_many_dimensions_of_input_and_tables_are_told_apart(provider: str, device: str) -> None:
+    x = random(2, 3, 4, 3, 4, 16, device=device)[:, :, ::2, :, ::2]
+    for shape in ((3, 1, 3, 1, 16), (2, 1, 2, 1, 2, 8)):
+        check(x, *angles(*shape, device=device), provider)
+    y = rope(x, *angles(2, 1, 3, 1, 16, device=device), tokens=(1, 2), provider=provider)
+    assert torch.equal(y[:, 1:], chain(x[:, 1:], *angles(2, 1, 3, 1, 16, device=device)))
+    assert torch.equal(y[:, :1], x[:, :1])
+
+
 def test_a_flat_row_of_all_heads_has_flat_tables(provider: str, device: str) -> None:
     for dtype in (torch.float32, *EXACT_HALF):
         x = random(2, 3, 2048, device=device, dtype=dtype)

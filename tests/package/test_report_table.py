@@ -1,0 +1,56 @@
+"""The printed report reads well at 100 columns, whatever the paths."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from diffkern.injection.report import InjectionReport, Measurement, Site
+from diffkern.injection.table import render
+
+PATHS = [f"vae.encoder.down_blocks.{i}.resnets.{j}.norm{k}" for i in range(3) for j in range(2) for k in (1, 2, 3)]
+REASON = "its forward reads more than weight, bias and eps, which is why it was not compared with the candidates " * 2
+
+
+def report() -> InjectionReport:
+    """As an injection makes it: a big group, a refusal with a long reason, and the module itself."""
+    proof = Measurement("cpu", "bfloat16", "compiled", 1.6e-3, 1.7e-3, False, True)
+    name = "diffusers.models.normalization.RMSNorm"
+    patched = [Site(path, name, "rms_norm", "compiled", "table", measurements=[proof]) for path in PATHS]
+    patched.append(Site("", "torch.nn.modules.normalization.LayerNorm", "layer_norm", "compiled", "table"))
+    skipped = [Site("transformer.time_embed", "diffusers.models.normalization.AdaLayerNormSingle", reason=REASON)]
+    return InjectionReport(
+        "LTXPipeline", "fast", skipped=skipped, notes=["component 'x': left out"], _accepted=patched
+    )
+
+
+def draw(width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(render(report()))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_a_piped_report_has_100_columns_and_breaks_no_word() -> None:
+    lines = str(report()).splitlines()
+    assert max(map(len, lines)) <= 100
+    words = {word for line in lines for word in line.split()}
+    assert set(REASON.split()) <= words
+    assert "vae.encoder.down_blocks.*.resnets.*.norm1" in words
+
+
+def test_a_group_is_a_line_with_its_places_and_reasons_below() -> None:
+    lines = draw(100)
+    row = next(index for index, line in enumerate(lines) if "RMSNorm" in line)
+    assert lines[row].split() == "patched 18 diffusers.RMSNorm rms_norm compiled table 1.6e-03 / 1.7e-03".split()
+    assert lines[row + 1].strip() == "at vae.encoder.down_blocks.*.resnets.*.norm1 and 2 more places"
+    assert "         at the module itself" in lines
+    assert any(line.startswith("         why: its forward reads") for line in lines)
+    assert lines[-1] == "note: component 'x': left out"
+
+
+def test_a_narrow_terminal_costs_the_package_of_the_class_first() -> None:
+    lines = draw(90)
+    assert any("AdaLayerNormSingle" in line and "diffusers." not in line for line in lines)
+    assert max(map(len, lines)) <= 90
