@@ -19,10 +19,11 @@ MODULE_OPS = ("layer_norm", "rms_norm")
 class KernelConfig:
     """Rules from an op, a class name or a module path to a provider.
 
-    A key is the name of an op that modules have (``"rms_norm"`` or ``"layer_norm"``), the name of a class (``"FP32LayerNorm"``), or a pattern on
-    module paths with the wildcards of :mod:`fnmatch` (``"transformer.transformer_blocks.*.norm1"``). A value
-    is ``"auto"``, a provider's name (``"compiled"``, ``"triton"``, ``"eager"``), or ``""`` or None to leave
-    the module alone. A path wins over a class name, a class name over an op; of two patterns the later one.
+    A key is the name of an op (``"rms_norm"``) or of a kind of block (``"ltx_block"``), the name of a class
+    (``"FP32LayerNorm"``), or a pattern on module paths with the wildcards of :mod:`fnmatch`
+    (``"transformer.transformer_blocks.*.norm1"``). A value is ``"auto"``, a provider's name (``"compiled"``,
+    ``"triton"``, ``"eager"``), or ``""`` or None to leave the module alone. A path wins over a class name, a class
+    name over an op; of two patterns the later one. A block is left alone also if a norm inside it is.
 
     Args:
         rules: The rules, in order.
@@ -73,22 +74,22 @@ class KernelConfig:
                 return self.rules[matches[-1]] or None
         return "auto"
 
-    def check(self, paths: Iterable[str], class_names: Iterable[str]) -> None:
-        """Makes sure that every rule speaks of something.
+    def check(self, paths: Iterable[str], class_names: Iterable[str], block_ops: Iterable[str] = ()) -> None:
+        """Makes sure that every rule speaks of something; ``block_ops`` are ops besides those of the providers.
 
         Raises:
             ValueError: a key is no op of a module and fits no class and no path; the message names the nearest key
                 that would.
         """
-        paths, class_names = list(paths), sorted(set(class_names))
+        paths, class_names, known = list(paths), sorted(set(class_names)), [*MODULE_OPS, *block_ops]
         for key in self.rules:
-            if key in MODULE_OPS or key in class_names or any(fnmatchcase(path, key) for path in paths):
+            if key in known or key in class_names or any(fnmatchcase(path, key) for path in paths):
                 continue
             if key in OPS:
                 raise ValueError(
-                    f"config names the op {key!r}, which no module is served by in this version: the ops of modules are "
-                    f"{' and '.join(MODULE_OPS)}"
+                    f"config names the op {key!r}, which no module is served by in this version: the ops of modules "
+                    f"are {' and '.join(known)}"
                 )
-            close = difflib.get_close_matches(key, [*MODULE_OPS, *class_names, *paths], n=1, cutoff=0.5)
+            close = difflib.get_close_matches(key, [*known, *class_names, *paths], n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"config names {key!r}, which is no op of a module and fits no norm of this model.{hint}")
+            raise ValueError(f"config names {key!r}, which is no op of a module and fits none of this model.{hint}")

@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffkern.blocks import OPS as BLOCK_OPS
+from diffkern.blocks import fingerprint, recipe_for
 from diffkern.hub import KernelConfig
 from diffkern.injection import hooks
+from diffkern.injection.block_fusion import BlockFusion
 from diffkern.injection.components import select_components
-from diffkern.injection.proof import Verifier, choose_provider
+from diffkern.injection.fusion import Fusion
+from diffkern.injection.norm_fusion import NormFusion
+from diffkern.injection.proof import Verifier
 from diffkern.injection.report import InjectionReport, Site
-from diffkern.injection.samples import stand_in
 from diffkern.injection.state import PatchState, patch, patch_state, unpatch
-from diffkern.matching import NormSemantics, full_name, match
+from diffkern.matching import full_name, match
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 
 NUMERICS = ("exact", "fast", "fp8")
@@ -36,7 +40,7 @@ class _Candidate:
 
     module: nn.Module
     site: Site
-    semantics: NormSemantics
+    fusion: Fusion
     provider: str | None
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
@@ -85,10 +89,10 @@ def inject_optimized_kernels(
         raise ValueError(f"numerics={numerics!r}: choose one of {', '.join(NUMERICS)}")
     started = time.perf_counter()
     report = InjectionReport(type(pipe_or_module).__name__, numerics, dry_run)
-    candidates = _plan(pipe_or_module, components, KernelConfig.of(config), report)
+    candidates = _plan(pipe_or_module, components, KernelConfig.of(config), verify, report)
     candidates = _choose_providers(candidates, report)
     verifier = Verifier(numerics) if verify else None
-    states = {id(c.module): PatchState(c.semantics, c.provider, verifier, strict) for c in candidates}
+    states = {id(c.module): PatchState(c.fusion, c.provider, verifier, strict) for c in candidates}
     if verifier is not None and not dry_run:
         candidates = _verify(candidates, states, verifier, report)
     if strict:
@@ -148,7 +152,7 @@ def optimized(pipe_or_module: Any, **options: Any) -> Iterator[InjectionReport]:
 
 
 def _plan(
-    target: Any, components: Iterable[str] | None, config: KernelConfig, report: InjectionReport
+    target: Any, components: Iterable[str] | None, config: KernelConfig, verify: bool, report: InjectionReport
 ) -> list[_Candidate]:
     modules, left_out = select_components(target, components)
     report.notes += [f"component {name!r}: {reason}" for name, reason in left_out.items()]
@@ -161,16 +165,16 @@ def _plan(
         for module in parallel.modules()
     }
     for path, module in _walk(modules):
-        matched = match(module)
+        matched = _match(module, verify)
         if matched is None:
             continue
         site = Site(path, full_name(type(module)), how=matched.how, _module=weakref.ref(module))
         seen.append(site)
-        if matched.semantics is None:
-            site.reason = matched.reason or ""
+        if matched.fusion is None:
+            site.reason = matched.reason
             report.skipped.append(site)
             continue
-        site.op = matched.semantics.op
+        site.op = matched.fusion.op
         provider = config.choose(path, type(module).__name__, site.op)
         reason = _reason_to_leave(module, provider, report.numerics)
         if reason is None and id(module) in replicated:
@@ -184,13 +188,16 @@ def _plan(
             _Candidate(
                 module,
                 site,
-                matched.semantics,
+                matched.fusion,
                 None if provider == "auto" else provider,
-                _likely_dtypes(module, component),
-                _likely_devices(module, component),
+                matched.fusion.likely_dtypes(module, _dtype(component)),
+                # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
+                _likely_devices(module, component)[: 1 if isinstance(matched.fusion, BlockFusion) else None],
             )
         )
-    config.check((site.path for site in seen), (site.class_name.rpartition(".")[2] for site in seen))
+    candidates = _spare_what_config_leaves_alone(candidates, report)
+    class_names = (site.class_name.rpartition(".")[2] for site in seen)
+    config.check((site.path for site in seen), class_names, BLOCK_OPS)
     already = sum(site.reason == _ALREADY for site in report.skipped)
     if already:
         report.notes.append(
@@ -201,6 +208,48 @@ def _plan(
 
 _ALREADY = "already patched by diffkern"
 _BY_CONFIG = "left alone by config"
+
+
+@dataclass(frozen=True)
+class _Match:
+    """How a module can be computed, or why it is left alone."""
+
+    fusion: Fusion | None
+    how: str | None
+    reason: str = ""
+
+
+def _match(module: nn.Module, verify: bool) -> _Match | None:
+    """Looks a module up among the block recipes and the norms; None if it is neither."""
+    recipe = recipe_for(full_name(type(module)))
+    if recipe is not None:
+        if fingerprint(recipe.sources()) in recipe.fingerprints:
+            return _Match(BlockFusion(recipe), "recipe")
+        if not verify:
+            reason = f"its stock forward is not that of {recipe.versions}, and verify=False forbids to compare"
+            return _Match(None, "probe", reason)
+        return _Match(BlockFusion(recipe), "probe")
+    matched = match(module)
+    if matched is None:
+        return None
+    if matched.semantics is None:
+        return _Match(None, matched.how, matched.reason or "")
+    return _Match(NormFusion(matched.semantics), matched.how)
+
+
+def _spare_what_config_leaves_alone(candidates: list[_Candidate], report: InjectionReport) -> list[_Candidate]:
+    """Leaves a block alone if it has a norm inside that config leaves alone, which it would compute as well."""
+    spared = [site.path for site in report.skipped if site.reason == _BY_CONFIG]
+    kept = []
+    for candidate in candidates:
+        path = candidate.site.path
+        inside = next((other for other in spared if other.startswith(f"{path}." if path else "")), None)
+        if inside is None or not isinstance(candidate.fusion, BlockFusion):
+            kept.append(candidate)
+        else:
+            candidate.site.reason = f"config leaves {inside} alone, which is inside"
+            report.skipped.append(candidate.site)
+    return kept
 
 
 def _reason_to_leave(module: nn.Module, provider: str | None, numerics: str) -> str | None:
@@ -230,11 +279,9 @@ def _module_names(pipeline: Any) -> list[str] | None:
     return [name for name, part in components.items() if isinstance(part, nn.Module)]
 
 
-def _likely_dtypes(module: nn.Module, component: nn.Module) -> tuple[torch.dtype, ...]:
-    """Dtypes that inputs will probably have: the weights', the component's, and float32 where models upcast."""
-    own = [p.dtype for p in module.parameters()]
-    whole = next((p.dtype for p in component.parameters() if p.dtype in KERNEL_DTYPES), torch.float32)
-    return tuple(dict.fromkeys(dtype for dtype in (*own, whole, torch.float32) if dtype in KERNEL_DTYPES))
+def _dtype(component: nn.Module) -> torch.dtype:
+    """The dtype that a component mostly has."""
+    return next((p.dtype for p in component.parameters() if p.dtype in KERNEL_DTYPES), torch.float32)
 
 
 def _likely_devices(module: nn.Module, component: nn.Module) -> tuple[torch.device, ...]:
@@ -256,8 +303,8 @@ def _choose_providers(candidates: list[_Candidate], report: InjectionReport) -> 
     kept = []
     for candidate in candidates:
         try:
-            choice = choose_provider(
-                candidate.module, candidate.semantics, candidate.provider, candidate.devices[0], candidate.dtypes[0]
+            choice = candidate.fusion.choose(
+                candidate.module, candidate.provider, candidate.devices[0], candidate.dtypes
             )
         except NoProviderError as error:
             candidate.site.reason = str(error)
@@ -278,7 +325,7 @@ def _verify(
         with torch.no_grad():
             for device in candidate.devices:
                 for dtype in candidate.dtypes:
-                    proof = verifier.prove(candidate.module, candidate.semantics, candidate.provider, device, dtype)
+                    proof = verifier.prove(candidate.module, candidate.fusion, candidate.provider, device, dtype)
                     if proof is None:
                         continue
                     candidate.site.measurements.append(proof)
@@ -293,8 +340,10 @@ def _verify(
         # Models are often cast after the injection, and a graph of torch.compile has no room for a proof.
         for device, dtype in itertools.product(candidate.devices, sorted(KERNEL_DTYPES, key=str)):
             with torch.no_grad():
-                cast = stand_in(candidate.module, torch.device("cpu"), dtype)
-                proof = verifier.prove(cast, candidate.semantics, candidate.provider, device, dtype)
+                cast = candidate.fusion.cast(candidate.module, dtype)
+                if cast is None:
+                    continue
+                proof = verifier.prove(cast, candidate.fusion, candidate.provider, device, dtype)
                 if proof is not None and proof.passed:
                     states[id(candidate.module)].trust(cast, device, dtype)
     return kept

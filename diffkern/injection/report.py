@@ -53,7 +53,8 @@ class Site:
         class_name: Full name of its class.
         op: The op that computes it, or None if it was not understood.
         provider: Who serves the op on the device the model is on, or None.
-        how: ``"table"`` (the class is known), ``"probe"`` (its forward was compared), or None.
+        how: ``"table"`` (the norm class is known), ``"recipe"`` (the block and the source of its forward are),
+            ``"probe"`` (its forward is compared), or None.
         reason: Why it was left alone or failed; for a patched site why the provider is not the first choice.
         measurements: The proofs that speak for this site; those made at first use are added as they run.
         revoked: Whether a proof at first use failed: then the module runs stock, for the reason given.
@@ -95,7 +96,7 @@ class InjectionReport:
         target: Class of the pipeline or model.
         numerics: The contract that was asked for.
         dry_run: Whether this is only a plan; ``patched`` then lists what would be patched.
-        skipped: Norms that were looked at and left alone, each with its reason.
+        skipped: Norms and blocks that were looked at and left alone, each with its reason.
         notes: Sentences about the whole, for example components that were not touched.
         seconds: Time the injection took, in seconds.
     """
@@ -125,7 +126,11 @@ class InjectionReport:
         return self._undo(self._accepted) if self._undo is not None else 0
 
     def calls(self) -> dict[str, dict[str, Any]]:
-        """Counts the calls so far, by path: ``{"fused": n, "stock": m, "stock_reasons": {reason: m}}``.
+        """Counts the calls so far, by path.
+
+        Each has ``"fused"`` and ``"stock"`` calls, the latter also by ``"stock_reasons"``; and for blocks that
+        ran fused, in how many of these calls which ``"stock_pieces"`` went through the stock child, because it
+        has a hook, an adapter, or another processor. The norms inside a fused block are not called themselves.
 
         Calls inside a graph of ``torch.compile`` or a CUDA graph run without Python and are not counted. A
         site that lost its proof at first use counts as stock from then on, with the reason.
@@ -137,6 +142,7 @@ class InjectionReport:
                     "fused": site._state.fused_calls,
                     "stock": sum(site._state.stock_calls.values()),
                     "stock_reasons": dict(site._state.stock_calls),
+                    "stock_pieces": dict(site._state.stock_pieces),
                 }
         return counts
 

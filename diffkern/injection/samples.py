@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffkern.matching import NormSemantics
+from diffkern.providers import KERNEL_DTYPES
 
 #: Size of the normalised dimension where the module does not say it.
 _UNKNOWN_SIZE = 128
 
 #: Instance attributes that belong to a patch or to hooks.
-_NOT_COPIED = ("forward", "_diffkern", "_old_forward", "_hf_hook", "_diffusers_hook")
+_NOT_COPIED = ("forward", "_diffkern", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
+
+#: Where torch keeps the hooks of a module.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+#: What an 8-bit float weight of a layerwise cast layer is cast from at every call.
+_CAST = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def sample_shape(semantics: NormSemantics, module: nn.Module, rows: int) -> torch.Size:
@@ -46,18 +55,56 @@ def stand_in(module: nn.Module, device: torch.device, dtype: torch.dtype | None 
     A deep copy would drag hooks and their offload maps along. Weights on the meta device have no values;
     random ones take their place.
     """
+    return _copy(module, lambda tensor: _place(tensor, device, dtype))
+
+
+def block_stand_in(module: nn.Module, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> nn.Module:
+    """Returns a copy of a block on ``device``, child by child, as :func:`stand_in` does for a leaf.
+
+    A linear layer that is not torch's own, with adapters or quantised weights, is replaced by a random one of
+    its size: recipes call such layers as they are, so nothing depends on what they compute.
+
+    Args:
+        module: The block.
+        device: Where the copy will be.
+        dtype_of: The dtype of the copy of a floating point parameter or buffer.
+    """
+    if not _is_ordinary(module):
+        linear: Any = module
+        module = nn.Linear(
+            linear.in_features, linear.out_features, getattr(linear, "bias", None) is not None, device="meta"
+        )
+    copy = _copy(module, lambda tensor: _place(tensor, device, dtype_of(tensor)))
+    copy.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
+    copy.__dict__ |= {"training": False, "_modules": {}}
+    for name, child in module._modules.items():
+        copy._modules[name] = None if child is None else block_stand_in(child, device, dtype_of)
+    return copy
+
+
+def _copy(module: nn.Module, place: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy without hooks, its own tensors placed elsewhere, its children shared."""
     copy = type(module).__new__(type(module))
     state: dict[str, Any] = {key: value for key, value in module.__dict__.items() if key not in _NOT_COPIED}
     for group in ("_parameters", "_buffers"):
-        state[group] = {
-            name: None if tensor is None else _place(tensor, device, dtype) for name, tensor in state[group].items()
-        }
+        state[group] = {name: None if tensor is None else place(tensor) for name, tensor in state[group].items()}
     state["_parameters"] = {
         name: None if tensor is None else nn.Parameter(tensor, requires_grad=False)
         for name, tensor in state["_parameters"].items()
     }
     copy.__dict__.update(state)
     return copy
+
+
+def _is_ordinary(module: nn.Module) -> bool:
+    """Whether a module's own parameters are what its class computes with, in some floating point dtype."""
+    if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+        return True
+    return type(module) is nn.Linear and all(
+        p is None
+        or (type(p) is nn.Parameter and (p.dtype in KERNEL_DTYPES or p.dtype == torch.float64 or p.dtype in _CAST))
+        for p in module._parameters.values()
+    )
 
 
 def _declared_size(module: nn.Module) -> int:
@@ -72,6 +119,8 @@ def _place(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> T
     tensor = tensor.detach()
     if tensor.is_meta:
         generator = torch.Generator("cpu").manual_seed(0)
-        random = torch.randn(tensor.shape, generator=generator, device="cpu") + 1
+        random = torch.randn(tensor.shape, generator=generator, device="cpu")
+        # A matrix that keeps the size of its inputs; anything else is a scale, a shift or a table.
+        random = random / tensor.shape[-1] ** 0.5 if tensor.ndim == 2 else random + 1
         tensor = random.to(tensor.dtype) if tensor.is_floating_point() else torch.zeros_like(tensor, device="cpu")
     return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.injection import hooks
 from diffkern.injection.report import Site
-from diffkern.matching import NormSemantics, apply, declines
 from diffkern.providers.registry import transforms_active
 
 if TYPE_CHECKING:
+    from diffkern.injection.fusion import Fusion
     from diffkern.injection.proof import Verifier
 
 #: The one attribute that a patched module has besides its forward. It holds no tensor and no module.
@@ -30,7 +31,7 @@ class PatchState:
     """What a patched module's forward needs to know, and what it counts.
 
     Attributes:
-        semantics: What the module computes.
+        fusion: What the module computes, and how.
         provider: The provider that the configuration forces, or None to choose.
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
@@ -39,10 +40,11 @@ class PatchState:
         revoked: Why the module lost its proof at first use and runs stock for good, or None.
         fused_calls: Calls that ran fused.
         stock_calls: Calls that ran the stock forward, by reason.
+        stock_pieces: Of the fused calls, those in which a part ran stock, by part.
     """
 
-    def __init__(self, semantics: NormSemantics, provider: str | None, verifier: Verifier | None, strict: bool) -> None:
-        self.semantics = semantics
+    def __init__(self, fusion: Fusion, provider: str | None, verifier: Verifier | None, strict: bool) -> None:
+        self.fusion = fusion
         self.provider = provider
         self.verifier = verifier
         self.strict = strict
@@ -52,45 +54,52 @@ class PatchState:
         self.revoked: str | None = None
         self.fused_calls = 0
         self.stock_calls: Counter[str] = Counter()
+        self.stock_pieces: Counter[str] = Counter()
 
-    def admits(self, module: nn.Module, x: Any) -> bool:
-        """Whether this call may run fused. Counts it, and proves it the first time."""
+    def admit(self, module: nn.Module, call: Any) -> tuple[str, ...] | None:
+        """The parts of this call that run stock, or None if all of it does. Counts it, and proves it the first time."""
+        fusion = self.fusion
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
-            return declines(self.semantics, module, x) is None and self._is_proven(module, x)
-        reason = self.revoked or declines(self.semantics, module, x)
-        if reason is None and not self._is_proven(module, x):
-            reason = self._prove(module, x)
-        if reason is None:
-            self.fused_calls += 1
-            return True
-        if self.strict:
-            raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
-        self.stock_calls[reason] += 1
-        return False
+            if fusion.declines(module, call) is not None or not self._is_proven(module, fusion.subject(call)):
+                return None
+            return fusion.stock_pieces(module, call)
+        reason = self.revoked or fusion.declines(module, call)
+        if reason is None and not self._is_proven(module, fusion.subject(call)):
+            reason = self._prove(module, call)
+        if reason is not None:
+            if self.strict:
+                raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
+            self.stock_calls[reason] += 1
+            return None
+        pieces = fusion.stock_pieces(module, call)
+        if pieces:
+            if self.strict:
+                raise StrictModeError(f"{type(module).__name__} cannot run fused throughout: not {', '.join(pieces)}")
+            self.stock_pieces.update(pieces)
+        self.fused_calls += 1
+        return pieces
 
     def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""
-        self.proven.add((device, dtype, self._weight_dtype(module)))
+        self.proven.add((device, dtype, self.fusion.weight_dtype(module)))
 
     def _is_proven(self, module: nn.Module, x: Tensor) -> bool:
         if self.verifier is None:
             return True
-        return self.revoked is None and (x.device, x.dtype, self._weight_dtype(module)) in self.proven
+        return self.revoked is None and (x.device, x.dtype, self.fusion.weight_dtype(module)) in self.proven
 
-    def _weight_dtype(self, module: nn.Module) -> torch.dtype | None:
-        name = self.semantics.weight
-        weight = None if name is None else module._parameters.get(name)
-        return None if weight is None else weight.dtype
-
-    def _prove(self, module: nn.Module, x: Tensor) -> str | None:
-        """Proves a device and dtype that injection did not see, on real weights and the real input."""
+    def _prove(self, module: nn.Module, call: Any) -> str | None:
+        """Proves a device and dtype that injection did not see, on real weights and, if it can be, the real input."""
         assert self.verifier is not None
+        x = self.fusion.subject(call)
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "not proven yet, and a proof cannot run while a CUDA graph is captured: run one call before"
         if transforms_active():
             return "not proven yet, and a proof cannot run under a transform: run one call before"
-        measurement = self.verifier.prove_call(module, self.semantics, self.provider, x)
+        measurement = self.verifier.prove_call(module, self.fusion, self.provider, call)
+        if measurement is None:
+            return f"there is no sample to prove it with for {x.dtype} on {x.device}"
         if self.site is not None:
             self.site.measurements.append(measurement)
         if measurement.passed:
@@ -104,7 +113,7 @@ class PatchState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         """A copy of the module counts for itself, and shares the proofs."""
-        copy = PatchState(self.semantics, self.provider, self.verifier, self.strict)
+        copy = PatchState(self.fusion, self.provider, self.verifier, self.strict)
         copy.had_instance_forward = self.had_instance_forward
         copy.proven = set(self.proven)
         copy.revoked = self.revoked
@@ -121,16 +130,17 @@ def _nothing() -> None:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs fused where the guards allow it, and the class's own forward everywhere else."""
-    state: PatchState | None = getattr(self, ATTRIBUTE, None)  # type: ignore[assignment]
+    state: PatchState | None = getattr(self, ATTRIBUTE, None)
     if state is None:  # restored, and somebody kept this method
         return type(self).forward(self, *args, **kwargs)
-    if len(args) == 1 and not kwargs:
-        x = args[0]
-    else:
-        x = kwargs.get(state.semantics.argument) if len(kwargs) == 1 and not args else None
-    if state.admits(self, x):
-        return apply(state.semantics, self, x, provider=state.provider)
-    return type(self).forward(self, *args, **kwargs)
+    call = state.fusion.bind(args, kwargs)
+    stock = state.admit(self, call)
+    if stock is None:
+        return type(self).forward(self, *args, **kwargs)
+    return state.fusion.compute(self, call, state.provider, stock)
+
+
+EQUIVALENT_FORWARDS.add(forward)
 
 
 def patch_state(module: nn.Module) -> PatchState | None:

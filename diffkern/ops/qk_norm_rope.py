@@ -311,6 +311,7 @@ def _qk_norm_rope_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) 
     ctx.options = inputs[12:-1]
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (q_bias, k_bias)]
     ctx.axes = len(lists[0])
+    ctx.row_of_q = q.shape[-1]
     ctx.table_grads = [any(table.requires_grad for table in (*lists[i], *lists[i + 1])) for i in (0, 2)]
     # Without a bias the norm can be computed again from what is kept anyway; a bias is kept for the tables' sake.
     biases = [bias if wanted else None for bias, wanted in zip((q_bias, k_bias), ctx.table_grads, strict=True)]
@@ -353,7 +354,7 @@ def _one_backward(
     grad_sin: list[Any] = [None] * len(sin)
     if heads and cos:
         # Heads of k are as wide as those of q.
-        count = x.shape[-1] // (ctx.saved_tensors[0].shape[-1] // heads)
+        count = x.shape[-1] // (ctx.row_of_q // heads)
         grad = grad.unflatten(-1, (count, -1))
     rotary = rotary_dim or grad.shape[-1]
     if ctx.table_grads[which]:

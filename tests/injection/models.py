@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from diffusers import LTXVideoTransformer3DModel
 from torch import Tensor, nn
@@ -59,3 +61,20 @@ def run(model: nn.Module, **options: object) -> Tensor:
     with torch.no_grad():
         result: Tensor = model(**ltx_inputs(**options))[0]  # type: ignore[arg-type]
     return result
+
+
+def outermost_calls(report: Any) -> dict[str, dict[str, Any]]:
+    """The counts of the sites that every run calls: those in a block that runs fused are not called themselves."""
+    blocks = [site.path for site in report.patched if site.how == "recipe"]
+    return {
+        path: count
+        for path, count in report.calls().items()
+        if not any(path != block and path.startswith(f"{block}." if block else "") for block in blocks)
+    }
+
+
+def all_fused(report: Any) -> bool:
+    """Whether everything ran fused, and nothing stock."""
+    return all(count["fused"] for count in outermost_calls(report).values()) and not any(
+        count["stock"] for count in report.calls().values()
+    )

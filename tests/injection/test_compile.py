@@ -8,6 +8,7 @@ import torch._dynamo
 from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
+from diffkern.blocks.ltx import RECIPE
 from tests.injection.models import ltx_inputs, run, tiny_ltx
 
 
@@ -55,7 +56,7 @@ def test_compiled_and_injected_gives_the_same_and_uses_the_ops() -> None:
     with torch.no_grad():
         result = compiled(**ltx_inputs())[0]
     torch.testing.assert_close(result, stock, rtol=1e-4, atol=1e-5)
-    assert {"diffkern.rms_norm.default", "diffkern.layer_norm.default"} <= targets
+    assert {f"diffkern.{op}.default" for op in (*RECIPE.ops, "linear_gelu", "layer_norm")} <= targets
 
 
 def test_a_patch_after_a_compiled_call_is_picked_up_and_restore_too() -> None:

@@ -1,0 +1,245 @@
+"""The transformer block of LTX-Video: RMS norms, queries and keys normalised over all heads, tanh GELU.
+
+Stock, the block reads and writes its hidden states some 250 times between the matrix products and the attention
+(in units of one byte per element, for bfloat16); fused about 40 times, most of it the rotary tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers import transformer_ltx as stock_module
+from diffusers.models.transformers.transformer_ltx import (
+    LTXAttention,
+    LTXVideoAttnProcessor,
+    LTXVideoRotaryPosEmbed,
+    LTXVideoTransformerBlock,
+)
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, plain_linear, unfit_input, untouched
+from diffkern.blocks.recipe import BlockRecipe
+from diffkern.ops import gate_residual, gate_residual_norm_modulate, norm_modulate, qk_norm_rope
+from diffkern.providers import KERNEL_DTYPES
+
+Tables = tuple[Tensor, Tensor]
+
+
+class LTXBlock(BlockRecipe):
+    """``LTXVideoTransformerBlock``."""
+
+    op = "ltx_block"
+    ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
+    fingerprints = frozenset({"1b0382b484c33ee5"})
+    versions = "diffusers 0.42"
+
+    @staticmethod
+    @override
+    def arguments(
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Tables | None = None,
+        encoder_attention_mask: Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        return hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask
+
+    @override
+    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+        x, text, temb, tables, mask = call
+        reason = unfit_input(x)
+        if reason is not None:
+            return reason
+        if type(text) is not Tensor or type(temb) is not Tensor or (mask is not None and type(mask) is not Tensor):
+            return "an argument is not a plain tensor"
+        dtype, device = x.dtype, x.device
+        table = module._parameters["scale_shift_table"]
+        if not plain(table, device) or table.dtype != dtype:  # type: ignore[union-attr]
+            return "its scale_shift_table is not a plain tensor like the hidden states"
+        if temb.dtype != dtype or temb.ndim != 3:
+            return "its modulation is not of the dtype and rank of the hidden states"
+        if tables is None:
+            return None
+        if type(tables) is not tuple or len(tables) != 2:
+            return "its rotary tables are not a pair"
+        for part in tables:
+            if type(part) is not Tensor or part.dtype not in KERNEL_DTYPES or part.device != device:
+                return "its rotary tables are not plain tensors on the device of the hidden states"
+            if part.shape != x.shape and part.shape != (1, *x.shape[1:]):
+                return "its rotary tables have not one row for each token"
+        return None
+
+    @override
+    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
+        x = call[0]
+        device = x.device
+        children: Any = module._modules
+        stock: tuple[str, ...] = ()
+        for name in ("norm1", "norm2"):
+            if not _is_weightless(children[name]):
+                stock += (name,)
+        for name in ("attn1", "attn2"):
+            attention = children[name]
+            if not untouched(attention, LTXAttention) or type(attention.processor) is not LTXVideoAttnProcessor:
+                stock += (name,)
+            elif not _norms_are_plain(attention._modules, device):
+                stock += (f"{name}.norm_q and norm_k",)
+        if not _is_gelu(children["ff"], device, x.dtype):
+            stock += ("ff",)
+        return stock
+
+    @override
+    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        block: Any = module
+        x, text, temb, tables, mask = call
+        # [B, 1 or S, 6, D]; its six parts are read in place.
+        modulation = block.scale_shift_table[None, None] + temb.reshape(x.size(0), temb.size(1), 6, -1)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.unbind(dim=2)
+
+        if "norm1" in stock:
+            y = norm_modulate(block.norm1(x), scale_msa, shift_msa, norm=None, provider=provider)
+        else:
+            y = norm_modulate(x, scale_msa, shift_msa, eps=block.norm1.eps, provider=provider)
+
+        if "attn1" in stock:
+            y = block.attn1(hidden_states=y, encoder_hidden_states=None, image_rotary_emb=tables)
+        else:
+            y = _attention(block.attn1, y, y, tables, None, "attn1.norm_q and norm_k" in stock, provider)
+        x = gate_residual(x, y, gate_msa, provider=provider)
+
+        if "attn2" in stock:
+            y = block.attn2(x, encoder_hidden_states=text, image_rotary_emb=None, attention_mask=mask)
+        else:
+            y = _attention(block.attn2, x, text, None, mask, "attn2.norm_q and norm_k" in stock, provider)
+
+        if "norm2" in stock:
+            x = gate_residual(x, y, provider=provider)
+            y = norm_modulate(block.norm2(x), scale_mlp, shift_mlp, norm=None, provider=provider)
+        else:
+            x, y = gate_residual_norm_modulate(x, y, None, scale_mlp, shift_mlp, eps=block.norm2.eps, provider=provider)
+
+        y = block.ff(y) if "ff" in stock else gelu_feed_forward(block.ff, y)
+        return gate_residual(x, y, gate_mlp, provider=provider)
+
+    @override
+    def sources(self) -> tuple[Callable[..., Any], ...]:
+        return (
+            LTXVideoTransformerBlock.forward,
+            LTXAttention.forward,
+            LTXVideoAttnProcessor.__call__,
+            stock_module.apply_rotary_emb,
+            FeedForward.forward,
+            GELU.forward,
+        )
+
+    @override
+    def samples(
+        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> list[tuple[Any, ...]]:
+        block: Any = module
+        generator = torch.Generator("cpu").manual_seed(20)
+
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, generator=generator, device="cpu") * scale).to(device=device, dtype=dtype)
+
+        frames, height = 3, 3
+        width = max(5, tokens // (frames * height)) | 1
+        length, dim, text = frames * height * width, block.scale_shift_table.shape[-1], 7
+        rotary = LTXVideoRotaryPosEmbed(dim)
+        tables = rotary(random(2, length, dim), frames, height, width, (0.3, 32.0, 32.0))
+        mask = torch.zeros(2, 1, text, device=device, dtype=dtype)
+        mask[0, :, 4:] = -10000.0
+        context = block.attn2.cross_attention_dim
+        return [
+            (random(2, length, dim), random(2, text, context), random(2, 1, 6 * dim, scale=0.5), tables, mask),
+            (random(2, length, dim), random(2, text, context), random(2, length, 6 * dim, scale=0.5), tables, None),
+        ]
+
+    @override
+    def make_plain(self, module: nn.Module) -> None:
+        for name in ("attn1", "attn2"):
+            attention: Any = module._modules[name]
+            if type(attention) is LTXAttention:
+                processor = LTXVideoAttnProcessor()
+                processor._attention_backend = AttentionBackendName.NATIVE
+                attention._modules.pop("processor", None)
+                attention.__dict__["processor"] = processor
+
+
+def _attention(
+    attention: Any, x: Tensor, context: Tensor, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
+    provider: str | None,
+) -> Tensor:  # fmt: skip
+    """``LTXVideoAttnProcessor``; the linear layers are called, so that adapters and quantisation stay in force."""
+    heads = attention.heads
+    if mask is not None:
+        batch, length = context.shape[:2]
+        mask = attention.prepare_attention_mask(mask, length, batch)
+        mask = mask.view(batch, heads, -1, mask.shape[-1])
+
+    query, key, value = attention.to_q(x), attention.to_k(context), attention.to_v(context)
+    cos, sin = per_head(tables, heads)
+    if stock_norms:
+        query, key = attention.norm_q(query), attention.norm_k(key)
+        if tables is not None:
+            query, key = qk_norm_rope(query, key, cos=cos, sin=sin, norm=None, across_heads=heads, provider=provider)
+    else:
+        query, key = qk_norm_rope(
+            query, key, attention.norm_q.weight, attention.norm_k.weight, cos, sin, attention.norm_q.eps,
+            across_heads=heads, provider=provider,
+        )  # fmt: skip
+
+    processor = attention.processor
+    # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
+    y = stock_module.dispatch_attention_fn(
+        query.unflatten(2, (heads, -1)),
+        key.unflatten(2, (heads, -1)),
+        value.unflatten(2, (heads, -1)),
+        attn_mask=mask,
+        dropout_p=0.0,
+        is_causal=False,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config,
+    )
+    y = y.flatten(2, 3).to(query.dtype)
+    return attention.to_out[1](attention.to_out[0](y))  # type: ignore[no-any-return]
+
+
+# Parameters and children are read where nn.Module keeps them: its own __getattr__ takes five times as long.
+
+
+def _is_weightless(norm: Any) -> bool:
+    """Whether a norm of the block is the RMS norm without weight that the shipped models have."""
+    return untouched(norm, RMSNorm) and norm.weight is None and norm.bias is None and type(norm.eps) is float
+
+
+def _norms_are_plain(children: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether the norms of queries and keys can be computed from their weights."""
+    norm_q, norm_k = children["norm_q"], children["norm_k"]
+    return (
+        untouched(norm_q, nn.RMSNorm)
+        and untouched(norm_k, nn.RMSNorm)
+        and norm_q.eps == norm_k.eps
+        and plain(norm_q._parameters["weight"], device)
+        and plain(norm_k._parameters["weight"], device)
+    )
+
+
+def _is_gelu(feed_forward: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the feed-forward is diffusers' own, with a tanh GELU over a plain linear layer."""
+    if not untouched(feed_forward, FeedForward):
+        return False
+    first = feed_forward._modules["net"]._modules["0"]
+    return (
+        untouched(first, GELU) and first.approximate == "tanh" and plain_linear(first._modules["proj"], device, dtype)
+    )
+
+
+RECIPE = LTXBlock()

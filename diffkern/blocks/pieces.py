@@ -1,0 +1,109 @@
+"""What the recipes share: guards that say whether a child may be computed around, and parts of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+
+from diffkern.ops import linear_gelu
+from diffkern.providers import KERNEL_DTYPES
+
+#: Functions that, bound to a module as its forward, compute what the forward of its class computes.
+EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()
+
+
+def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
+    """Whether ``module`` is exactly a ``cls`` that runs its own forward, with nobody watching the call.
+
+    Hooks of accelerate and diffusers stand in ``module.forward``; torch's have their own dictionaries.
+    """
+    if type(module) is not cls:
+        return False
+    state = module.__dict__
+    if (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    ):
+        return False
+    if "forward" not in state:
+        return True
+    forward = state["forward"]
+    return type(forward) is MethodType and (forward.__func__ is cls.forward or forward.__func__ in EQUIVALENT_FORWARDS)
+
+
+def calls_are_watched() -> bool:
+    """Whether every call of a module is watched, as profilers and FLOP counters do with global hooks."""
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def plain(parameter: Any, device: torch.device) -> bool:
+    """Whether a parameter is an ordinary tensor on ``device`` that kernels can read."""
+    kind = type(parameter)
+    return (
+        (kind is nn.Parameter or kind is Tensor)
+        and parameter.device == device
+        and parameter.dtype in KERNEL_DTYPES
+        and parameter.layout is torch.strided
+    )
+
+
+def plain_linear(module: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a linear layer is torch's own, with ordinary weights for inputs of ``dtype`` on ``device``.
+
+    Layers with adapters or quantised weights, offloaded and sharded ones are not.
+    """
+    if not untouched(module, nn.Linear):
+        return False
+    weight, bias = module._parameters["weight"], module._parameters["bias"]  # type: ignore[union-attr]
+    return (
+        plain(weight, device)
+        and weight.dtype == dtype  # type: ignore[union-attr]
+        and (bias is None or (plain(bias, device) and bias.dtype == dtype))
+    )
+
+
+def unfit_input(x: Any) -> str | None:
+    """Why the hidden states of a block cannot go through kernels, or None."""
+    if type(x) is not Tensor:
+        return f"the hidden states are a {type(x).__name__}, not a plain tensor"
+    if x.dtype not in KERNEL_DTYPES:
+        return f"the hidden states are {str(x.dtype).removeprefix('torch.')}; float32, float16 and bfloat16 are served"
+    if x.ndim != 3 or x.layout is not torch.strided or x.is_nested:
+        return "the hidden states are not an ordinary dense tensor [batch, tokens, channels]"
+    if x.is_meta:
+        return "the hidden states have no data (meta device)"
+    # The first question is quick, and almost always enough: the name of a device takes long to form.
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        return f"autocast is on for {x.device.type}, and the stock forward follows its rules"
+    if calls_are_watched():
+        return "global hooks watch the calls of all modules"
+    return None
+
+
+def per_head(tables: tuple[Tensor, Tensor] | None, heads: int) -> tuple[Tensor | None, Tensor | None]:
+    """Views rotary tables ``[B, S, heads * D]`` as ``[B, S, heads, D]``."""
+    if tables is None:
+        return None, None
+    cos, sin = tables
+    return cos.unflatten(-1, (heads, -1)), sin.unflatten(-1, (heads, -1))
+
+
+def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
+    """Diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
+    net: Any = feed_forward.net
+    x = linear_gelu(x, net[0].proj.weight, net[0].proj.bias, approximate="tanh")
+    for layer in net[1:]:
+        x = layer(x)
+    return x

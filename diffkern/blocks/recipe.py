@@ -1,0 +1,98 @@
+"""What a block recipe is, and which classes have one."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Full name of a block's class -> its name as an op, and the module with its ``RECIPE``. That may import
+#: diffusers: whoever has such a block has imported it already.
+_RECIPES = {
+    "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": ("ltx_block", "diffkern.blocks.ltx"),
+}
+
+#: Names under which configurations and reports know the blocks.
+OPS = tuple(op for op, _ in _RECIPES.values())
+
+
+class BlockRecipe(ABC):
+    """How the block of one class is computed fused, and when it may be.
+
+    A recipe reads the block at every call and keeps nothing, so that one object serves all blocks of a class.
+    A *piece* is a child, or what stands around it, that the fused forward computes itself as long as nobody
+    watches or replaces the child; else the child is called as the stock forward calls it.
+
+    Attributes:
+        op: Name of the whole in reports and configurations.
+        ops: The ops of :mod:`diffkern.ops` between which providers can be chosen.
+        fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
+        versions: The versions of the library that these sources are from.
+    """
+
+    op: str
+    ops: tuple[str, ...]
+    fingerprints: frozenset[str]
+    versions: str
+
+    @staticmethod
+    @abstractmethod
+    def arguments(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Returns the arguments of a call in the order of the stock signature, which this one repeats.
+
+        Raises:
+            TypeError: the call has other arguments.
+        """
+
+    @abstractmethod
+    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+        """Says why a call must run the stock forward altogether, or None. Never looks at data."""
+
+    @abstractmethod
+    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
+        """Names the pieces that must go through their child; those a call that is not declined can have."""
+
+    @abstractmethod
+    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        """Computes the block's forward. ``stock`` comes from :meth:`stock_pieces`. Differentiable."""
+
+    @abstractmethod
+    def sources(self) -> tuple[Callable[..., Any], ...]:
+        """The stock functions whose work :meth:`compute` does, the forward of the block first."""
+
+    @abstractmethod
+    def samples(
+        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> list[tuple[Any, ...]]:
+        """Random arguments of every kind that the block is called with, of about ``tokens`` tokens each."""
+
+    @abstractmethod
+    def make_plain(self, module: nn.Module) -> None:
+        """Makes a private copy of a block computable anywhere: stock processors, torch's own attention."""
+
+
+@cache
+def recipe_for(class_name: str) -> BlockRecipe | None:
+    """Returns the recipe of a class by its full name, or None if it has none."""
+    if class_name not in _RECIPES:
+        return None
+    recipe: BlockRecipe = import_module(_RECIPES[class_name][1]).RECIPE
+    return recipe
+
+
+@cache
+def fingerprint(functions: tuple[Callable[..., Any], ...]) -> str | None:
+    """Returns a hash of the sources of ``functions``, indentation and blank lines aside; None without a source."""
+    try:
+        sources = [inspect.getsource(function) for function in functions]
+    except (OSError, TypeError):
+        return None
+    lines = [line.strip() for source in sources for line in source.splitlines()]
+    return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]

@@ -1,0 +1,135 @@
+"""Transformer blocks as the injection sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.blocks import BlockRecipe
+from diffkern.injection.fusion import Fusion
+from diffkern.injection.samples import block_stand_in
+from diffkern.matching import full_name
+from diffkern.providers import KERNEL_DTYPES, Choice, select
+
+#: Tokens of each sample, of which there are two per call.
+TOKENS = 45
+#: Tokens of each sample of a proof of bit identity.
+EXACT_TOKENS = 400
+
+
+@dataclass(frozen=True)
+class BlockFusion(Fusion):
+    """A block with a recipe. A call is the tuple of its arguments.
+
+    Its proof compares the fused forward with the stock one, and both with the stock forward of a copy in float64,
+    so that nothing but the stock forward itself says what the block computes.
+    """
+
+    recipe: BlockRecipe
+
+    @property
+    @override
+    def op(self) -> str:
+        return self.recipe.op
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        try:
+            return self.recipe.arguments(*args, **kwargs)
+        except TypeError:
+            return None
+
+    @override
+    def subject(self, call: tuple[Any, ...]) -> Tensor:
+        subject: Tensor = call[0]
+        return subject
+
+    @override
+    def weight_dtype(self, module: nn.Module) -> None:
+        """Decides nothing: the recipe declines calls of another dtype than the block's."""
+        return None
+
+    @override
+    def declines(self, module: nn.Module, call: tuple[Any, ...] | None) -> str | None:
+        if call is None:
+            return "it is called with other arguments than the recipe knows"
+        return self.recipe.declines(module, call)
+
+    @override
+    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
+        return self.recipe.stock_pieces(module, call)
+
+    @override
+    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        return self.recipe.compute(module, call, provider, stock)
+
+    @override
+    def kind(self, module: nn.Module) -> Hashable:
+        classes = tuple(full_name(type(child)) for child in module.modules())
+        parameters = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
+        return self.op, classes, parameters
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        """The least preferred of the choices for its ops speaks for the block."""
+        choices = [select(op, device, dtypes[:1], provider) for op in self.recipe.ops]
+        return max(choices, key=lambda choice: len(choice.declined))
+
+    @override
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Its own: a block casts nothing. Those of a quantised or layerwise cast one are the model's."""
+        own = next((p.dtype for p in module.parameters() if p.dtype in KERNEL_DTYPES), whole)
+        return (own,)
+
+    @override
+    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+        dtype = self.likely_dtypes(module, torch.float32)[0]
+        copy = block_stand_in(module, device, lambda tensor: tensor.dtype if tensor.dtype in KERNEL_DTYPES else dtype)
+        self.recipe.make_plain(copy)
+        return copy
+
+    @override
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Nothing: a block has too many weights to copy them for what may never come."""
+        return None
+
+    @override
+    def samples(
+        self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool
+    ) -> Sequence[tuple[Any, ...]]:
+        return self.recipe.samples(module, EXACT_TOKENS if exact else TOKENS, device, dtype)
+
+    @override
+    def trial(self, call: tuple[Any, ...]) -> None:
+        """Nothing: attention over a real number of tokens in float64 takes more memory than there may be."""
+        return None
+
+    @override
+    def misunderstood(self, module: nn.Module) -> str | None:
+        """Never: nothing is believed, the reference is the stock forward itself."""
+        return None
+
+    @override
+    def stock(self, module: nn.Module, call: tuple[Any, ...]) -> Tensor:
+        result: Tensor = type(module).forward(module, *call)
+        return result
+
+    @override
+    def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Tensor:
+        copy = block_stand_in(module, call[0].device, lambda tensor: torch.float64)
+        self.recipe.make_plain(copy)
+        return self.stock(copy, _doubled(call))
+
+
+def _doubled(value: Any) -> Any:
+    """A call with every floating point tensor in float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    return tuple(_doubled(item) for item in value) if isinstance(value, tuple) else value

@@ -1,0 +1,80 @@
+"""What a patch needs to know of the module it sits on, be that a norm or a whole block."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.providers import Choice
+
+
+class Fusion(Protocol):
+    """How the forward of a module is computed fused, when it may be, and how that is proven.
+
+    A *call* is what :meth:`bind` makes of the arguments of one call; only the fusion looks into it.
+    """
+
+    @property
+    def op(self) -> str:
+        """The op, as reports and configurations name it."""
+
+    # --- at every call ---------------------------------------------------------------------------------
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the call; None for arguments that the fusion does not know."""
+
+    def subject(self, call: Any) -> Tensor:
+        """The input whose device and dtype decide whether a call is proven."""
+
+    def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """The dtype of the weights that, besides the subject's, decides whether a call is proven; or None."""
+
+    def declines(self, module: nn.Module, call: Any) -> str | None:
+        """Says why a call must run the stock forward, or None."""
+
+    def stock_pieces(self, module: nn.Module, call: Any) -> tuple[str, ...]:
+        """Names the parts of the module that run stock inside a fused call."""
+
+    def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
+        """Computes the forward; ``stock`` comes from :meth:`stock_pieces`."""
+
+    # --- for proofs ------------------------------------------------------------------------------------
+
+    def kind(self, module: nn.Module) -> Hashable:
+        """What modules must have in common to share a proof."""
+
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        """Says who will compute it, for calls of the first of ``dtypes`` on ``device``.
+
+        Raises:
+            diffkern.providers.NoProviderError: nobody can, or the one asked for cannot.
+        """
+
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Dtypes that calls will probably have in a model of dtype ``whole``, the likeliest first."""
+
+    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """Returns a copy to try things on, which shares nothing that a run could change."""
+
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+        """Returns a copy with weights of ``dtype``, to prove ahead what a cast model will do; None if too large."""
+
+    def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Any]:
+        """Random calls; large ones where a proof of bit identity needs them."""
+
+    def trial(self, call: Any) -> Any | None:
+        """What of a real call is tried at first use besides the samples; None for nothing."""
+
+    def misunderstood(self, module: nn.Module) -> str | None:
+        """Says how the stock forward differs in float32 from what it is believed to compute, or None."""
+
+    def stock(self, module: nn.Module, call: Any) -> Tensor:
+        """Runs the stock forward."""
+
+    def reference(self, module: nn.Module, call: Any) -> Tensor:
+        """Computes the result in float64."""

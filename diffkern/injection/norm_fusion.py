@@ -1,0 +1,124 @@
+"""Norm modules as the injection sees them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.injection.fusion import Fusion
+from diffkern.injection.measures import relative_error
+from diffkern.injection.samples import random_input, sample_shape, stand_in
+from diffkern.matching import NormSemantics, apply, declines, full_name
+from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
+
+#: Rows of the random proofs.
+ROWS = 64
+#: Elements of the random proofs of bit identity, where one differing element decides.
+EXACT_ELEMENTS = 1 << 18
+#: How far the stock forward may be from the semantics in float32, relative.
+SEMANTIC_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class NormFusion(Fusion):
+    """A norm of known semantics. A call is its one tensor."""
+
+    semantics: NormSemantics
+
+    @property
+    @override
+    def op(self) -> str:
+        return self.semantics.op
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        return kwargs.get(self.semantics.argument) if len(kwargs) == 1 and not args else None
+
+    @override
+    def subject(self, call: Tensor) -> Tensor:
+        return call
+
+    @override
+    def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
+        name = self.semantics.weight
+        weight = None if name is None else module._parameters.get(name)
+        return None if weight is None else weight.dtype
+
+    @override
+    def declines(self, module: nn.Module, call: Any) -> str | None:
+        return declines(self.semantics, module, call)
+
+    @override
+    def stock_pieces(self, module: nn.Module, call: Tensor) -> tuple[str, ...]:
+        return ()
+
+    @override
+    def compute(self, module: nn.Module, call: Tensor, provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        return apply(self.semantics, module, call, provider=provider)
+
+    @override
+    def kind(self, module: nn.Module) -> Hashable:
+        dtypes = tuple(None if p is None else p.dtype for p in module._parameters.values())
+        return full_name(type(module)), self.semantics, sample_shape(self.semantics, module, ROWS), dtypes
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        parameters = (parameter.dtype for parameter in module.parameters() if parameter.dtype in KERNEL_DTYPES)
+        return select(self.op, device, tuple(dict.fromkeys((dtypes[0], *parameters))), provider)
+
+    @override
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The weights', the model's, and float32, to which models upcast."""
+        own = [parameter.dtype for parameter in module.parameters()]
+        return tuple(dict.fromkeys(dtype for dtype in (*own, whole, torch.float32) if dtype in KERNEL_DTYPES))
+
+    @override
+    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return stand_in(module, device)
+
+    @override
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        return stand_in(module, torch.device("cpu"), dtype)
+
+    @override
+    def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Tensor]:
+        rows = ROWS
+        if exact:
+            rows = max(ROWS, EXACT_ELEMENTS // max(sample_shape(self.semantics, module, 1).numel(), 1))
+        return [random_input(sample_shape(self.semantics, module, rows), device, dtype)]
+
+    @override
+    def trial(self, call: Tensor) -> Tensor:
+        return call.detach()
+
+    @override
+    def misunderstood(self, module: nn.Module) -> str | None:
+        module = stand_in(module, torch.device("cpu"), torch.float32)
+        x = random_input(sample_shape(self.semantics, module, ROWS), torch.device("cpu"), torch.float32)
+        error = relative_error(self.stock(module, x), self.reference(module, x))
+        if error <= SEMANTIC_TOLERANCE:
+            return None
+        return f"the stock forward is {error:.1e} away from what its class is known to compute"
+
+    @override
+    def stock(self, module: nn.Module, call: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            # torch warns where a mix of dtypes is slow; the user did not ask for this call.
+            warnings.simplefilter("ignore")
+            result: Tensor = type(module).forward(module, call)
+        return result
+
+    @override
+    def reference(self, module: nn.Module, call: Tensor) -> Tensor:
+        with use_provider("eager"):
+            return apply(self.semantics, stand_in(module, call.device, torch.float64), call.double())

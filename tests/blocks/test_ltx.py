@@ -1,0 +1,472 @@
+"""The fused LTX block: as accurate as the stock one, and never in the way of what sits on the block or inside it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import accelerate.hooks
+import pytest
+import torch
+import torch._dynamo
+from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.models.transformers.transformer_ltx import (
+    LTXVideoAttnProcessor,
+    LTXVideoRotaryPosEmbed,
+    LTXVideoTransformerBlock,
+)
+from torch import Tensor, nn
+
+from diffkern import inject_optimized_kernels, restore
+from diffkern.bench.measure import relative_error
+from diffkern.blocks import fingerprint
+from diffkern.blocks.ltx import RECIPE
+from tests.injection.models import all_fused, ltx_inputs, randomise, run, tiny_ltx
+
+DIM, TEXT = 32, 16
+
+
+def block(dtype: torch.dtype = torch.float32, **options: Any) -> LTXVideoTransformerBlock:
+    """A block of four heads of eight channels."""
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 8, "cross_attention_dim": TEXT}
+    layer = LTXVideoTransformerBlock(DIM, **sizes, **options)
+    randomise(layer)
+    return layer.eval().requires_grad_(False).to(dtype)
+
+
+def inputs(
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+    tokens: int = 45,
+    modulation: str = "sample",
+    masked: bool = True,
+    rotary: bool = True,
+) -> dict[str, Any]:
+    """What the denoiser gives its blocks; ``tokens`` a multiple of nine."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x = random(batch, tokens, DIM)
+    mask = torch.zeros(batch, 1, 7, dtype=dtype)
+    mask[0, :, 4:] = -10000.0
+    return {
+        "hidden_states": x,
+        "encoder_hidden_states": random(batch, 7, TEXT),
+        "temb": random(batch, tokens if modulation == "token" else 1, 6 * DIM),
+        "image_rotary_emb": LTXVideoRotaryPosEmbed(DIM)(x, 3, 3, tokens // 9, (0.3, 32.0, 32.0)) if rotary else None,
+        "encoder_attention_mask": mask if masked else None,
+    }
+
+
+def in_float64(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double()
+    return tuple(map(in_float64, value)) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"batch": 1, "tokens": 81},
+        {"modulation": "token"},
+        {"modulation": "token", "masked": False, "batch": 3},
+        {"rotary": False},
+    ],
+    ids=str,
+)
+def test_as_close_to_float64_as_the_stock_block(dtype: torch.dtype, kind: dict[str, Any]) -> None:
+    layer, arguments = block(dtype), inputs(dtype, **kind)
+    reference = block().to(dtype).double()(**{key: in_float64(value) for key, value in arguments.items()})
+    stock = layer(**arguments)
+    report = inject_optimized_kernels(layer)
+    fused = layer(**arguments)
+    assert all_fused(report) and report.patched[0].op == "ltx_block" and report.patched[0].how == "recipe"
+    assert fused.dtype == dtype and fused.shape == stock.shape
+    slack = 1e-6 if dtype == torch.float32 else 0
+    assert relative_error(fused, reference) <= 1.05 * relative_error(stock, reference) + slack
+    assert report.restore() == len(report.patched)
+    assert torch.equal(layer(**arguments), stock)
+
+
+def test_positional_arguments_and_the_errors_of_the_stock_block() -> None:
+    layer, arguments = block(), inputs()
+    stock = layer(**arguments)
+    bad = {**arguments, "temb": arguments["temb"][:1]}
+    with pytest.raises(RuntimeError) as expected:
+        layer(**bad)
+    report = inject_optimized_kernels(layer)
+    torch.testing.assert_close(layer(*arguments.values()), stock, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError) as actual:
+        layer(**bad)
+    assert str(actual.value) == str(expected.value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        layer(**arguments, speed=2)
+    assert report.calls()[""]["stock_reasons"] == {"it is called with other arguments than the recipe knows": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"elementwise_affine": True}, {"activation_fn": "gelu"}, {"activation_fn": "geglu"}, {"attention_bias": False}],
+    ids=str,
+)
+def test_other_configurations_of_the_block(options: dict[str, Any]) -> None:
+    layer, arguments = block(**options), inputs()
+    stock = layer(**arguments)
+    report = inject_optimized_kernels(layer)
+    torch.testing.assert_close(layer(**arguments), stock, rtol=1e-4, atol=1e-5)
+    pieces = set(report.calls()[""]["stock_pieces"])
+    expected = {"elementwise_affine": {"norm1", "norm2"}, "activation_fn": {"ff"}, "attention_bias": set()}
+    assert pieces == expected[next(iter(options))]
+
+
+# --- what sits on the children -----------------------------------------------------------------------------
+
+
+class DoubleAccelerate(accelerate.hooks.ModelHook):
+    def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+        return output * 2
+
+
+class DoubleDiffusers(ModelHook):
+    def post_forward(self, module: nn.Module, output: Tensor) -> Tensor:
+        return output * 2
+
+
+def replace_forward(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 2  # type: ignore[method-assign]
+
+
+WATCHERS: dict[str, Callable[[nn.Module], object]] = {
+    "torch": lambda module: module.register_forward_hook(lambda module, args, output: output * 2),
+    "torch-pre": lambda module: module.register_forward_pre_hook(
+        lambda module, args, kwargs: (
+            tuple(x.flip(-1) for x in args),
+            {key: value.flip(-1) if key == "hidden_states" else value for key, value in kwargs.items()},
+        ),
+        with_kwargs=True,
+    ),
+    "accelerate": lambda module: accelerate.hooks.add_hook_to_module(module, DoubleAccelerate()),
+    "diffusers": lambda module: HookRegistry.check_if_exists_or_initialize(module).register_hook(
+        DoubleDiffusers(), "double"
+    ),
+    "replaced": replace_forward,
+}
+
+PIECES = {
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "attn1": "attn1",
+    "attn2": "attn2",
+    "attn1.norm_q": "attn1.norm_q and norm_k",
+    "attn2.norm_k": "attn2.norm_q and norm_k",
+    "ff": "ff",
+    "ff.net.0": "ff",
+    "ff.net.0.proj": "ff",
+    "ff.net.2": None,
+    "attn1.to_v": None,
+    "attn2.to_out.0": None,
+}
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.parametrize("child", PIECES)
+@pytest.mark.parametrize("inject_first", [True, False])
+def test_whoever_watches_or_replaces_a_child_is_heard(watcher: str, child: str, inject_first: bool) -> None:
+    watched, layer, arguments = block(), block(), inputs()
+    unwatched = layer(**arguments)
+    WATCHERS[watcher](watched.get_submodule(child))
+    stock = watched(**arguments)
+    assert not torch.allclose(stock, unwatched, rtol=1e-3, atol=1e-3), "the effect would not show"
+    report = inject_optimized_kernels(layer) if inject_first else None
+    WATCHERS[watcher](layer.get_submodule(child))
+    report = report or inject_optimized_kernels(layer)
+    torch.testing.assert_close(layer(**arguments), stock, rtol=1e-4, atol=1e-5)
+    count = report.calls()[""]
+    assert count["fused"] == 1 and set(count["stock_pieces"]) == ({PIECES[child]} - {None})
+
+
+def test_global_hooks_see_every_module() -> None:
+    layer, arguments, seen = block(), inputs(), []
+    report = inject_optimized_kernels(layer)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        layer(**arguments)
+    finally:
+        handle.remove()
+    assert {layer.norm1, layer.attn1, layer.attn2.norm_k, layer.ff.net[0]} <= set(seen)
+    assert "global hooks" in next(iter(report.calls()[""]["stock_reasons"]))
+
+
+class Halved(LTXVideoAttnProcessor):
+    """Another processor: its attention counts half."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().__call__(*args, **kwargs) / 2
+
+
+@pytest.mark.parametrize("child", ["attn1", "attn2"])
+@pytest.mark.parametrize("inject_first", [True, False])
+def test_a_replaced_processor_is_used(child: str, inject_first: bool) -> None:
+    other, layer, arguments = block(), block(), inputs()
+    other.get_submodule(child).set_processor(Halved())
+    report = inject_optimized_kernels(layer) if inject_first else None
+    layer.get_submodule(child).set_processor(Halved())
+    report = report or inject_optimized_kernels(layer)
+    torch.testing.assert_close(layer(**arguments), other(**arguments), rtol=1e-4, atol=1e-5)
+    assert report.calls()[""]["stock_pieces"] == {child: 1}
+
+
+def test_the_attention_backend_of_the_processor_is_used() -> None:
+    layer, arguments = block(), inputs()
+    inject_optimized_kernels(layer)
+    for attention in (layer.attn1, layer.attn2):
+        attention.processor._attention_backend = "no such backend"
+    with pytest.raises(ValueError, match="no such backend"):
+        layer(**arguments)
+
+
+@pytest.mark.parametrize("inject_first", [True, False])
+@pytest.mark.parametrize("target", ["to_q", "to_v", "to_k", "to_out.0", "net.0.proj", "net.2"])
+def test_lora_on_any_linear_has_its_effect_in_both_orders(target: str, inject_first: bool) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapt(model: nn.Module) -> None:
+        torch.manual_seed(7)
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=[target], init_lora_weights="gaussian"))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+
+    adapted, model = tiny_ltx(), tiny_ltx()
+    plain = run(model)
+    adapt(adapted)
+    expected = run(adapted)
+    assert not torch.allclose(expected, plain, rtol=1e-2, atol=1e-2), "the effect would not show"
+    report = inject_optimized_kernels(model) if inject_first else None
+    adapt(model)
+    report = report or inject_optimized_kernels(model)
+    torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-5)
+    count = report.calls()["transformer_blocks.0"]
+    assert count["fused"] == 1 and count["stock_pieces"] == ({"ff": 1} if target == "net.0.proj" else {})
+    model.disable_adapters()
+    torch.testing.assert_close(run(model), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_quantised_linear_layer_is_called_and_not_read() -> None:
+    class Quantised(nn.Linear):
+        """Stores its weight scaled to integers, as quantisers do; read as it is, it gives something else."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.linear(input, self.weight.to(input.dtype) / 100, self.bias)
+
+    def quantise(layer: nn.Module) -> nn.Module:
+        for parent in (layer.attn1, layer.attn2, layer.ff.net[0]):
+            for child in parent.children():
+                if type(child) is nn.Linear:
+                    child.__class__ = Quantised
+                    child.weight = nn.Parameter((child.weight * 100).round().to(torch.int8), requires_grad=False)
+        return layer
+
+    stock, layer, arguments = quantise(block()), quantise(block()), inputs()
+    report = inject_optimized_kernels(layer)
+    torch.testing.assert_close(layer(**arguments), stock(**arguments), rtol=1e-4, atol=1e-5)
+    assert report.calls()[""]["fused"] == 1 and report.calls()[""]["stock_pieces"] == {"ff": 1}
+
+
+@pytest.mark.parametrize("inject_first", [True, False])
+@pytest.mark.parametrize("cache", ["first block", "pyramid attention"])
+def test_caches_skip_the_same_as_without_injection(cache: str, inject_first: bool) -> None:
+    """First-block caching wraps the blocks themselves, pyramid attention broadcast the attentions inside."""
+    results, counts = [], []
+
+    def enable(model: Any) -> None:
+        if cache == "first block":
+            model.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+        else:
+            ranges = {"spatial_attention_block_skip_range": 2, "cross_attention_block_skip_range": 3}
+            model.enable_cache(PyramidAttentionBroadcastConfig(**ranges, current_timestep_callback=lambda: 500))
+
+    for inject in (False, True):
+        model = tiny_ltx(layers=3)
+        calls: list[nn.Module] = []
+        model.transformer_blocks[2].ff.net[2].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.transformer_blocks[1].attn1.to_v.register_forward_hook(lambda *_, calls=calls: calls.append(2))
+        if inject and inject_first:
+            report = inject_optimized_kernels(model)
+        enable(model)
+        if inject and not inject_first:
+            report = inject_optimized_kernels(model)
+        with model.cache_context("cond"):
+            results.append([run(model, seed=seed) for seed in (1, 1, 2, 2)])
+        counts.append(calls)
+    assert counts[0] == counts[1] and 0 < len(calls) < 8, "nothing was skipped"
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    count = report.calls()["transformer_blocks.0"]
+    assert count["fused"] == 4 and not count["stock"]
+    assert set(count["stock_pieces"]) == ({"attn1", "attn2"} if cache == "pyramid attention" else set())
+
+
+# --- grad, autocast, compile -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_training_gives_the_stock_gradients(checkpointing: bool) -> None:
+    gradients = []
+    for inject in (False, True):
+        model = tiny_ltx().requires_grad_(True).train()
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        if inject:
+            report = inject_optimized_kernels(model)
+        model(**ltx_inputs(batch=2))[0].square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert all_fused(report)
+    assert report.calls()["transformer_blocks.0"]["fused"] == 1 + checkpointing
+    for name, expected in gradients[0].items():
+        assert expected is not None and gradients[1][name] is not None, name
+        error = (gradients[1][name] - expected).norm() / expected.norm().clamp_min(1e-12)
+        assert error < 1e-4, (name, error)
+
+
+def test_autocast_runs_stock() -> None:
+    layer, arguments = block(), inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = layer(**arguments)
+        report = inject_optimized_kernels(layer)
+        assert torch.equal(layer(**arguments), stock)
+    assert "autocast" in next(iter(report.calls()[""]["stock_reasons"]))
+
+
+def test_compiled_blocks_hold_no_break_and_only_the_ops() -> None:
+    torch._dynamo.reset()
+    model, targets, graphs = tiny_ltx(layers=3), set(), []
+    stock = run(model)
+    inject_optimized_kernels(model)
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        targets.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    model.compile_repeated_blocks(backend=backend, fullgraph=True)
+    torch.testing.assert_close(run(model), stock, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+    assert {f"diffkern.{op}.default" for op in (*RECIPE.ops, "linear_gelu")} <= targets
+    assert "diffkern.rms_norm.default" not in targets
+
+
+@pytest.mark.parametrize("child", ["norm1", "attn1", "attn2.norm_q", "ff"])
+def test_a_hook_on_a_child_is_heard_in_the_compiled_block(child: str) -> None:
+    torch._dynamo.reset()
+    layer, watched, arguments = block(), block(), inputs()
+    for module in (layer, watched):
+        module.get_submodule(child).register_forward_hook(lambda module, args, output: output * 2)
+    inject_optimized_kernels(layer)
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)(**arguments)
+        torch.testing.assert_close(compiled, watched(**arguments), rtol=1e-4, atol=1e-5)
+
+
+# --- the way in and back -----------------------------------------------------------------------------------
+
+
+def test_a_changed_stock_forward_is_probed_and_a_different_one_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LTXVideoTransformerBlock.forward
+
+    def same(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return real(self, *args, **kwargs)
+
+    def other(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return real(self, *args, **kwargs) * 1.001
+
+    assert fingerprint(RECIPE.sources()) in RECIPE.fingerprints
+    monkeypatch.setattr(LTXVideoTransformerBlock, "forward", same)
+    report = inject_optimized_kernels(block())
+    assert report.patched[0].op == "ltx_block" and report.patched[0].how == "probe"
+    refused = inject_optimized_kernels(block(), verify=False)
+    assert refused.skipped[0].class_name.endswith("LTXVideoTransformerBlock") and "compare" in refused.skipped[0].reason
+    monkeypatch.setattr(LTXVideoTransformerBlock, "forward", other)
+    report = inject_optimized_kernels(block())
+    assert [site.op for site in report.failed] == ["ltx_block"] and "against stock's" in report.failed[0].reason
+    assert {site.op for site in report.patched} == {"rms_norm"}
+
+
+def test_config_leaves_blocks_alone_by_op_by_path_and_by_what_is_inside() -> None:
+    model = tiny_ltx()
+
+    def fused_blocks(config: dict[str, str | None]) -> list[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = inject_optimized_kernels(model, config=config)
+        report.restore()
+        return [site.path for site in report.patched if site.op == "ltx_block"]
+
+    assert fused_blocks({"ltx_block": None}) == []
+    assert fused_blocks({"LTXVideoTransformerBlock": None}) == []
+    assert fused_blocks({"transformer_blocks.0": None}) == ["transformer_blocks.1"]
+    assert fused_blocks({"transformer_blocks.1.attn1.norm_q": None}) == ["transformer_blocks.0"]
+    assert fused_blocks({"ltx_block": "eager"}) == ["transformer_blocks.0", "transformer_blocks.1"]
+
+
+def test_exact_keeps_the_result_bit_for_bit() -> None:
+    model = tiny_ltx().to(torch.bfloat16)
+    stock = run(model, dtype=torch.bfloat16)
+    report = inject_optimized_kernels(model, numerics="exact")
+    assert torch.equal(run(model, dtype=torch.bfloat16), stock)
+    reasons = [site.reason for site in report.failed if site.op == "ltx_block"]
+    assert len(reasons) == 2 and all("not bit-identical" in reason for reason in reasons)
+
+
+def test_first_use_in_another_dtype_is_proven_then() -> None:
+    model = tiny_ltx()
+    report = inject_optimized_kernels(model)
+    model.to(torch.bfloat16)
+    run(model, dtype=torch.bfloat16)
+    assert all_fused(report)
+
+
+def test_deep_copies_and_pickles() -> None:
+    layer, arguments = block(), inputs()
+    stock = layer(**arguments)
+    inject_optimized_kernels(layer)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.scale_shift_table.zero_()
+    plain = block()
+    with torch.no_grad():
+        plain.scale_shift_table.zero_()
+    torch.testing.assert_close(twin(**arguments), plain(**arguments), rtol=1e-4, atol=1e-5)
+    assert twin._diffkern.fused_calls == 1 and layer._diffkern.fused_calls == 0
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(loaded(**arguments), stock)
+    assert restore(twin) == restore(layer) == 7
+    assert torch.equal(layer(**arguments), stock)
+
+
+def test_weights_on_meta_are_proven_by_a_stand_in() -> None:
+    with torch.device("meta"):
+        layer = block()
+    report = inject_optimized_kernels(layer)
+    assert report.patched[0].op == "ltx_block" and report.patched[0].measurements[0].passed
+
+
+def test_strict_refuses_a_piece_that_would_run_stock() -> None:
+    layer = block()
+    report = inject_optimized_kernels(layer, strict=True, config={op: "eager" for op in ("ltx_block", "rms_norm")})
+    layer.ff.register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(RuntimeError, match="not ff"):
+        layer(**inputs())
+    assert report.restore() == 7
