@@ -40,12 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "gpu: needs a CUDA or ROCm GPU; runs only if the -m expression names it"
-    )
-    config.addinivalue_line(
-        "markers", "sanitize: runs each kernel path once, briefly enough for compute-sanitizer"
-    )
+    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm GPU; runs only if the -m expression names it")
+    config.addinivalue_line("markers", "sanitize: runs each kernel path once, briefly enough for compute-sanitizer")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

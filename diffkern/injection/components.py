@@ -22,7 +22,8 @@ def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[st
 
     Args:
         target: A diffusers pipeline, a modular pipeline, or any module.
-        names: Component names, a single one as it is, or None for the default ones. For a single module only None makes sense.
+        names: Component names, a single one as it is, or None for the default ones. For a single module only None
+            makes sense.
 
     Returns:
         The modules by component name (the empty name for a single module), and the reasons of the others.

@@ -23,7 +23,7 @@ CONTRACT = (
     ContractRow(
         "linear_gelu",
         "tanh, bias, on CUDA",
-        "one dtype",
+        "float16 or bfloat16",
         "float32 sums and activation",
         "once, to the dtype of the input",
     ),

@@ -151,7 +151,9 @@ def qk_norm_rope(
         seq_dim,
     )  # fmt: skip
     parameters = (q_weight, k_weight, q_bias, k_bias)
-    plain = not needs_dispatcher(q, k, *parameters, *(table for tables in lists for table in tables))
+    tables = [table for tables in lists for table in tables]
+    others = [tensor for tensor in (k, *parameters, *tables) if tensor is not None]
+    plain = not (needs_dispatcher(q, *others) or any(tensor.is_neg() for tensor in others))
     call: Callable[..., tuple[Tensor, Tensor]] = _qk_norm_rope if plain else _qk_norm_rope_op
     return call(
         q, k, *parameters, *lists, coords, grid, order == "alternating", front_pad, NORMS[norm], eps, heads,
@@ -250,7 +252,7 @@ def _rotation(
         if x_sin is None:
             if not x_cos.is_complex():
                 raise TypeError(f"without sines the table must be complex, got {x_cos.dtype}")
-            x_cos, x_sin = torch.view_as_real(x_cos).unbind(-1)
+            x_cos, x_sin = torch.view_as_real(x_cos.resolve_conj()).unbind(-1)
         rotary = check_choices(x, pairing, arithmetic, rotary_dim)
         lead = x.shape[:-1] if length < 0 else (*x.shape[:dim], length, *x.shape[dim + 1 : -1])
         check_table("cos", x_cos, x, lead, rotary)

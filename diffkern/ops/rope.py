@@ -133,7 +133,7 @@ def rope(
     shape = x.shape[:-1] if length < 0 else (*x.shape[:seq_dim], length, *x.shape[seq_dim + 1 : -1])
     check_table("cos", cos, x, shape, rotary)
     check_table("sin", sin, x, shape, rotary)
-    call = _rope_op if needs_dispatcher(x, cos, sin) else _rope
+    call = _rope_op if needs_dispatcher(x, cos, sin) or cos.is_neg() or sin.is_neg() else _rope
     half = pairing == "half"
     return call(x, cos, sin, half, ARITHMETICS[arithmetic], rotary_dim or 0, seq_dim, start, length, provider)
 
@@ -191,7 +191,8 @@ def rope_3d(
     heads = x.shape[3 - seq_dim] if x.ndim == 4 and seq_dim in (1, 2) else 0
     grid = check_axes(x, cos_axes, sin_axes, grid, coords, order, front_pad, rotary, heads, seq_dim, length)
     cos, sin = list(cos_axes), list(sin_axes)
-    call = _rope_3d_op if needs_dispatcher(x, *cos, *sin) else _rope_3d
+    tables = (*cos, *sin)
+    call = _rope_3d_op if needs_dispatcher(x, *tables) or any(table.is_neg() for table in tables) else _rope_3d
     return call(
         x, cos, sin, coords, grid, order == "alternating", front_pad, pairing == "half", ARITHMETICS[arithmetic],
         rotary_dim or 0, seq_dim, start, length, provider,
@@ -361,7 +362,7 @@ def check_coords(coords: Tensor | None, axes: Sequence[Tensor]) -> None:
 def _from_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
     if not freqs.is_complex():
         raise TypeError(f"with sin=None the table must be complex, got {freqs.dtype}: pass sin as well")
-    cos, sin = torch.view_as_real(freqs).unbind(-1)
+    cos, sin = torch.view_as_real(freqs.resolve_conj()).unbind(-1)
     return cos, sin
 
 
@@ -374,7 +375,7 @@ def swap_pairs(table: Tensor, half: bool, rotary: int) -> Tensor:
         return table
     if half:
         return table.roll(rotary // 2, -1)
-    return table.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return table.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # type: ignore[no-any-return]
 
 
 def gradient_arithmetic(arithmetic: int) -> int:

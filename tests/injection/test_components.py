@@ -43,8 +43,8 @@ def test_a_modular_pipeline_that_is_partly_loaded() -> None:
     pipe = FluxAutoBlocks().init_pipeline()
     pipe.update_components(
         transformer=FluxTransformer2DModel(
-            patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-            joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+            patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+            num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
         )
     )  # fmt: skip
     report = inject_optimized_kernels(pipe)

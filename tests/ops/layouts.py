@@ -76,9 +76,7 @@ def make(
     return x
 
 
-def make_parameter(
-    kind: str, length: int, dtype: torch.dtype, device: str, *, seed: int = 1
-) -> Tensor | None:
+def make_parameter(kind: str, length: int, dtype: torch.dtype, device: str, *, seed: int = 1) -> Tensor | None:
     """A weight or bias around 1: ``"none"``, ``"plain"``, ``"strided"`` (in steps of 2) or ``"offset"``."""
     if kind == "none":
         return None

@@ -88,9 +88,7 @@ def assert_within(y: Tensor, expected: tuple[Tensor, Tensor]) -> None:
     excess = (y.double() - truth).abs() / bound
     worst = excess.max().item() if excess.numel() else 0.0
     assert not excess.isnan().any(), f"NaN or inf in {int(excess.isnan().sum())} of {y.numel()} elements"
-    assert worst <= 1, (
-        f"an error of {worst:.3g} times the bound at {excess.argmax().item()} of {tuple(y.shape)}"
-    )
+    assert worst <= 1, f"an error of {worst:.3g} times the bound at {excess.argmax().item()} of {tuple(y.shape)}"
 
 
 def relative_error(y: Tensor, truth: Tensor) -> float:

@@ -24,8 +24,6 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
 
-_TARGETS, _Recorder = [*MAIN_TARGETS, *OTHER_TARGETS], Recorder
-
 
 def _channels_last(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16).to(memory_format=torch.channels_last)

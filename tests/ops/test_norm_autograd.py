@@ -42,9 +42,7 @@ def test_first_and_second_derivatives_are_right_in_float64(
 
 
 @pytest.mark.parametrize(("op", "options"), OPTIONS)
-def test_dk43_gradients_agree_with_float64(
-    op: str, options: dict[str, Any], provider: str, device: str
-) -> None:
+def test_dk43_gradients_agree_with_float64(op: str, options: dict[str, Any], provider: str, device: str) -> None:
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)):
         for layout in ("matrix", "heads_first", "channel_first"):
             x = make(layout, 2, 9, 40, dtype, device).detach().requires_grad_()
@@ -64,9 +62,7 @@ def test_dk43_gradients_agree_with_float64(
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk43_frozen_weights_let_the_gradient_through_to_the_input(
-    op: str, provider: str, device: str
-) -> None:
+def test_dk43_frozen_weights_let_the_gradient_through_to_the_input(op: str, provider: str, device: str) -> None:
     adapter = torch.nn.Linear(16, 16, bias=False).to(device)
     weight = torch.ones(16, device=device)
     y = getattr(ops, op)(adapter(torch.randn(4, 16, device=device)), weight, provider=provider)

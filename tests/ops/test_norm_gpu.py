@@ -40,9 +40,7 @@ def test_dk37_a_captured_graph_computes_fresh_inputs_on_replay(op: str, provider
         x = torch.randn(33, 7, 512, device=device, dtype=dtype)
         static = torch.empty(33, 512, 7, device=device, dtype=dtype).transpose(1, 2).copy_(x)
         weight = make_parameter("plain", 512, dtype, device)
-        function(
-            static, weight, eps=1e-6, provider=provider
-        )  # what is compiled at first use, is compiled here
+        function(static, weight, eps=1e-6, provider=provider)  # what is compiled at first use, is compiled here
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = function(static, weight, eps=1e-6, provider=provider)
@@ -89,9 +87,7 @@ def test_dk37_a_call_does_not_wait_for_the_gpu(op: str, provider: str, device: s
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("rows", "length", "dtype"), [(4194305, 512, torch.float16), (175000, 12288, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("rows", "length", "dtype"), [(4194305, 512, torch.float16), (175000, 12288, torch.bfloat16)])
 def test_dk17_more_than_two_to_the_31_elements(
     op: str, rows: int, length: int, dtype: torch.dtype, provider: str, device: str
 ) -> None:

@@ -35,9 +35,7 @@ ANGLES = torch.linspace(0, 3, 5 * 36).view(5, 36)
 CALLS: dict[str, Call] = {
     "rms_norm": Call((ROWS,), lambda x, w, p: ops.rms_norm(x[0], w, provider=p)),
     "layer_norm": Call((ROWS,), lambda x, w, p: ops.layer_norm(x[0], w, w, provider=p)),
-    "norm_modulate": Call(
-        (ROWS, (1, 72), (1, 72)), lambda x, w, p: ops.norm_modulate(x[0], x[1], x[2], w, provider=p)
-    ),
+    "norm_modulate": Call((ROWS, (1, 72), (1, 72)), lambda x, w, p: ops.norm_modulate(x[0], x[1], x[2], w, provider=p)),
     "gate_residual": Call((ROWS, ROWS, (1, 72)), lambda x, w, p: ops.gate_residual(x[0], x[1], x[2], provider=p)),
     "gate_residual_norm_modulate": Call(
         (ROWS, ROWS, ROWS, ROWS, ROWS),
@@ -48,16 +46,12 @@ CALLS: dict[str, Call] = {
         (ROWS,),
         lambda x, w, p: ops.rope_3d(x[0], [_table(x[0])[0]], [_table(x[0])[1]], grid=(5,), provider=p),
     ),
-    "qk_norm_rope": Call(
-        (ROWS, ROWS), lambda x, w, p: ops.qk_norm_rope(x[0], x[1], w, w, *_table(x[0]), provider=p)
-    ),
+    "qk_norm_rope": Call((ROWS, ROWS), lambda x, w, p: ops.qk_norm_rope(x[0], x[1], w, w, *_table(x[0]), provider=p)),
     "gelu": Call((ROWS,), lambda x, w, p: ops.gelu(x[0], "tanh", provider=p)),
     "geglu": Call((ROWS,), lambda x, w, p: ops.geglu(x[0], provider=p)),
     "swiglu": Call((ROWS,), lambda x, w, p: ops.swiglu(x[0], provider=p)),
     "group_norm_silu": Call(((24, 5, 7),), lambda x, w, p: ops.group_norm_silu(x[0], 8, w, w, provider=p), 24),
-    "channel_rms_norm_silu": Call(
-        ((24, 3, 5, 7),), lambda x, w, p: ops.channel_rms_norm_silu(x[0], w, provider=p), 24
-    ),
+    "channel_rms_norm_silu": Call(((24, 3, 5, 7),), lambda x, w, p: ops.channel_rms_norm_silu(x[0], w, provider=p), 24),
 }
 
 

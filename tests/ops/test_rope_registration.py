@@ -94,3 +94,17 @@ def test_tables_of_axes_are_traced_with_a_grid_of_the_input(device: str) -> None
     for height in (2, 3, 4):
         x = random(1, height, 4, 8, device=device)
         assert torch.equal(compiled(x), step(x))
+
+
+def test_transforms_of_torch_func_see_through_the_ops(device: str) -> None:
+    cos, sin = angles(4, 1, 8, device=device)
+    x = random(4, 3, 8, device=device)
+    _, pulled = torch.func.vjp(lambda x: qk_norm_rope(x, x, None, None, cos, sin)[0], x)
+    (grad,) = pulled(torch.ones_like(x))
+    leaf = x.clone().requires_grad_()
+    qk_norm_rope(leaf, leaf, None, None, cos, sin)[0].sum().backward()
+    torch.testing.assert_close(grad, leaf.grad)
+    shifts = torch.stack((sin, -sin))
+    mapped = torch.func.vmap(lambda s: rope(x, cos, s))(shifts)
+    for ours, s in zip(mapped, shifts, strict=True):
+        assert torch.equal(ours, rope(x, cos, s))

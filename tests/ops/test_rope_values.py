@@ -169,6 +169,9 @@ def test_complex_tables_are_one_angle_per_pair(provider: str, device: str) -> No
         assert torch.equal(rope(x, single, provider=provider), expected)
         expected = chain(x, cos, sin, arithmetic="float64")
         assert torch.equal(rope(x, double, arithmetic="float64", provider=provider), expected)
+    backwards = rope(x, single.conj(), provider=provider)
+    assert torch.equal(backwards, chain(x, single.real, -single.imag))
+    assert torch.equal(backwards, rope(x, single.real, single.conj().imag, provider=provider))
     with pytest.raises(TypeError, match="the table must be complex"):
         rope(x, cos, provider=provider)
 

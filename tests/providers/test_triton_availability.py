@@ -61,9 +61,7 @@ _EAGER_SERVES = """
         ({"triton/__init__.py": "raise SystemError"}, "importing Triton failed .SystemError"),
     ],
 )
-def test_dk75_a_broken_or_shadowed_triton_gives_a_reason(
-    module: dict[str, str], reason: str, tmp_path: Path
-) -> None:
+def test_dk75_a_broken_or_shadowed_triton_gives_a_reason(module: dict[str, str], reason: str, tmp_path: Path) -> None:
     for name, text in module.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -112,9 +110,7 @@ def test_dk75_dk35_without_a_gpu_driver_cpu_tensors_go_elsewhere(triton: ModuleT
 def test_dk75_other_devices_are_refused_by_name() -> None:
     from diffkern.providers import Request
 
-    refusal = PROVIDER.support["rms_norm"].refusal(
-        Request("rms_norm", torch.device("mps"), frozenset({torch.float32}))
-    )
+    refusal = PROVIDER.support["rms_norm"].refusal(Request("rms_norm", torch.device("mps"), frozenset({torch.float32})))
     assert refusal == "no rms_norm for mps (serves cpu, cuda, xpu)"
 
 

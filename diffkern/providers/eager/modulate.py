@@ -111,7 +111,7 @@ def modulated_shape(shape: torch.Size, scale: Tensor | None, shift: Tensor | Non
         RuntimeError: the shapes cannot be broadcast, or a norm is asked for over a dimension that is.
     """
     shapes = [operand.shape for operand in (scale, shift) if operand is not None]
-    result: torch.Size = torch.broadcast_shapes(shape, *shapes)  # type: ignore[no-untyped-call]
+    result: torch.Size = torch.broadcast_shapes(shape, *shapes)
     if norm != NO_NORM and result[-1] != shape[-1]:
         raise RuntimeError(
             f"the norm is over a last dimension of size {shape[-1]}, and the modulation has size {result[-1]} there"
@@ -126,9 +126,9 @@ def gated_shape(residual: Tensor, x: Tensor, gate: Tensor | None, *modulation: T
         RuntimeError: it does not, or the shapes of the gated residual do not.
     """
     shapes = [operand.shape for operand in (residual, x, gate) if operand is not None]
-    result: torch.Size = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    result: torch.Size = torch.broadcast_shapes(*shapes)
     for operand in modulation:
-        if operand is not None and torch.broadcast_shapes(result, operand.shape) != result:  # type: ignore[no-untyped-call]
+        if operand is not None and torch.broadcast_shapes(result, operand.shape) != result:
             raise RuntimeError(
                 f"a modulation of shape {tuple(operand.shape)} is larger than the residual of shape {tuple(result)}: "
                 "call gate_residual and norm_modulate one after the other"

@@ -31,9 +31,8 @@ def rope(
     length: int,
 ) -> Tensor:
     """Computes :func:`diffkern.ops.rope`."""
-    out = torch.empty_like(x)
-    rotate_into(out, x, cos, sin, half, arithmetic, rotary_dim or x.shape[-1], seq_dim, start, length)
-    return out
+    rotary_dim = rotary_dim or x.shape[-1]
+    return laid_out_like(x, rotate(x, x.dtype, cos, sin, half, arithmetic, rotary_dim, seq_dim, start, length))
 
 
 def rope_3d(
@@ -60,9 +59,9 @@ def rope_3d(
     return rope(x, full_cos, full_sin, half, arithmetic, rotary_dim, seq_dim, start, length)
 
 
-def rotate_into(
-    out: Tensor,
+def rotate(
     x: Tensor,
+    out_dtype: torch.dtype,
     cos: Tensor,
     sin: Tensor,
     half: bool,
@@ -71,20 +70,29 @@ def rotate_into(
     seq_dim: int,
     start: int,
     length: int,
-) -> None:
-    """Writes ``x``, rotated, into ``out``, whose dtype is the one that arithmetic in the dtype of the input uses."""
-    whole = length < 0 or (start == 0 and length == x.shape[seq_dim])
-    if not whole or rotary_dim < x.shape[-1]:
-        out.copy_(x)
-    if not whole:
-        x, out = x.narrow(seq_dim, start, length), out.narrow(seq_dim, start, length)
-    dtype = {INPUT: out.dtype, FLOAT64: torch.float64}.get(arithmetic) or compute_dtype(x)
-    (a, b), (out_a, out_b) = split_pairs(x, half, rotary_dim), split_pairs(out, half, rotary_dim)
-    a, b = a.to(dtype), b.to(dtype)
+) -> Tensor:
+    """Returns ``x``, rotated, in ``out_dtype``, which is also the one that arithmetic in the input's dtype uses."""
+    tokens = x.shape[seq_dim]
+    whole = length < 0 or (start == 0 and length == tokens)
+    part = x if whole else x.narrow(seq_dim, start, length)
+    dtype = {INPUT: out_dtype, FLOAT64: torch.float64}.get(arithmetic) or compute_dtype(x)
+    a, b = (pairs.to(dtype) for pairs in split_pairs(part, half, rotary_dim))
     cos_a, cos_b = split_table(cos.to(dtype), half, rotary_dim)
     sin_a, sin_b = split_table(sin.to(dtype), half, rotary_dim)
-    out_a.copy_(a * cos_a - b * sin_a)
-    out_b.copy_(b * cos_b + a * sin_b)
+    turned = ((a * cos_a - b * sin_a).to(out_dtype), (b * cos_b + a * sin_b).to(out_dtype))
+    y = torch.cat(turned, -1) if half else torch.stack(turned, -1).flatten(-2)
+    if rotary_dim < x.shape[-1]:
+        y = torch.cat((y, part[..., rotary_dim:].to(out_dtype)), -1)
+    if not whole:
+        before, after = x.narrow(seq_dim, 0, start), x.narrow(seq_dim, start + length, tokens - start - length)
+        y = torch.cat((before.to(out_dtype), y, after.to(out_dtype)), seq_dim)
+    return y
+
+
+def laid_out_like(x: Tensor, y: Tensor) -> Tensor:
+    """Returns ``y`` in the strides of ``torch.empty_like(x)``."""
+    out = torch.empty_like(x, dtype=y.dtype)
+    return y if y.stride() == out.stride() else out.copy_(y)
 
 
 def split_pairs(x: Tensor, half: bool, rotary_dim: int) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffkern.providers.eager.modulate import LAYER, RMS
 from diffkern.providers.eager.norm import layer_norm, rms_norm
 from diffkern.providers.eager.precision import compute_dtype
-from diffkern.providers.eager.rope import INPUT, expand_axes, fit_table, rotate_into
+from diffkern.providers.eager.rope import INPUT, expand_axes, fit_table, laid_out_like, rotate
 
 
 def qk_norm_rope(
@@ -43,26 +43,26 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.qk_norm_rope`."""
     outs = []
-    head_dim = q.shape[-1] // heads if heads else 0
-    for x, weight, bias, cos_list, sin_list in ((q, q_weight, q_bias, cos, sin), (k, k_weight, k_bias, cos_k, sin_k)):
-        normed = normalise(x, weight, bias, norm, eps, weight_offset, round_dtype, round_norm or arithmetic == INPUT)
-        out = torch.empty_like(x)
+    head_dim = q.shape[-1] // heads if heads else q.shape[-1]
+    rotary = rotary_dim or head_dim
+    for x, weight, bias, cos_list, sin_list in (
+        (q, q_weight, q_bias, cos, sin),
+        (k, k_weight, k_bias, cos_k, sin_k),
+    ):
+        y = normalise(x, weight, bias, norm, eps, weight_offset, round_dtype, round_norm or arithmetic == INPUT)
         if cos_list:
-            source, target = normed, out
-            if heads:
-                source, target = (t.unflatten(-1, (t.shape[-1] // head_dim, head_dim)) for t in (normed, out))
-            rotary = rotary_dim or source.shape[-1]
+            by_head = y.unflatten(-1, (y.shape[-1] // head_dim, head_dim)) if heads else y
             if grid or coords is not None:
                 full_cos, full_sin = (
-                    fit_table(expand_axes(axes, coords, grid, alternating, front_pad, fill), source, seq_dim, rotary)
+                    fit_table(expand_axes(axes, coords, grid, alternating, front_pad, fill), by_head, seq_dim, rotary)
                     for axes, fill in ((cos_list, 1.0), (sin_list, 0.0))
                 )
             else:
                 full_cos, full_sin = cos_list[0], sin_list[0]
-            rotate_into(target, source, full_cos, full_sin, half, arithmetic, rotary, seq_dim, start, length)
-        else:
-            out.copy_(normed)
-        outs.append(out)
+            by_head = rotate(by_head, x.dtype, full_cos, full_sin, half, arithmetic, rotary, seq_dim, start, length)
+            y = by_head.flatten(-2) if heads else by_head
+        y = laid_out_like(x, y.to(x.dtype))
+        outs.append(y.clone() if y is x else y)  # the result of an op must not be its input
     return outs[0], outs[1]
 
 

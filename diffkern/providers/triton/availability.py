@@ -16,9 +16,7 @@ def unavailable_reason(device: torch.device) -> str | None:
     try:
         triton = import_module("triton")
     except ModuleNotFoundError as error:
-        return (
-            f"Triton is not installed ({error}): install the package 'triton' (on Windows 'triton-windows')"
-        )
+        return f"Triton is not installed ({error}): install the package 'triton' (on Windows 'triton-windows')"
     except Exception as error:  # a broken installation may raise anything
         return f"importing Triton failed ({_summary(error)}): reinstall the package 'triton'"
     try:
@@ -61,10 +59,7 @@ def _capability_reason(device: torch.device) -> str | None:
         return f"the compute capability of {device} cannot be read ({_summary(error)}): check the GPU driver"
     if capability < MINIMUM_CAPABILITY:
         have, need = (".".join(map(str, version)) for version in (capability, MINIMUM_CAPABILITY))
-        return (
-            f"Triton needs compute capability {need}, {device} has {have}: "
-            "use a newer GPU or the eager provider"
-        )
+        return f"Triton needs compute capability {need}, {device} has {have}: use a newer GPU or the eager provider"
     return None
 
 

@@ -208,7 +208,7 @@ def channel_launch_for(
         return None
     count = loops.sizes[0] * loops.sizes[1] * loops.sizes[2]
     channels = shape[1]
-    tile = choose_tile(channels, count, rows_are_neighbours=not _channels_are_neighbours(loops, x_strides[1]))
+    tile = choose_tile(channels, rows_are_neighbours=not _channels_are_neighbours(loops, x_strides[1]))
     tiles = -(-count // tile.rows)
     x_geometry = (x_strides[0], x_strides[1], *loops.sizes[:2], *loops.strides[1])
     y_geometry = (y_strides[0], y_strides[1], *loops.strides[0])

@@ -180,7 +180,7 @@ def _plan(shape: tuple[int, ...], *operands: _Layout | None) -> _Plan | None:
     size0, size1, size2 = loops.sizes
     x_index = 1
     neighbours = size0 > 1 and 0 < loops.strides[1 + x_index][0] < columns[x_index]
-    tile = choose_tile(row_length, size0, rows_are_neighbours=neighbours)
+    tile = choose_tile(row_length, rows_are_neighbours=neighbours)
     tiles = -(-size0 // tile.rows)
     geometry = (row_length, size0, size1, tiles, *(stride for triple in loops.strides for stride in triple), *columns)
     return _Plan((tiles * size1 * size2,), geometry, loops.nested, tile, -(-row_length // tile.cols))

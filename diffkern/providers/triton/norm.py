@@ -48,9 +48,7 @@ def rms_norm(
         return y
     launch = launch_for(x.shape, x.stride(), y.stride())
     if launch is None:
-        dense = rms_norm(
-            x.contiguous(), weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, False
-        )
+        dense = rms_norm(x.contiguous(), weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, False)
         return y.copy_(dense)
     with device_guard(x.device):
         rms_norm_kernel[launch.grid](
@@ -106,9 +104,7 @@ class Launch:
 
 
 @lru_cache(maxsize=4096)
-def launch_for(
-    shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]
-) -> Launch | None:
+def launch_for(shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]) -> Launch | None:
     """Plans the launch for a non-empty input and output; None if their rows need more than three loops."""
     rows = merge_rows(shape, x_strides, y_strides)
     if rows is None:
@@ -118,7 +114,7 @@ def launch_for(
     # A single element may carry any stride; 1 spares a variant of the kernel.
     x_stride, y_stride = (x_strides[-1], y_strides[-1]) if row_length > 1 else (1, 1)
     neighbours = size0 > 1 and 0 < rows.x_strides[0] < x_stride
-    tile = choose_tile(row_length, size0, rows_are_neighbours=neighbours)
+    tile = choose_tile(row_length, rows_are_neighbours=neighbours)
     tiles = -(-size0 // tile.rows)
     geometry = (row_length, size0, size1, tiles, *rows.x_strides, x_stride, *rows.y_strides, y_stride)
     return Launch((tiles * size1 * size2,), geometry, rows.nested, tile, -(-row_length // tile.cols))

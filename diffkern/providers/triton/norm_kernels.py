@@ -115,9 +115,7 @@ def rms_norm_kernel(
         weight = _load_parameter(w_ptr, col, col_inside, w_stride)
         bias = _load_parameter(b_ptr, col, col_inside, b_stride)
         scale = _rms_scale(tl.sum(x * x, axis=1), length, eps, CLAMP)
-        y = _rms_finish(
-            x, scale, length, weight, bias, weight_offset, HAS_WEIGHT, HAS_BIAS, OUT, ROUND, CLAMP
-        )
+        y = _rms_finish(x, scale, length, weight, bias, weight_offset, HAS_WEIGHT, HAS_BIAS, OUT, ROUND, CLAMP)
         _store(y_ptr, y, y_row, col, row_inside, col_inside, y_stride)
     else:
         squares = tl.zeros((ROWS, COLS), dtype=tl.float32)
@@ -132,9 +130,7 @@ def rms_norm_kernel(
             x = _load(x_ptr, x_row, col, row_inside, col_inside, x_stride)
             weight = _load_parameter(w_ptr, col, col_inside, w_stride)
             bias = _load_parameter(b_ptr, col, col_inside, b_stride)
-            y = _rms_finish(
-                x, scale, length, weight, bias, weight_offset, HAS_WEIGHT, HAS_BIAS, OUT, ROUND, CLAMP
-            )
+            y = _rms_finish(x, scale, length, weight, bias, weight_offset, HAS_WEIGHT, HAS_BIAS, OUT, ROUND, CLAMP)
             _store(y_ptr, y, y_row, col, row_inside, col_inside, y_stride)
 
 

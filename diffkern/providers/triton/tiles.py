@@ -37,28 +37,19 @@ _LONG_ROW = (1, 8192)
 _ACROSS_ROWS = ((128, 64), (512, 32), (1024, 16))
 _LONG_ROW_ACROSS = (64, 64)
 
-#: A tile may leave this share of its rows unused, where the rows do not divide evenly.
-_TOLERATED_WASTE = 0.25
-_FEWEST_ROWS = 8
 
+def choose_tile(row_length: int, *, rows_are_neighbours: bool) -> Tile:
+    """Chooses the tile for rows of ``row_length`` elements, at least 1.
 
-def choose_tile(row_length: int, rows: int, *, rows_are_neighbours: bool) -> Tile:
-    """Chooses the tile for ``rows`` rows of the innermost loop, ``row_length`` long; both at least 1."""
-    most_rows, cols = _LONG_ROW_ACROSS if rows_are_neighbours else _LONG_ROW
+    The number of rows has no say: a sample must come out the same to the bit whatever batch it is in, and the
+    order of a sum follows the tile.
+    """
+    rows, cols = _LONG_ROW_ACROSS if rows_are_neighbours else _LONG_ROW
     for widest, enough_rows in _ACROSS_ROWS if rows_are_neighbours else _ALONG_ROWS:
         if row_length <= widest:
-            most_rows, cols = enough_rows, max(_power_of_two(row_length), 16)
+            rows, cols = enough_rows, max(_power_of_two(row_length), 16)
             break
-    tile_rows = _fit_rows(most_rows, rows)
-    return Tile(tile_rows, cols, min(max(tile_rows * cols // _ELEMENTS_PER_WARP, 1), _MOST_WARPS))
-
-
-def _fit_rows(most: int, rows: int) -> int:
-    """Shrinks the rows of a tile while too much of it would lie outside, as with 20 heads in tiles of 32."""
-    fit = min(most, _power_of_two(rows))
-    while fit > _FEWEST_ROWS and (1 - _TOLERATED_WASTE) * (-(-rows // fit) * fit) > rows:
-        fit //= 2
-    return fit
+    return Tile(rows, cols, min(max(rows * cols // _ELEMENTS_PER_WARP, 1), _MOST_WARPS))
 
 
 def _power_of_two(value: int) -> int:
