@@ -10,6 +10,7 @@ import accelerate.hooks
 import pytest
 import torch
 from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading, apply_layerwise_casting
+from diffusers.hooks.layerwise_casting import apply_layerwise_casting_hook
 from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
@@ -235,6 +236,10 @@ def test_dk63_layerwise_casting_with_float8_norms(inject_first: bool) -> None:
         apply_layerwise_casting(
             model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=(), skip_modules_classes=()
         )
+        # That casts layers of matrices only; norms take the hook by hand.
+        for module in model.modules():
+            if isinstance(module, nn.RMSNorm):
+                apply_layerwise_casting_hook(module, torch.float8_e4m3fn, torch.bfloat16, non_blocking=False)
         return model
 
     model = tiny_ltx().to(torch.bfloat16)
@@ -244,7 +249,11 @@ def test_dk63_layerwise_casting_with_float8_norms(inject_first: bool) -> None:
     else:
         cast(model)
         report = inject_optimized_kernels(model)
+    norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
+    assert len(norms) == 8 and all(norm.weight.dtype == torch.float8_e4m3fn for norm in norms)
     result = run(model, dtype=torch.bfloat16)
+    calls = report.calls()
+    assert all(calls[f"transformer_blocks.{i}.attn{j}.norm_q"]["fused"] for i in (0, 1) for j in (1, 2))
     stock = run(cast(tiny_ltx().to(torch.bfloat16)), dtype=torch.bfloat16)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result, stock, rtol=0.05, atol=0.05)
