@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from diffkern import __version__
+
 _DISTRIBUTIONS = ("diffkern", "torch", "triton", "diffusers", "transformers", "accelerate", "kernels")
 
 
@@ -42,6 +44,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 def _version(distribution: str) -> str | None:
     if distribution == "torch":  # with its build tag, which the metadata may lack
         return str(torch.__version__)
+    if distribution == "diffkern":  # also in a checkout that is not installed
+        return __version__
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -68,7 +68,9 @@ def test_offloading(mode: str, inject_first: bool, device: str) -> None:
     else:
         offload(pipe)
         report = inject_optimized_kernels(pipe)
-    torch.testing.assert_close(run(pipe, arguments), stock, rtol=1e-3, atol=2e-3)
+    # On an H100 three of 27648 elements were off by up to 3.3e-4, in the offload modes that were compared; why those is
+    # not known.
+    torch.testing.assert_close(run(pipe, arguments), stock, rtol=1e-3, atol=5e-4)
     called = [count for count in report.calls().values() if count["fused"] or count["stock"]]
     assert len(called) > 15 and not any(count["stock"] for count in called)
     assert restore(pipe) == len(report.patched)

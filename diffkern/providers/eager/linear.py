@@ -8,7 +8,8 @@ from torch import Tensor
 
 from diffkern.providers.eager.activation import apply
 
-#: The epilogue rounds its tanh to about half precision: too coarse for float32.
+#: A float32 LTX block, which has this epilogue in it, lost its proof on an H100. That the epilogue is to blame is a
+#: guess that no run has confirmed yet; float32 takes the chain until one has.
 _HALF = (torch.float16, torch.bfloat16)
 
 
