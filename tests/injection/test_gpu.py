@@ -43,7 +43,8 @@ def test_before_and_after_moving_to_the_gpu(inject_first: bool, dtype: torch.dty
 
 @pytest.mark.parametrize("mode", ["model", "sequential", "group-block", "group-leaf", "group-stream"])
 @pytest.mark.parametrize("inject_first", [True, False])
-def test_offloading(mode: str, inject_first: bool, device: str) -> None:
+def test_offloading(mode: str, inject_first: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # it would magnify the last digit of a float32
     target = torch.device(device)
 
     def offload(pipe: Any) -> None:
@@ -68,9 +69,7 @@ def test_offloading(mode: str, inject_first: bool, device: str) -> None:
     else:
         offload(pipe)
         report = inject_optimized_kernels(pipe)
-    # On an H100 three of 27648 elements were off by up to 3.3e-4, in the offload modes that were compared; why those is
-    # not known.
-    torch.testing.assert_close(run(pipe, arguments), stock, rtol=1e-3, atol=5e-4)
+    torch.testing.assert_close(run(pipe, arguments), stock, rtol=1e-3, atol=1e-4)
     called = [count for count in report.calls().values() if count["fused"] or count["stock"]]
     assert len(called) > 15 and not any(count["stock"] for count in called)
     assert restore(pipe) == len(report.patched)

@@ -309,8 +309,9 @@ def test_a_group_of_two_to_the_24_elements(provider: str, device: str) -> None:
     x = torch.randn(1, 2, 2**23, generator=torch.Generator().manual_seed(0)).add_(1).to(device)
     y = ops.group_norm_silu(x, 1, activation=None, provider=provider)
     truth, _ = _float64(x, 1, None, None, silu=False, each=False)
-    assert relative_error(y, truth) < 2e-7
-    assert abs(y.double().mean().item()) < 1e-7
+    digit = 10 if (provider, device) == ("eager", "cuda") else 1  # that torch's own sums lose on a GPU
+    assert relative_error(y, truth) < 2e-7 * digit
+    assert abs(y.double().mean().item()) < 1e-7 * digit
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

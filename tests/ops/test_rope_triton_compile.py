@@ -54,13 +54,16 @@ def launches(triton: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     tables = (narrow, narrow, narrow, narrow)
     rope.qk_norm_rope(*heads, None, None, None, None, *tables, coords, [], False, 0, LAYER, 1e-6, 0, *tail)
     rope.qk_norm_rope(*heads, *none, [], [], [], [], None, [], False, 0, RMS, 1e-6, 0, *tail)
+    # One frame, and a head of which two thirds are rotated: a tile of 1 1/2 powers of two.
+    rope.rope_3d(x[..., :96], narrow, narrow, None, [1, 1, 256], False, 0, False, FLOAT32, 64, 1, 0, -1)
     return recorded
 
 
 @pytest.mark.parametrize("target", MAIN_TARGETS, ids=name_of)
 def test_every_launch_compiles_for_both_vendors(target: Target, launches: list[Launch]) -> None:
-    assert len(launches) == 6
+    assert len(launches) == 7
     for launch in launches:
+        assert launch[2]["num_warps"] in (1, 2, 4, 8, 16)
         assert compiles(launch, target)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diffkern.providers.eager.modulate import NO_ACTIVATION, NO_NORM, gated_shape, modulated_shape, promoted_dtype
-from diffkern.providers.triton.launching import device_guard
+from diffkern.providers.triton.launching import device_guard, for_rows
 from diffkern.providers.triton.modulate_kernels import modulate_kernel
 from diffkern.providers.triton.rows import broadcast_strides, merge_loops
 from diffkern.providers.triton.tiles import Tile, choose_tile
@@ -133,7 +133,7 @@ def _launch(
         plan = _plan(tuple(out.shape), *(None if t is None else (tuple(t.shape), t.stride()) for t in operands))
         assert plan is not None
     with device_guard(x.device):
-        modulate_kernel[plan.grid](
+        for_rows(modulate_kernel, out.shape[-1])[plan.grid](
             *operands, modulation.weight, modulation.bias, new, y,
             *plan.geometry, _stride(modulation.weight), _stride(modulation.bias),
             modulation.eps, modulation.scale_offset, modulation.norm, activation,

@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from diffkern.providers.triton.launching import device_guard
+from diffkern.providers.triton.launching import device_guard, for_rows
 from diffkern.providers.triton.norm_kernels import layer_norm_kernel, rms_norm_kernel
 from diffkern.providers.triton.rows import merge_rows
 from diffkern.providers.triton.tiles import Tile, choose_tile
@@ -51,7 +51,7 @@ def rms_norm(
         dense = rms_norm(x.contiguous(), weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, False)
         return y.copy_(dense)
     with device_guard(x.device):
-        rms_norm_kernel[launch.grid](
+        for_rows(rms_norm_kernel, x.shape[-1])[launch.grid](
             x, weight, bias, y, *launch.geometry, _stride(weight), _stride(bias), eps, weight_offset,
             None if round_dtype is None else _ROUND_DTYPES[round_dtype], clamp_eps,
             launch.nested, launch.tile.rows, launch.tile.cols, launch.steps,
@@ -76,7 +76,7 @@ def layer_norm(
     if launch is None:
         return y.copy_(layer_norm(x.contiguous(), weight, bias, eps, out_dtype, False))
     with device_guard(x.device):
-        layer_norm_kernel[launch.grid](
+        for_rows(layer_norm_kernel, x.shape[-1])[launch.grid](
             x, weight, bias, y, *launch.geometry, _stride(weight), _stride(bias), eps,
             launch.nested, launch.tile.rows, launch.tile.cols, launch.steps,
             num_warps=launch.tile.num_warps, enable_fp_fusion=True,

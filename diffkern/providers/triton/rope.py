@@ -224,14 +224,14 @@ def _run(
             first.tensors, first.loops, first.strides,
             other.tensors, other.loops, other.strides,
             first.programs, head_dim, rotary, q_rotation.start, max(q_rotation.length, 0), norm.eps, norm.weight_offset,
-            _axes(q_rotation) if tables == 2 else None,
+            *_axes(q_rotation),
             *first.compact, first.shared, first.rows, *other.compact, other.shared, other.rows,
             tables, q_rotation.alternating, tables > 0 and q_rotation.length >= 0, norm.kind, across,
             None if norm.round_dtype is None else _TYPES[norm.round_dtype],
             _TYPES[q.dtype] if norm.round_norm and q.dtype != torch.float64 else None,
             q_rotation.half, q_rotation.arithmetic == INPUT, wide,
             tl.float64 if q_rotation.arithmetic == FLOAT64 else wide, pairs, rest, other is not first,
-            num_warps=min(max(largest // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), enable_fp_fusion=False,
+            num_warps=_warps(largest), enable_fp_fusion=False,
         )  # fmt: skip
     return outs
 
@@ -330,7 +330,11 @@ def _tables(rotation: Rotation, shape: Strides, rotary: int) -> _Tables:
     return _Tables(cos_axes, sin_axes, coords, heads, token, column, (1, 0), (True, True))
 
 
-def _axes(rotation: Rotation) -> tuple[object, ...]:
+def _axes(rotation: Rotation) -> tuple[Strides | int, ...]:
+    """Widths, positions and grid of the axes, and the padding in front.
+
+    Side by side and not as one tuple: Triton 3.6 loses the ones in a tuple inside of a tuple.
+    """
     widths = tuple(table.shape[1] for table in rotation.cos)
     sizes = tuple(table.shape[0] for table in rotation.cos)
     return widths, sizes, tuple(rotation.grid) or sizes, rotation.front_pad
@@ -360,6 +364,11 @@ def _split(x: Tensor, heads: int, head_dim: int) -> Tensor:
 def _step(x: Tensor) -> int:
     """The stride along the row. A single element may carry any; 1 spares a variant of the kernel."""
     return x.stride(-1) if x.shape[-1] > 1 else 1
+
+
+def _warps(elements: int) -> int:
+    """How many warps share a tile; a row with a part that is not rotated need not be a power of two."""
+    return min(_power_of_two(max(elements // _ELEMENTS_PER_WARP, 1)), _MOST_WARPS)
 
 
 def _power_of_two(value: int) -> int:

@@ -145,7 +145,8 @@ def _load_compact(ptr, row, stride, limit, row_inside, PAIRS: tl.constexpr, TYPE
 
 @triton.jit
 def _rotate(
-    program, tensors, loops, strides, row_length, rotary, start, length, eps, weight_offset, axes,
+    program, tensors, loops, strides, row_length, rotary, start, length, eps, weight_offset,
+    widths, sizes, grid, front_pad,
     COMPACT_COS: tl.constexpr, COMPACT_SIN: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr,
     TABLES: tl.constexpr, ALTERNATING: tl.constexpr, PARTIAL: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, HALF: tl.constexpr, INPUT: tl.constexpr, WIDE: tl.constexpr,
@@ -237,7 +238,6 @@ def _rotate(
         a_stride = a_strides[3]
         b_stride = b_strides[3]
         if TABLES == 2:
-            widths, sizes, grid, front_pad = axes
             cos_a, sin_a = _axis_tables(
                 cos_ptrs, sin_ptrs, coords_ptr, first, a_stride, token, second, known, rotary, widths, sizes, grid,
                 front_pad, ALTERNATING, PAIRS, TURN,
@@ -275,7 +275,8 @@ def _rotate(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def rope_kernel(
-    q, q_loops, q_strides, k, k_loops, k_strides, programs_q, row_length, rotary, start, length, eps, weight_offset, axes,
+    q, q_loops, q_strides, k, k_loops, k_strides, programs_q, row_length, rotary, start, length, eps, weight_offset,
+    widths, sizes, grid, front_pad,
     COMPACT_COS_Q: tl.constexpr, COMPACT_SIN_Q: tl.constexpr, SHARED_Q: tl.constexpr, ROWS_Q: tl.constexpr,
     COMPACT_COS_K: tl.constexpr, COMPACT_SIN_K: tl.constexpr, SHARED_K: tl.constexpr, ROWS_K: tl.constexpr,
     TABLES: tl.constexpr, ALTERNATING: tl.constexpr, PARTIAL: tl.constexpr, NORM: tl.constexpr, ACROSS: tl.constexpr,
@@ -286,20 +287,23 @@ def rope_kernel(
     program = tl.program_id(0)
     if not BOTH:
         _rotate(
-            program, q, q_loops, q_strides, row_length, rotary, start, length, eps, weight_offset, axes,
+            program, q, q_loops, q_strides, row_length, rotary, start, length, eps, weight_offset,
+            widths, sizes, grid, front_pad,
             COMPACT_COS_Q, COMPACT_SIN_Q, SHARED_Q, ROWS_Q, TABLES, ALTERNATING, PARTIAL, NORM, ACROSS,
             FIRST, LAST, HALF, INPUT, WIDE, TURN, PAIRS, REST,
         )  # fmt: skip
     else:
         if program < programs_q:
             _rotate(
-                program, q, q_loops, q_strides, row_length, rotary, start, length, eps, weight_offset, axes,
+                program, q, q_loops, q_strides, row_length, rotary, start, length, eps, weight_offset,
+                widths, sizes, grid, front_pad,
                 COMPACT_COS_Q, COMPACT_SIN_Q, SHARED_Q, ROWS_Q, TABLES, ALTERNATING, PARTIAL, NORM, ACROSS,
                 FIRST, LAST, HALF, INPUT, WIDE, TURN, PAIRS, REST,
             )  # fmt: skip
         else:
             _rotate(
-                program - programs_q, k, k_loops, k_strides, row_length, rotary, start, length, eps, weight_offset, axes,
+                program - programs_q, k, k_loops, k_strides, row_length, rotary, start, length, eps, weight_offset,
+                widths, sizes, grid, front_pad,
                 COMPACT_COS_K, COMPACT_SIN_K, SHARED_K, ROWS_K, TABLES, ALTERNATING, PARTIAL, NORM, ACROSS,
                 FIRST, LAST, HALF, INPUT, WIDE, TURN, PAIRS, REST,
             )  # fmt: skip
