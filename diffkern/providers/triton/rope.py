@@ -335,6 +335,8 @@ def _axes(rotation: Rotation) -> tuple[Strides | int, ...]:
 
     Side by side and not as one tuple: Triton 3.6 loses the ones in a tuple inside of a tuple.
     """
+    if not rotation.axes:
+        return (), (), (), 0
     widths = tuple(table.shape[1] for table in rotation.cos)
     sizes = tuple(table.shape[0] for table in rotation.cos)
     return widths, sizes, tuple(rotation.grid) or sizes, rotation.front_pad
