@@ -1,12 +1,17 @@
 """The transformer block of LTX-Video: RMS norms, queries and keys normalised over all heads, tanh GELU.
 
 Stock, the block reads and writes its hidden states some 250 times between the matrix products and the attention
-(in units of one byte per element, for bfloat16); fused about 40 times, most of it the rotary tables.
+(in units of one byte per element, for bfloat16); fused about 34 times.
+
+The last sum of a block and the first norm of the next one are one pass as well. A block learns which block comes
+next by what that one is called with, and leaves its first norm there, tied to the very tensors it was computed from.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +29,8 @@ from diffusers.models.transformers.transformer_ltx import (
 from torch import Tensor, nn
 from typing_extensions import override
 
+from diffkern.blocks.ltx_rope import axial_tables
+from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, plain_linear, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.ops import gate_residual, gate_residual_norm_modulate, norm_modulate, qk_norm_rope
@@ -99,13 +106,13 @@ class LTXBlock(BlockRecipe):
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         block: Any = module
         x, text, temb, tables, mask = call
-        # [B, 1 or S, 6, D]; its six parts are read in place.
-        modulation = block.scale_shift_table[None, None] + temb.reshape(x.size(0), temb.size(1), 6, -1)
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation.unbind(dim=2)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = _modulation(block, temb, x.size(0))
+        chained = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and version(x) is not None
 
+        y = _take(block, x, temb) if chained else None
         if "norm1" in stock:
             y = norm_modulate(block.norm1(x), scale_msa, shift_msa, norm=None, provider=provider)
-        else:
+        elif y is None:
             y = norm_modulate(x, scale_msa, shift_msa, eps=block.norm1.eps, provider=provider)
 
         if "attn1" in stock:
@@ -126,7 +133,16 @@ class LTXBlock(BlockRecipe):
             x, y = gate_residual_norm_modulate(x, y, None, scale_mlp, shift_mlp, eps=block.norm2.eps, provider=provider)
 
         y = block.ff(y) if "ff" in stock else gelu_feed_forward(block.ff, y)
-        return gate_residual(x, y, gate_mlp, provider=provider)
+        follower = _follower(block, x) if chained else None
+        if follower is None:
+            x = gate_residual(x, y, gate_mlp, provider=provider)
+        else:
+            shift, scale, *_ = _modulation(follower, temb, x.size(0))
+            x, y = gate_residual_norm_modulate(x, y, gate_mlp, scale, shift, eps=follower.norm1.eps, provider=provider)
+            memory(follower)["norm1"] = _Norm1(x, version(x), temb, version(temb), y)
+        if chained:
+            _last_result[0] = weakref.ref(x), weakref.ref(block)
+        return x
 
     @override
     def sources(self) -> tuple[Callable[..., Any], ...]:
@@ -173,6 +189,57 @@ class LTXBlock(BlockRecipe):
                 attention.__dict__["processor"] = processor
 
 
+# --- from block to block ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Norm1:
+    """The modulated first norm of a block, computed by the block before it from ``x`` and ``temb``."""
+
+    x: Tensor
+    x_version: int | None
+    temb: Tensor
+    temb_version: int | None
+    y: Tensor
+
+
+#: What the block that ran last returned, and that block.
+_last_result: list[tuple[weakref.ref[Tensor], weakref.ref[Any]] | None] = [None]
+
+
+def _take(block: Any, x: Tensor, temb: Tensor) -> Tensor | None:
+    """The first norm that the block before left here, if it is that of ``x``. Tells that block who comes next."""
+    last, _last_result[0] = _last_result[0], None
+    left: _Norm1 | None = memory(block).pop("norm1", None)
+    before = last[1]() if last is not None and last[0]() is x else None
+    if before is not None and before is not block:
+        memory(before)["follower"] = weakref.ref(block)
+    if left is None or left.x is not x or left.temb is not temb:
+        return None
+    return left.y if (left.x_version, left.temb_version) == (version(x), version(temb)) else None
+
+
+def _follower(block: Any, x: Tensor) -> Any | None:
+    """The block that comes next, if its first norm can be computed here; None if that is not known."""
+    reference = memory(block).pop("follower", None)
+    follower = None if reference is None else reference()
+    if follower is None or "norm1" in memory(follower):  # the one left there last time was not taken
+        return None
+    # A hook on it may bring its weights only when it is called, on a stream of its own.
+    if not untouched(follower, LTXVideoTransformerBlock):
+        return None
+    table = follower._parameters["scale_shift_table"]
+    if not _is_weightless(follower._modules["norm1"]) or not plain(table, x.device) or table.dtype != x.dtype:
+        return None
+    return follower
+
+
+def _modulation(block: Any, temb: Tensor, batch: int) -> tuple[Tensor, ...]:
+    """Shift, scale and gate of the attention and of the feed-forward: parts of ``[B, 1 or S, 6, D]``, in place."""
+    modulation: Tensor = block.scale_shift_table[None, None] + temb.reshape(batch, temb.size(1), 6, -1)
+    return modulation.unbind(dim=2)
+
+
 def _attention(
     attention: Any, x: Tensor, context: Tensor, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
     provider: str | None,
@@ -185,11 +252,17 @@ def _attention(
         mask = mask.view(batch, heads, -1, mask.shape[-1])
 
     query, key, value = attention.to_q(x), attention.to_k(context), attention.to_v(context)
+    axes = None if tables is None or torch.compiler.is_compiling() else axial_tables(tables)
     cos, sin = per_head(tables, heads)
     if stock_norms:
         query, key = attention.norm_q(query), attention.norm_k(key)
         if tables is not None:
             query, key = qk_norm_rope(query, key, cos=cos, sin=sin, norm=None, across_heads=heads, provider=provider)
+    elif axes is not None:
+        query, key = qk_norm_rope(
+            query, key, attention.norm_q.weight, attention.norm_k.weight, axes.cos, axes.sin, attention.norm_q.eps,
+            grid=axes.grid, order=axes.order, front_pad=axes.front_pad, across_heads=heads, provider=provider,
+        )  # fmt: skip
     else:
         query, key = qk_norm_rope(
             query, key, attention.norm_q.weight, attention.norm_k.weight, cos, sin, attention.norm_q.eps,

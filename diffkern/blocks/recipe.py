@@ -11,12 +11,16 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 #: Full name of a block's class -> its name as an op, and the module with its ``RECIPE``. That may import
 #: diffusers: whoever has such a block has imported it already.
 _RECIPES = {
     "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": ("ltx_block", "diffkern.blocks.ltx"),
+    "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": (
+        "ltx_rotary_tables",
+        "diffkern.blocks.ltx_rope",
+    ),
 }
 
 #: Names under which configurations and reports know the blocks.
@@ -26,13 +30,15 @@ OPS = tuple(op for op, _ in _RECIPES.values())
 class BlockRecipe(ABC):
     """How the block of one class is computed fused, and when it may be.
 
-    A recipe reads the block at every call and keeps nothing, so that one object serves all blocks of a class.
+    A recipe reads the block at every call, so that one object serves all blocks of a class. What it remembers of a
+    block stands in :mod:`diffkern.blocks.memory`.
     A *piece* is a child, or what stands around it, that the fused forward computes itself as long as nobody
     watches or replaces the child; else the child is called as the stock forward calls it.
 
     Attributes:
         op: Name of the whole in reports and configurations.
-        ops: The ops of :mod:`diffkern.ops` between which providers can be chosen.
+        ops: The ops of :mod:`diffkern.ops` between which providers can be chosen; none where nothing is computed
+            anew, only remembered.
         fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
         versions: The versions of the library that these sources are from.
     """
@@ -60,7 +66,7 @@ class BlockRecipe(ABC):
         """Names the pieces that must go through their child; those a call that is not declined can have."""
 
     @abstractmethod
-    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
         """Computes the block's forward. ``stock`` comes from :meth:`stock_pieces`. Differentiable."""
 
     @abstractmethod

@@ -65,7 +65,7 @@ class BlockFusion(Fusion):
         return self.recipe.stock_pieces(module, call)
 
     @override
-    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
         return self.recipe.compute(module, call, provider, stock)
 
     @override
@@ -79,6 +79,8 @@ class BlockFusion(Fusion):
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
         """The least preferred of the choices for its ops speaks for the block."""
+        if not self.recipe.ops:
+            return Choice("eager", self.recipe.compute, ())
         choices = [select(op, device, dtypes[:1], provider) for op in self.recipe.ops]
         return max(choices, key=lambda choice: len(choice.declined))
 
@@ -117,12 +119,11 @@ class BlockFusion(Fusion):
         return None
 
     @override
-    def stock(self, module: nn.Module, call: tuple[Any, ...]) -> Tensor:
-        result: Tensor = type(module).forward(module, *call)
-        return result
+    def stock(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
+        return type(module).forward(module, *call)
 
     @override
-    def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Tensor:
+    def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
         copy = block_stand_in(module, call[0].device, lambda tensor: torch.float64)
         self.recipe.make_plain(copy)
         return self.stock(copy, _doubled(call))

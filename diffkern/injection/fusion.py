@@ -73,8 +73,8 @@ class Fusion(Protocol):
     def misunderstood(self, module: nn.Module) -> str | None:
         """Says how the stock forward differs in float32 from what it is believed to compute, or None."""
 
-    def stock(self, module: nn.Module, call: Any) -> Tensor:
-        """Runs the stock forward."""
+    def stock(self, module: nn.Module, call: Any) -> Any:
+        """Runs the stock forward, which returns a tensor or a tuple of tensors of one shape."""
 
-    def reference(self, module: nn.Module, call: Any) -> Tensor:
+    def reference(self, module: nn.Module, call: Any) -> Any:
         """Computes the result in float64."""

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffkern.attention import Route
 from diffkern.blocks import OPS as BLOCK_OPS
 from diffkern.blocks import fingerprint, recipe_for
 from diffkern.hub import KernelConfig
+from diffkern.hub.policy import Policy
 from diffkern.injection import hooks
+from diffkern.injection.attention import Plan as AttentionPlan
+from diffkern.injection.attention import install, plan_attention, restore_attention
 from diffkern.injection.block_fusion import BlockFusion
 from diffkern.injection.components import select_components
 from diffkern.injection.fusion import Fusion
@@ -53,6 +57,7 @@ def inject_optimized_kernels(
     components: Iterable[str] | None = None,
     numerics: str = "fast",
     config: KernelConfig | Mapping[str, str | None] | None = None,
+    attention: str | None = None,
     verify: bool = True,
     strict: bool = False,
     dry_run: bool = False,
@@ -71,6 +76,10 @@ def inject_optimized_kernels(
             ``"exact"`` patches only what is bit-identical to the stock module on this device;
             ``"fp8"`` has no site in this version, and says so.
         config: Who serves what; see :class:`diffkern.KernelConfig`.
+        attention: Who computes attention: the name of a backend of diffusers, a kernel on the Hub such as
+            ``"org/repo@revision:function"``, or ``"auto"`` for the fastest of those installed, by measurement at
+            first use. None leaves it as it is. A call that the backend cannot serve (a mask, dropout, the size of
+            its heads) runs as before.
         verify: Whether every kind of site is proven before it is patched, and again at first use on a device
             or dtype that was not there yet. Without it nothing is measured.
         strict: Whether everything that would make a matched module run stock, or with another provider than
@@ -89,8 +98,11 @@ def inject_optimized_kernels(
         raise ValueError(f"numerics={numerics!r}: choose one of {', '.join(NUMERICS)}")
     started = time.perf_counter()
     report = InjectionReport(type(pipe_or_module).__name__, numerics, dry_run)
-    candidates = _plan(pipe_or_module, components, KernelConfig.of(config), verify, report)
+    config = KernelConfig.of(config)
+    candidates = _plan(pipe_or_module, components, config, verify, report)
     candidates = _choose_providers(candidates, report)
+    modules, _ = select_components(pipe_or_module, components)
+    routes = _plan_attention(modules, attention, config, report, verify=verify, strict=strict)
     verifier = Verifier(numerics) if verify else None
     states = {id(c.module): PatchState(c.fusion, c.provider, verifier, strict) for c in candidates}
     if verifier is not None and not dry_run:
@@ -98,7 +110,8 @@ def inject_optimized_kernels(
     if strict:
         _refuse_fallbacks(candidates, report)
     if not dry_run:
-        _apply(candidates, states)
+        _apply(candidates, states, routes)
+    report._accepted += [route.site for route in routes]
     for candidate in candidates:
         if not dry_run:
             candidate.site._state = states[id(candidate.module)]
@@ -130,7 +143,7 @@ def restore(pipe_or_module: Any) -> int:
     """
     every = None if isinstance(pipe_or_module, nn.Module) else _module_names(pipe_or_module)
     modules, _ = select_components(pipe_or_module, every)
-    return sum(unpatch(module) for _, module in _walk(modules))
+    return sum(unpatch(module) for _, module in _walk(modules)) + restore_attention(modules)
 
 
 @contextmanager
@@ -235,6 +248,15 @@ def _match(module: nn.Module, verify: bool) -> _Match | None:
     if matched.semantics is None:
         return _Match(None, matched.how, matched.reason or "")
     return _Match(NormFusion(matched.semantics), matched.how)
+
+
+def _plan_attention(
+    modules: Mapping[str, nn.Module], wish: str | None, config: KernelConfig, report: InjectionReport, **options: bool
+) -> list[AttentionPlan]:
+    if wish is None:
+        return []
+    policy = Policy(config.trust_remote_code, config.lock, options["strict"])
+    return plan_attention(modules, wish, report, policy, **options)
 
 
 def _spare_what_config_leaves_alone(candidates: list[_Candidate], report: InjectionReport) -> list[_Candidate]:
@@ -365,12 +387,13 @@ def _refuse_fallbacks(candidates: list[_Candidate], report: InjectionReport) -> 
 # --- apply, and back -----------------------------------------------------------------------------------
 
 
-def _apply(candidates: list[_Candidate], states: dict[int, PatchState]) -> None:
+def _apply(candidates: list[_Candidate], states: dict[int, PatchState], routes: list[AttentionPlan]) -> None:
     done: list[nn.Module] = []
     try:
         for candidate in candidates:
             done.append(candidate.module)
             patch(candidate.module, states[id(candidate.module)])
+        install(routes)
     except BaseException:
         for module in reversed(done):
             unpatch(module)
@@ -382,6 +405,8 @@ def _restore_sites(sites: Sequence[Site]) -> int:
     count = 0
     for site in sites:
         module = site._module() if site._module is not None else None
-        if module is not None and site._state is not None and patch_state(module) is site._state:
+        if isinstance(site._state, Route):
+            count += site._state.undo()
+        elif module is not None and site._state is not None and patch_state(module) is site._state:
             count += unpatch(module)
     return count

@@ -79,11 +79,11 @@ class Verifier:
         self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any, reason: str | None
     ) -> Measurement:
         x = fusion.subject(call)
-        stock = fusion.stock(module, call)
-        reference = fusion.reference(module, call)
+        stock = _as_one(fusion.stock(module, call))
+        reference = _as_one(fusion.reference(module, call))
         try:
             chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
-            fused = fusion.compute(module, call, provider, fusion.stock_pieces(module, call))
+            fused = _as_one(fusion.compute(module, call, provider, fusion.stock_pieces(module, call)))
         except NoProviderError as error:
             none = float("nan")
             return Measurement(str(x.device), _name(x.dtype), provider or "auto", none, none, False, False, str(error))
@@ -110,6 +110,10 @@ class Verifier:
         if not fused_error <= RATIO * stock_error + slack:
             return f"error {fused_error:.2e} against stock's {stock_error:.2e}"
         return None
+
+
+def _as_one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return result if isinstance(result, Tensor) else torch.stack(result)
 
 
 def _margin(proof: Measurement) -> tuple[bool, float]:

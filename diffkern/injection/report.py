@@ -14,6 +14,7 @@ from torch import nn
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from diffkern.attention import Route
     from diffkern.injection.state import PatchState
 
 
@@ -69,7 +70,7 @@ class Site:
     measurements: list[Measurement] = field(default_factory=list)
     revoked: bool = False
     _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
-    _state: PatchState | None = field(default=None, repr=False, compare=False)
+    _state: PatchState | Route | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled report is a record: it does not hold on to modules, and cannot restore them."""

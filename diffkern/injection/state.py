@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from diffkern.blocks import forget
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.injection import hooks
 from diffkern.injection.report import Site
@@ -171,4 +172,5 @@ def unpatch(module: nn.Module) -> bool:
         del module.__dict__["forward"]
     # Last: until here another thread may be on its way through the patch.
     module.__dict__.pop(ATTRIBUTE, None)
+    forget(module)
     return found

@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, restore
 from diffkern.bench.measure import relative_error
-from diffkern.blocks import fingerprint
+from diffkern.blocks import fingerprint, forget
 from diffkern.blocks.ltx import RECIPE
+from diffkern.blocks.ltx_rope import axial_tables
+from diffkern.blocks.memory import memory
 from tests.injection.models import all_fused, ltx_inputs, randomise, run, tiny_ltx
 
 DIM, TEXT = 32, 16
@@ -470,3 +472,109 @@ def test_strict_refuses_a_piece_that_would_run_stock() -> None:
     with pytest.raises(RuntimeError, match="not ff"):
         layer(**inputs())
     assert report.restore() == 7
+
+
+# --- from block to block, and the tables of a run ----------------------------------------------------------
+
+
+def _denoise(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = model(**arguments)[0]
+    return result
+
+
+def _without_chain(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
+    """One run in which no block knows its follower."""
+    for layer in model.transformer_blocks:
+        forget(layer)
+    return _denoise(model, arguments)
+
+
+def test_a_block_leaves_the_first_norm_of_the_next_one_bit_for_bit() -> None:
+    model, arguments = tiny_ltx(layers=4), ltx_inputs(batch=2)
+    report = inject_optimized_kernels(model)
+    first = _without_chain(model, arguments)
+    blocks = list(model.transformer_blocks)
+    assert [memory(layer).get("follower", lambda: None)() for layer in blocks] == [*blocks[1:], None]
+    assert torch.equal(_denoise(model, arguments), first)
+    assert not any("norm1" in memory(layer) for layer in blocks)  # all were taken
+    # The chain is that of the call, not of the list.
+    model.transformer_blocks = nn.ModuleList([blocks[i] for i in (2, 0, 3, 1)])
+    shuffled = _denoise(model, arguments)
+    assert torch.equal(shuffled, _without_chain(model, arguments))
+    assert torch.equal(shuffled, _denoise(model, arguments))
+    report.restore()
+    assert not any(memory(layer) for layer in blocks)
+
+
+def _halve_temb(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    kwargs["temb"].mul_(0.5)
+
+
+@pytest.mark.parametrize("what", ["changed x", "changed temb", "hook", "restored", "weights"])
+def test_nothing_is_taken_that_was_computed_from_something_else(what: str) -> None:
+    model, arguments = tiny_ltx(layers=3), ltx_inputs()
+    report = inject_optimized_kernels(model)
+    _denoise(model, arguments)
+    second = model.transformer_blocks[1]
+    if what == "changed x":
+        # Written into by a hook of the block before, after it returned.
+        model.transformer_blocks[0].register_forward_hook(lambda *call: call[-1].mul_(1.5))
+    elif what == "changed temb":
+        model.transformer_blocks[0].register_forward_hook(_halve_temb, with_kwargs=True)
+    elif what == "hook":
+        second.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "temb": kwargs["temb"] * 2}), with_kwargs=True
+        )
+    elif what == "restored":
+        restore(second)
+    else:
+        with torch.no_grad():
+            second.scale_shift_table.mul_(3)
+    chained = _denoise(model, arguments)
+    assert torch.equal(chained, _without_chain(model, arguments))
+    assert len(report.patched) > 0
+
+
+def test_rotary_tables_are_computed_once_and_read_by_axis() -> None:
+    model, arguments = tiny_ltx(), ltx_inputs(batch=2, frames=3)
+    arguments["rope_interpolation_scale"] = (0.3, 32.0, 32.0)
+    stock = model.rope(arguments["hidden_states"], 3, 4, 4, (0.3, 32.0, 32.0))
+    report = inject_optimized_kernels(model)
+    assert {site.op for site in report.patched if site.path.endswith("rope")} == {"ltx_rotary_tables"}
+    tables = model.rope(arguments["hidden_states"], 3, 4, 4, (0.3, 32.0, 32.0))
+    assert all(torch.equal(own, other) for own, other in zip(tables, stock, strict=True))
+    assert model.rope(torch.zeros(2, 1, 1), 3, 4, 4, (0.3, 32.0, 32.0)) is tables
+    axes = axial_tables(tables)
+    assert axes is not None and (axes.grid, [len(axis) for axis in axes.cos]) == ((3, 4, 4), [3, 4, 4])
+    for changed in ((2, 4, 4, (0.3, 32.0, 32.0)), (3, 4, 4, (0.2, 32.0, 32.0)), (3, 4, 4, None)):
+        fresh = model.rope(arguments["hidden_states"], *changed)
+        expected = LTXVideoRotaryPosEmbed.forward(model.rope, arguments["hidden_states"], *changed)
+        assert all(torch.equal(own, other) for own, other in zip(fresh, expected, strict=True))
+    by_axis = _denoise(model, arguments)
+    report.restore()
+    torch.testing.assert_close(by_axis, _denoise(model, arguments), rtol=1e-4, atol=1e-5)
+
+
+def test_tables_that_somebody_wrote_into_are_neither_kept_nor_read_by_axis() -> None:
+    model, x = tiny_ltx(), torch.zeros(1, 1, 1)
+    inject_optimized_kernels(model)
+    tables = model.rope(x, 2, 3, 3)
+    assert axial_tables(tables) is not None
+    tables[0].zero_()
+    assert axial_tables(tables) is None
+    fresh = model.rope(x, 2, 3, 3)
+    assert fresh is not tables and fresh[0].any()
+
+
+def test_coordinates_of_its_own_are_kept_as_long_as_they_are_the_same_tensor() -> None:
+    model, x = tiny_ltx(), torch.zeros(2, 1, 1)
+    inject_optimized_kernels(model)
+    coords = torch.rand(2, 3, 18)
+    tables = model.rope(x, video_coords=coords)
+    expected = LTXVideoRotaryPosEmbed.forward(model.rope, x, video_coords=coords)
+    assert all(torch.equal(own, other) for own, other in zip(tables, expected, strict=True))
+    assert model.rope(x, video_coords=coords) is tables and axial_tables(tables) is None
+    assert model.rope(x, video_coords=coords.clone()) is not tables
+    coords.mul_(2)
+    assert not torch.equal(model.rope(x, video_coords=coords)[0], tables[0])

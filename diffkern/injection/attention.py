@@ -1,0 +1,215 @@
+"""Attention as the injection sees it: one site, and one route, for each model that chooses its attention by name."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffkern.attention import (
+    BACKENDS,
+    AttentionCall,
+    Backend,
+    Route,
+    Trial,
+    UnavailableError,
+    backend_of,
+    find_backend,
+    in_diffusers,
+    in_transformers,
+)
+from diffkern.hub.policy import Policy
+from diffkern.hub.reference import is_reference
+from diffkern.injection.report import InjectionReport, Measurement, Site
+from diffkern.injection.state import StrictModeError
+from diffkern.matching import full_name
+
+AUTO = "auto"
+OP = "attention"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model whose attention can be routed: its line in the report, its route, and how that is put into place.
+
+    Attributes:
+        site: The line in the report.
+        route: Where the calls will go.
+        install: Puts the route into place and returns what takes it out again.
+    """
+
+    site: Site
+    route: Route
+    install: Callable[[Route], Callable[[], int]]
+
+
+def plan_attention(
+    modules: Mapping[str, nn.Module], wish: str, report: InjectionReport, policy: Policy, *, verify: bool, strict: bool
+) -> list[Plan]:
+    """Finds the models whose attention can be routed; what cannot goes into the report.
+
+    Args:
+        modules: Models by component name.
+        wish: Name of a backend, of a kernel on the Hub, or ``"auto"``.
+        report: Gets a site for whatever is left alone, and one that failed if the backend cannot be loaded.
+        policy: What a kernel of the Hub may do.
+        verify: As in :class:`diffkern.attention.Route`.
+        strict: As in :class:`diffkern.attention.Route`.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if wish != AUTO and not is_reference(wish):
+        backend_of(wish)
+    plans: list[Plan] = []
+    models = _models(modules, report)
+    if not models:
+        report.notes.append(f"attention={wish!r}: no model here lets its attention be chosen")
+    for path, model, installation in models:
+        site = Site(path, full_name(type(model)), OP, wish, _module=weakref.ref(model))
+        try:
+            backends = _backends(wish, _device(model), policy)
+        except UnavailableError as error:
+            site.reason = f"{wish}: {error}"
+            report._rejected.append(site)
+            continue
+        route = Route(backends, wish == AUTO, report.numerics == "exact", verify, strict, StrictModeError)
+        route.observer = _Recorder(site)
+
+        def install(
+            route: Route, model: nn.Module = model, installation: type[Any] = installation
+        ) -> Callable[[], int]:
+            restore: Callable[[], int] = installation(model, route).restore
+            return restore
+
+        plans.append(Plan(site, route, install))
+    return plans
+
+
+def install(plans: Sequence[Plan]) -> None:
+    """Puts the routes into place; none of them if one fails."""
+    done: list[Plan] = []
+    try:
+        for plan in plans:
+            plan.route.undo = plan.install(plan.route)
+            plan.site._state = plan.route
+            done.append(plan)
+    except BaseException:
+        remove(done)
+        raise
+
+
+def remove(plans: Sequence[Plan]) -> None:
+    """Takes the routes out again."""
+    for plan in plans:
+        plan.route.undo()
+
+
+def restore_attention(modules: Mapping[str, nn.Module]) -> int:
+    """Takes every route out of the models; returns how many models had one."""
+    count = 0
+    for root in modules.values():
+        count += in_diffusers.restore(processor for _, _, processor in in_diffusers.processors(root))
+        count += sum(in_transformers.restore_config(model.config) for _, model in in_transformers.models(root))
+    return count
+
+
+def _backends(wish: str, device: torch.device, policy: Policy) -> list[Backend]:
+    """Those that a wish allows.
+
+    Raises:
+        ValueError: there is no such backend.
+        UnavailableError: it cannot be used here.
+    """
+    if wish == AUTO:
+        return [backend for backend in BACKENDS.values() if backend.candidate and backend.missing() is None]
+    backend = find_backend(wish, device, policy)
+    missing = backend.missing()
+    if missing is None and backend.device_types is not None and device.type not in backend.device_types:
+        missing = f"runs on {' and '.join(sorted(backend.device_types))} only, and the model on {device.type}"
+    if missing is not None:
+        raise UnavailableError(missing)
+    backend.load()
+    return [backend]
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where a model will probably run: weights on the CPU or on meta may be offloaded, or not moved yet."""
+    home = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if home.type == "cpu" else None
+    return accelerator or home
+
+
+def _models(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[tuple[str, nn.Module, type[Any]]]:
+    """The models of diffusers and transformers that can be routed, by path, and what puts a route into them."""
+    found: list[tuple[str, nn.Module, type[Any]]] = []
+    for name, root in modules.items():
+        ready = False
+        for path, module, processor in in_diffusers.processors(root):
+            reason = in_diffusers.refusal(processor)
+            ready |= reason is None
+            if reason is not None:
+                _skip(_join(name, path), module, reason, report)
+        if ready:
+            found.append((name, root, in_diffusers.Installation))
+        for path, model in in_transformers.models(root):
+            reason = in_transformers.refusal(model)
+            if reason is None:
+                found.append((_join(name, path), model, in_transformers.Installation))
+            else:
+                _skip(_join(name, path), model, reason, report)
+    return found
+
+
+def _skip(path: str, module: nn.Module, reason: str, report: InjectionReport) -> None:
+    report.skipped.append(Site(path, full_name(type(module)), OP, reason=reason, _module=weakref.ref(module)))
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """Writes what a route finds out at first use into its line of the report."""
+
+    site: Site
+    choices: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def tried(self, trial: Trial, auto: bool) -> None:
+        """Notes the proof of a backend; says aloud if it failed and the user had asked for that backend."""
+        call, refusal = trial.call, trial.refusal
+        dtype = str(call.dtype).removeprefix("torch.")
+        self.site.measurements.append(
+            Measurement(
+                str(call.device),
+                dtype,
+                trial.backend,
+                trial.error,
+                trial.stock_error,
+                trial.identical,
+                not refusal,
+                refusal,
+            )
+        )
+        if refusal and not auto:
+            warnings.warn(
+                f"diffkern: {trial.backend} {refusal}; attention of {self.site.class_name} with {call.describe()} "
+                "runs as before",
+                stacklevel=2,
+            )
+
+    def chose(self, call: AttentionCall, name: str) -> None:
+        """Notes what was measured to be best, and the first lengths of which it was."""
+        lengths = f"{call.query.shape[1]} x {call.key.shape[1]}"
+        self.choices.setdefault(call.signature().describe(), {}).setdefault(name, lengths)
+        said = [
+            f"{kind}: {', '.join(f'{name} ({lengths})' for name, lengths in names.items())}"
+            for kind, names in self.choices.items()
+        ]
+        self.site.reason = f"fastest by measurement (queries x keys) for {'; '.join(said)}"
