@@ -33,19 +33,31 @@ from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, plain_linear, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.ops import gate_residual, gate_residual_norm_modulate, norm_modulate, qk_norm_rope
+from diffkern.blocks.steps import EXACT, FAST, FastSteps
+from diffkern.ops import qk_norm_rope
 from diffkern.providers import KERNEL_DTYPES
 
 Tables = tuple[Tensor, Tensor]
 
 
 class LTXBlock(BlockRecipe):
-    """``LTXVideoTransformerBlock``."""
+    """``LTXVideoTransformerBlock``.
+
+    Args:
+        steps: The steps between the matrix products.
+    """
 
     op = "ltx_block"
     ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
     fingerprints = frozenset({"1b0382b484c33ee5"})
     versions = "diffusers 0.42"
+
+    def __init__(self, steps: FastSteps = FAST) -> None:
+        self._steps = steps
+
+    @override
+    def exactly(self) -> LTXBlock:
+        return LTXBlock(EXACT)
 
     @staticmethod
     @override
@@ -107,38 +119,46 @@ class LTXBlock(BlockRecipe):
         block: Any = module
         x, text, temb, tables, mask = call
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = _modulation(block, temb, x.size(0))
-        chained = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and version(x) is not None
+        steps = self._steps
+        chained = (
+            steps.fuses_norms
+            and not torch.compiler.is_compiling()
+            and not torch.is_grad_enabled()
+            and version(x) is not None
+        )
 
         y = _take(block, x, temb) if chained else None
         if "norm1" in stock:
-            y = norm_modulate(block.norm1(x), scale_msa, shift_msa, norm=None, provider=provider)
+            y = steps.modulate(block.norm1(x), scale_msa, shift_msa, provider)
         elif y is None:
-            y = norm_modulate(x, scale_msa, shift_msa, eps=block.norm1.eps, provider=provider)
+            y = steps.norm_modulate(block.norm1, x, scale_msa, shift_msa, provider)
 
         if "attn1" in stock:
             y = block.attn1(hidden_states=y, encoder_hidden_states=None, image_rotary_emb=tables)
         else:
-            y = _attention(block.attn1, y, y, tables, None, "attn1.norm_q and norm_k" in stock, provider)
-        x = gate_residual(x, y, gate_msa, provider=provider)
+            stock_norms = "attn1.norm_q and norm_k" in stock or not steps.fuses_norms
+            y = _attention(block.attn1, y, y, tables, None, stock_norms, provider)
+        x = steps.gate_residual(x, y, gate_msa, provider)
 
         if "attn2" in stock:
             y = block.attn2(x, encoder_hidden_states=text, image_rotary_emb=None, attention_mask=mask)
         else:
-            y = _attention(block.attn2, x, text, None, mask, "attn2.norm_q and norm_k" in stock, provider)
+            stock_norms = "attn2.norm_q and norm_k" in stock or not steps.fuses_norms
+            y = _attention(block.attn2, x, text, None, mask, stock_norms, provider)
 
         if "norm2" in stock:
-            x = gate_residual(x, y, provider=provider)
-            y = norm_modulate(block.norm2(x), scale_mlp, shift_mlp, norm=None, provider=provider)
+            x = steps.gate_residual(x, y, None, provider)
+            y = steps.modulate(block.norm2(x), scale_mlp, shift_mlp, provider)
         else:
-            x, y = gate_residual_norm_modulate(x, y, None, scale_mlp, shift_mlp, eps=block.norm2.eps, provider=provider)
+            x, y = steps.gate_residual_norm_modulate(block.norm2, x, y, None, scale_mlp, shift_mlp, provider)
 
-        y = block.ff(y) if "ff" in stock else gelu_feed_forward(block.ff, y)
+        y = block.ff(y) if "ff" in stock or not steps.fuses_norms else gelu_feed_forward(block.ff, y)
         follower = _follower(block, x) if chained else None
         if follower is None:
-            x = gate_residual(x, y, gate_mlp, provider=provider)
+            x = steps.gate_residual(x, y, gate_mlp, provider)
         else:
             shift, scale, *_ = _modulation(follower, temb, x.size(0))
-            x, y = gate_residual_norm_modulate(x, y, gate_mlp, scale, shift, eps=follower.norm1.eps, provider=provider)
+            x, y = steps.gate_residual_norm_modulate(follower.norm1, x, y, gate_mlp, scale, shift, provider)
             memory(follower)["norm1"] = _Norm1(x, version(x), temb, version(temb), y)
         if chained:
             _last_result[0] = weakref.ref(x), weakref.ref(block)
@@ -252,21 +272,21 @@ def _attention(
         mask = mask.view(batch, heads, -1, mask.shape[-1])
 
     query, key, value = attention.to_q(x), attention.to_k(context), attention.to_v(context)
+    rotation: dict[str, Any] = {}
     axes = None if tables is None or torch.compiler.is_compiling() else axial_tables(tables)
-    cos, sin = per_head(tables, heads)
+    if axes is not None:
+        rotation = {"cos": axes.cos, "sin": axes.sin, "grid": axes.grid, "order": axes.order}
+        rotation["front_pad"] = axes.front_pad
+    elif tables is not None:
+        rotation = dict(zip(("cos", "sin"), per_head(tables, heads), strict=True))
     if stock_norms:
         query, key = attention.norm_q(query), attention.norm_k(key)
         if tables is not None:
-            query, key = qk_norm_rope(query, key, cos=cos, sin=sin, norm=None, across_heads=heads, provider=provider)
-    elif axes is not None:
-        query, key = qk_norm_rope(
-            query, key, attention.norm_q.weight, attention.norm_k.weight, axes.cos, axes.sin, attention.norm_q.eps,
-            grid=axes.grid, order=axes.order, front_pad=axes.front_pad, across_heads=heads, provider=provider,
-        )  # fmt: skip
+            query, key = qk_norm_rope(query, key, norm=None, across_heads=heads, provider=provider, **rotation)
     else:
         query, key = qk_norm_rope(
-            query, key, attention.norm_q.weight, attention.norm_k.weight, cos, sin, attention.norm_q.eps,
-            across_heads=heads, provider=provider,
+            query, key, attention.norm_q.weight, attention.norm_k.weight, eps=attention.norm_q.eps,
+            across_heads=heads, provider=provider, **rotation,
         )  # fmt: skip
 
     processor = attention.processor

@@ -92,10 +92,8 @@ def unfit_input(x: Any) -> str | None:
     return None
 
 
-def per_head(tables: tuple[Tensor, Tensor] | None, heads: int) -> tuple[Tensor | None, Tensor | None]:
+def per_head(tables: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
     """Views rotary tables ``[B, S, heads * D]`` as ``[B, S, heads, D]``."""
-    if tables is None:
-        return None, None
     cos, sin = tables
     return cos.unflatten(-1, (heads, -1)), sin.unflatten(-1, (heads, -1))
 

@@ -48,6 +48,10 @@ class BlockRecipe(ABC):
     fingerprints: frozenset[str]
     versions: str
 
+    def exactly(self) -> BlockRecipe:
+        """Returns the recipe that aims at the bits of the stock forward; this one, if it does or if there is none."""
+        return self
+
     @staticmethod
     @abstractmethod
     def arguments(*args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -178,7 +178,7 @@ def _plan(
         for module in parallel.modules()
     }
     for path, module in _walk(modules):
-        matched = _match(module, verify)
+        matched = _match(module, verify, report.numerics == "exact")
         if matched is None:
             continue
         site = Site(path, full_name(type(module)), how=matched.how, _module=weakref.ref(module))
@@ -232,10 +232,11 @@ class _Match:
     reason: str = ""
 
 
-def _match(module: nn.Module, verify: bool) -> _Match | None:
+def _match(module: nn.Module, verify: bool, exact: bool) -> _Match | None:
     """Looks a module up among the block recipes and the norms; None if it is neither."""
     recipe = recipe_for(full_name(type(module)))
     if recipe is not None:
+        recipe = recipe.exactly() if exact else recipe
         if fingerprint(recipe.sources()) in recipe.fingerprints:
             return _Match(BlockFusion(recipe), "recipe")
         if not verify:
