@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.blocks.memory import memory, version
-from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, plain_linear, unfit_input, untouched
+from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, plain_linear, run_layer, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.steps import EXACT, FAST, FastSteps
 from diffkern.ops import qk_norm_rope
@@ -118,7 +118,6 @@ class LTXBlock(BlockRecipe):
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         block: Any = module
         x, text, temb, tables, mask = call
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = _modulation(block, temb, x.size(0))
         steps = self._steps
         chained = (
             steps.fuses_norms
@@ -127,7 +126,10 @@ class LTXBlock(BlockRecipe):
             and version(x) is not None
         )
 
-        y = _take(block, x, temb) if chained else None
+        left = _take(block, x, temb) if chained else None
+        y = None if left is None else left.y
+        modulation = _modulation(block, temb, x.size(0)) if left is None else left.modulation
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
         if "norm1" in stock:
             y = steps.modulate(block.norm1(x), scale_msa, shift_msa, provider)
         elif y is None:
@@ -157,9 +159,10 @@ class LTXBlock(BlockRecipe):
         if follower is None:
             x = steps.gate_residual(x, y, gate_mlp, provider)
         else:
-            shift, scale, *_ = _modulation(follower, temb, x.size(0))
+            modulation = _modulation(follower, temb, x.size(0))
+            shift, scale, *_ = modulation
             x, y = steps.gate_residual_norm_modulate(follower.norm1, x, y, gate_mlp, scale, shift, provider)
-            memory(follower)["norm1"] = _Norm1(x, version(x), temb, version(temb), y)
+            memory(follower)["norm1"] = _Norm1((x, temb), (version(x), version(temb)), modulation, y)
         if chained:
             _last_result[0] = weakref.ref(x), weakref.ref(block)
         return x
@@ -214,12 +217,18 @@ class LTXBlock(BlockRecipe):
 
 @dataclass(frozen=True)
 class _Norm1:
-    """The modulated first norm of a block, computed by the block before it from ``x`` and ``temb``."""
+    """The modulated first norm of a block, computed by the block before it.
 
-    x: Tensor
-    x_version: int | None
-    temb: Tensor
-    temb_version: int | None
+    Attributes:
+        sources: The hidden states and ``temb`` that it was computed from ...
+        versions: ... and their versions.
+        modulation: What :func:`_modulation` gave for ``temb``.
+        y: The result.
+    """
+
+    sources: tuple[Tensor, Tensor]
+    versions: tuple[int | None, int | None]
+    modulation: tuple[Tensor, ...]
     y: Tensor
 
 
@@ -227,16 +236,16 @@ class _Norm1:
 _last_result: list[tuple[weakref.ref[Tensor], weakref.ref[Any]] | None] = [None]
 
 
-def _take(block: Any, x: Tensor, temb: Tensor) -> Tensor | None:
+def _take(block: Any, x: Tensor, temb: Tensor) -> _Norm1 | None:
     """The first norm that the block before left here, if it is that of ``x``. Tells that block who comes next."""
     last, _last_result[0] = _last_result[0], None
     left: _Norm1 | None = memory(block).pop("norm1", None)
     before = last[1]() if last is not None and last[0]() is x else None
     if before is not None and before is not block:
         memory(before)["follower"] = weakref.ref(block)
-    if left is None or left.x is not x or left.temb is not temb:
+    if left is None or left.sources[0] is not x or left.sources[1] is not temb:
         return None
-    return left.y if (left.x_version, left.temb_version) == (version(x), version(temb)) else None
+    return left if left.versions == (version(x), version(temb)) else None
 
 
 def _follower(block: Any, x: Tensor) -> Any | None:
@@ -256,7 +265,7 @@ def _follower(block: Any, x: Tensor) -> Any | None:
 
 def _modulation(block: Any, temb: Tensor, batch: int) -> tuple[Tensor, ...]:
     """Shift, scale and gate of the attention and of the feed-forward: parts of ``[B, 1 or S, 6, D]``, in place."""
-    modulation: Tensor = block.scale_shift_table[None, None] + temb.reshape(batch, temb.size(1), 6, -1)
+    modulation: Tensor = block._parameters["scale_shift_table"] + temb.reshape(batch, temb.size(1), 6, -1)
     return modulation.unbind(dim=2)
 
 
@@ -268,10 +277,15 @@ def _attention(
     heads = attention.heads
     if mask is not None:
         batch, length = context.shape[:2]
-        mask = attention.prepare_attention_mask(mask, length, batch)
-        mask = mask.view(batch, heads, -1, mask.shape[-1])
+        if mask.shape == (batch, 1, length):
+            mask = mask.unsqueeze(1)  # stock writes it out for every head
+        else:
+            mask = attention.prepare_attention_mask(mask, length, batch)
+            mask = mask.view(batch, heads, -1, mask.shape[-1])
 
-    query, key, value = attention.to_q(x), attention.to_k(context), attention.to_v(context)
+    children = attention._modules
+    query = run_layer(children["to_q"], x)
+    key, value = run_layer(children["to_k"], context), run_layer(children["to_v"], context)
     rotation: dict[str, Any] = {}
     axes = None if tables is None or torch.compiler.is_compiling() else axial_tables(tables)
     if axes is not None:
@@ -302,7 +316,8 @@ def _attention(
         parallel_config=processor._parallel_config,
     )
     y = y.flatten(2, 3).to(query.dtype)
-    return attention.to_out[1](attention.to_out[0](y))  # type: ignore[no-any-return]
+    projection, dropout = children["to_out"]._modules.values()
+    return run_layer(dropout, run_layer(projection, y))
 
 
 # Parameters and children are read where nn.Module keeps them: its own __getattr__ takes five times as long.

@@ -7,6 +7,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
@@ -74,6 +75,16 @@ def plain_linear(module: nn.Module | None, device: torch.device, dtype: torch.dt
     )
 
 
+def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
+    """Calls a layer, or does without the cost of a call where it is torch's own, and nobody watches it."""
+    if untouched(layer, nn.Linear):
+        parameters = layer._parameters
+        return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+    if untouched(layer, nn.Dropout) and not layer.training:
+        return x
+    return layer(x)  # type: ignore[no-any-return]
+
+
 def unfit_input(x: Any) -> str | None:
     """Why the hidden states of a block cannot go through kernels, or None."""
     if type(x) is not Tensor:
@@ -101,7 +112,8 @@ def per_head(tables: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]
 def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
     """Diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
     net: Any = feed_forward.net
-    x = linear_gelu(x, net[0].proj.weight, net[0].proj.bias, approximate="tanh")
-    for layer in net[1:]:
-        x = layer(x)
+    first = net._modules["0"]._modules["proj"]._parameters
+    x = linear_gelu(x, first["weight"], first["bias"], approximate="tanh")
+    for layer in list(net._modules.values())[1:]:
+        x = run_layer(layer, x)
     return x
