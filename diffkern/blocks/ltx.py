@@ -10,7 +10,7 @@ next by what that one is called with, and leaves its first norm there, tied to t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import AttentionBackendName
-from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers import transformer_ltx as stock_module
 from diffusers.models.transformers.transformer_ltx import (
     LTXAttention,
@@ -31,10 +30,10 @@ from typing_extensions import override
 
 from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.blocks.memory import memory, version
-from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, plain_linear, run_layer, unfit_input, untouched
+from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
+from diffkern.blocks.rms_pieces import Rotation, attend, is_gelu, is_weightless, norms_are_plain, project_out
 from diffkern.blocks.steps import EXACT, FAST, FastSteps
-from diffkern.ops import qk_norm_rope
 from diffkern.providers import KERNEL_DTYPES
 
 Tables = tuple[Tensor, Tensor]
@@ -102,15 +101,15 @@ class LTXBlock(BlockRecipe):
         children: Any = module._modules
         stock: tuple[str, ...] = ()
         for name in ("norm1", "norm2"):
-            if not _is_weightless(children[name]):
+            if not is_weightless(children[name]):
                 stock += (name,)
         for name in ("attn1", "attn2"):
             attention = children[name]
             if not untouched(attention, LTXAttention) or type(attention.processor) is not LTXVideoAttnProcessor:
                 stock += (name,)
-            elif not _norms_are_plain(attention._modules, device):
+            elif not norms_are_plain(attention._modules, device):
                 stock += (f"{name}.norm_q and norm_k",)
-        if not _is_gelu(children["ff"], device, x.dtype):
+        if not is_gelu(children["ff"], device, x.dtype):
             stock += ("ff",)
         return stock
 
@@ -258,7 +257,7 @@ def _follower(block: Any, x: Tensor) -> Any | None:
     if not untouched(follower, LTXVideoTransformerBlock):
         return None
     table = follower._parameters["scale_shift_table"]
-    if not _is_weightless(follower._modules["norm1"]) or not plain(table, x.device) or table.dtype != x.dtype:
+    if not is_weightless(follower._modules["norm1"]) or not plain(table, x.device) or table.dtype != x.dtype:
         return None
     return follower
 
@@ -269,85 +268,26 @@ def _modulation(block: Any, temb: Tensor, batch: int) -> tuple[Tensor, ...]:
     return modulation.unbind(dim=2)
 
 
+def _rotation(tables: Tables | None, heads: int) -> Rotation:
+    """The tables by axis where that is known, else the full ones."""
+    if tables is None:
+        return {}
+    axes = None if torch.compiler.is_compiling() else axial_tables(tables)
+    if axes is None:
+        cos, sin = per_head(tables, heads)
+        return {"cos": cos, "sin": sin}
+    return {"cos": axes.cos, "sin": axes.sin, "grid": axes.grid, "order": axes.order, "front_pad": axes.front_pad}
+
+
 def _attention(
     attention: Any, x: Tensor, context: Tensor, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
     provider: str | None,
 ) -> Tensor:  # fmt: skip
-    """``LTXVideoAttnProcessor``; the linear layers are called, so that adapters and quantisation stay in force."""
-    heads = attention.heads
-    if mask is not None:
-        batch, length = context.shape[:2]
-        if mask.shape == (batch, 1, length):
-            mask = mask.unsqueeze(1)  # stock writes it out for every head
-        else:
-            mask = attention.prepare_attention_mask(mask, length, batch)
-            mask = mask.view(batch, heads, -1, mask.shape[-1])
-
-    children = attention._modules
-    query = run_layer(children["to_q"], x)
-    key, value = run_layer(children["to_k"], context), run_layer(children["to_v"], context)
-    rotation: dict[str, Any] = {}
-    axes = None if tables is None or torch.compiler.is_compiling() else axial_tables(tables)
-    if axes is not None:
-        rotation = {"cos": axes.cos, "sin": axes.sin, "grid": axes.grid, "order": axes.order}
-        rotation["front_pad"] = axes.front_pad
-    elif tables is not None:
-        rotation = dict(zip(("cos", "sin"), per_head(tables, heads), strict=True))
-    if stock_norms:
-        query, key = attention.norm_q(query), attention.norm_k(key)
-        if tables is not None:
-            query, key = qk_norm_rope(query, key, norm=None, across_heads=heads, provider=provider, **rotation)
-    else:
-        query, key = qk_norm_rope(
-            query, key, attention.norm_q.weight, attention.norm_k.weight, eps=attention.norm_q.eps,
-            across_heads=heads, provider=provider, **rotation,
-        )  # fmt: skip
-
-    processor = attention.processor
+    """``LTXVideoAttnProcessor``."""
+    rotation = _rotation(tables, attention.heads)
     # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
-    y = stock_module.dispatch_attention_fn(
-        query.unflatten(2, (heads, -1)),
-        key.unflatten(2, (heads, -1)),
-        value.unflatten(2, (heads, -1)),
-        attn_mask=mask,
-        dropout_p=0.0,
-        is_causal=False,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config,
-    )
-    y = y.flatten(2, 3).to(query.dtype)
-    projection, dropout = children["to_out"]._modules.values()
-    return run_layer(dropout, run_layer(projection, y))
-
-
-# Parameters and children are read where nn.Module keeps them: its own __getattr__ takes five times as long.
-
-
-def _is_weightless(norm: Any) -> bool:
-    """Whether a norm of the block is the RMS norm without weight that the shipped models have."""
-    return untouched(norm, RMSNorm) and norm.weight is None and norm.bias is None and type(norm.eps) is float
-
-
-def _norms_are_plain(children: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether the norms of queries and keys can be computed from their weights."""
-    norm_q, norm_k = children["norm_q"], children["norm_k"]
-    return (
-        untouched(norm_q, nn.RMSNorm)
-        and untouched(norm_k, nn.RMSNorm)
-        and norm_q.eps == norm_k.eps
-        and plain(norm_q._parameters["weight"], device)
-        and plain(norm_k._parameters["weight"], device)
-    )
-
-
-def _is_gelu(feed_forward: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the feed-forward is diffusers' own, with a tanh GELU over a plain linear layer."""
-    if not untouched(feed_forward, FeedForward):
-        return False
-    first = feed_forward._modules["net"]._modules["0"]
-    return (
-        untouched(first, GELU) and first.approximate == "tanh" and plain_linear(first._modules["proj"], device, dtype)
-    )
+    dispatch = stock_module.dispatch_attention_fn
+    return project_out(attention, attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider))
 
 
 RECIPE = LTXBlock()

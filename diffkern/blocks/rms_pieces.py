@@ -1,0 +1,108 @@
+"""What the blocks of LTX-Video and LTX-2 share: weightless RMS norms, and attention normalised over all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.normalization import RMSNorm
+from torch import Tensor, nn
+
+from diffkern.blocks.pieces import plain, plain_linear, run_layer, untouched
+from diffkern.ops import qk_norm_rope
+
+#: The tables of the rotation, as keywords of :func:`diffkern.ops.qk_norm_rope`; empty for none.
+Rotation = Mapping[str, Any]
+
+
+def attend(
+    attention: Any, x: Tensor, context: Tensor, rotation: Rotation, mask: Tensor | None, stock_norms: bool,
+    dispatch: Any, provider: str | None,
+) -> Tensor:  # fmt: skip
+    """Attention of ``x`` to ``context`` as far as the projection of its result, ``[B, S, heads * D]``.
+
+    The linear layers are called, so that adapters and quantisation stay in force.
+
+    Args:
+        attention: The attention module.
+        x: What the queries are made of.
+        context: What keys and values are made of.
+        rotation: The tables of the rotation.
+        mask: Added to the scores: ``[B, 1, L]`` for all heads and queries, or what the module makes of another.
+        stock_norms: Whether the norms of queries and keys are called.
+        dispatch: Diffusers' ``dispatch_attention_fn``, as the module of the stock processor has it.
+        provider: Who computes the norms and the rotation.
+    """
+    heads, children = attention.heads, attention._modules
+    if mask is not None:
+        batch, length = context.shape[:2]
+        if mask.shape == (batch, 1, length):
+            mask = mask.unsqueeze(1)  # stock writes it out for every head
+        else:
+            mask = attention.prepare_attention_mask(mask, length, batch)
+            mask = mask.view(batch, heads, -1, mask.shape[-1])
+
+    query = run_layer(children["to_q"], x)
+    key, value = run_layer(children["to_k"], context), run_layer(children["to_v"], context)
+    if stock_norms:
+        query, key = attention.norm_q(query), attention.norm_k(key)
+        if rotation:
+            query, key = qk_norm_rope(query, key, norm=None, across_heads=heads, provider=provider, **rotation)
+    else:
+        query, key = qk_norm_rope(
+            query, key, attention.norm_q.weight, attention.norm_k.weight, eps=attention.norm_q.eps,
+            across_heads=heads, provider=provider, **rotation,
+        )  # fmt: skip
+
+    processor = attention.processor
+    y: Tensor = dispatch(
+        query.unflatten(2, (heads, -1)),
+        key.unflatten(2, (heads, -1)),
+        value.unflatten(2, (heads, -1)),
+        attn_mask=mask,
+        dropout_p=0.0,
+        is_causal=False,
+        backend=processor._attention_backend,
+        parallel_config=processor._parallel_config,
+    )
+    return y.flatten(2, 3).to(query.dtype)
+
+
+def project_out(attention: Any, y: Tensor) -> Tensor:
+    """The projection of the result of attention, and its dropout."""
+    for layer in attention._modules["to_out"]._modules.values():
+        y = run_layer(layer, y)
+    return y
+
+
+# Parameters and children are read where nn.Module keeps them: its own __getattr__ takes five times as long.
+
+
+def is_weightless(norm: Any) -> bool:
+    """Whether a norm of the block is the RMS norm without weight that the shipped models have."""
+    return untouched(norm, RMSNorm) and norm.weight is None and norm.bias is None and type(norm.eps) is float
+
+
+def norms_are_plain(children: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether the norms of queries and keys can be computed from their weights."""
+    norm_q, norm_k = children["norm_q"], children["norm_k"]
+    return (
+        untouched(norm_q, nn.RMSNorm)
+        and untouched(norm_k, nn.RMSNorm)
+        and norm_q.eps == norm_k.eps
+        and plain(norm_q._parameters["weight"], device)
+        and plain(norm_k._parameters["weight"], device)
+    )
+
+
+def is_gelu(feed_forward: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the feed-forward is diffusers' own, with a tanh GELU over a plain linear layer."""
+    if not untouched(feed_forward, FeedForward):
+        return False
+    first = feed_forward._modules["net"]._modules["0"]
+    return (
+        untouched(first, GELU) and first.approximate == "tanh" and plain_linear(first._modules["proj"], device, dtype)
+    )
