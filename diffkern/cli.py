@@ -1,4 +1,4 @@
-"""The command line: ``diffkern doctor`` and ``diffkern build``."""
+"""The command line: ``diffkern doctor``, ``diffkern build`` and ``diffkern bench``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from diffkern.hub.cli import app as hub
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -20,6 +22,7 @@ app = typer.Typer(
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 app.add_typer(bench, name="bench")
+app.add_typer(hub, name="hub")
 
 
 @app.command()
@@ -39,6 +42,7 @@ def doctor(
         console.print(setting, style="yellow")
     for device, rows in groupby(checkup.rows, key=lambda row: row.device):
         console.print(f"\n{device}", style="bold")
+        console.print(f"  {checkup.platforms[device]}")
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
@@ -94,8 +98,8 @@ def build(
         raise typer.Exit(1)
 
 
-def _fail(message: str) -> NoReturn:
-    typer.echo(f"diffkern build: {message}", err=True)
+def _fail(message: str, command: str = "build") -> NoReturn:
+    typer.echo(f"diffkern {command}: {message}", err=True)
     raise typer.Exit(1)
 
 
@@ -121,6 +125,50 @@ def bench_ops(
     console.print(ops.table(results, f"{torch.cuda.get_device_name(device)}, bfloat16, us (times the floor)"))
     for path in ops.save(results, device, output):
         typer.echo(f"wrote {path}")
+
+
+@bench.command("attention")
+def bench_attention(
+    shape: Annotated[
+        list[str],
+        typer.Option(help="BxSxHxD; BxS/TxHxD with T keys, BxSxH/GxD with G key heads. May be repeated."),
+    ],
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one, by name or as 'org/repo@revision:function'; may be repeated."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device; default: the GPU if there is one.")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    mask: Annotated[str, typer.Option(help="none, bool or additive.")] = "none",
+    causal: Annotated[bool, typer.Option("--causal", help="Queries see no later keys.")] = False,
+    dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Share of weights that is dropped.")] = 0.0,
+    backward: Annotated[bool, typer.Option("--backward", help="Time the backward, too.")] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Compare the implementations of attention on given shapes: time, memory, error against float64."""
+    import torch
+
+    from diffkern.bench import attention
+    from diffkern.bench.environment import describe_device, describe_environment
+    from diffkern.bench.results import write_json
+
+    try:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
+        shapes = [attention.Shape.parse(text) for text in shape]
+        calls = [(str(s), s.call(where, kind, mask, causal, dropout, backward)) for s in shapes]
+        runs = [attention.run(call, name, backend or ()) for name, call in calls]
+    except KeyError:
+        _fail(f"dtype={dtype!r}: choose bfloat16, float16 or float32", "bench attention")
+    except (ValueError, RuntimeError) as error:
+        _fail(str(error), "bench attention")
+    console = Console(width=160 if not Console().is_terminal else None)
+    for results in runs:
+        console.print(attention.table(results, f"{results[0].shape}, {dtype}, {describe_device(where)}"))
+    if output is not None:
+        options = {"dtype": dtype, "mask": mask, "causal": causal, "dropout": dropout, "backward": backward}
+        rows = [result.to_dict() for results in runs for result in results]
+        write_json(output, {"environment": describe_environment(where), "options": options, "results": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from diffkern.build.installed import KERNELS_VARIABLE
-from diffkern.providers import OPS, ORDER, explain, get_provider
+from diffkern.hub.defaults import DEFAULTS
+from diffkern.hub.policy import LOCK_VARIABLE, switched_off
+from diffkern.hub.rule import device_name
+from diffkern.platforms import platform_of
+from diffkern.providers import OPS, ORDER, explain, get_provider, hub
 from diffkern.providers.registry import ENVIRONMENT_VARIABLE
 
 
@@ -30,11 +34,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Checkup:
-    """Versions that matter, what the environment asks for, and a row for each device and provider."""
+    """Versions that matter, what the environment asks for, and a row for each device and provider.
+
+    ``platforms`` says for each device what kind it is, and what is known of diffkern there.
+    """
 
     versions: dict[str, str]
     settings: tuple[str, ...]
     rows: tuple[Row, ...]
+    platforms: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain data."""
@@ -43,7 +51,9 @@ class Checkup:
 
 def examine() -> Checkup:
     """Asks every provider about every device of this machine. Loads libraries, downloads nothing."""
-    return Checkup(_versions(), _settings(), tuple(row for device in _devices() for row in _rows(device)))
+    devices = _devices()
+    rows = tuple(row for device in devices for row in _rows(device))
+    return Checkup(_versions(), _settings(), rows, {_label(device): _standing(device) for device in devices})
 
 
 def _devices() -> list[torch.device]:
@@ -56,8 +66,17 @@ def _devices() -> list[torch.device]:
     return devices
 
 
+def _label(device: torch.device) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+
+
+def _standing(device: torch.device) -> str:
+    known = platform_of(device)
+    return f"{known.name}: {known.evidence}"
+
+
 def _rows(device: torch.device) -> list[Row]:
-    label = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    label = _label(device)
     refusals = {op: explain(op, device, (torch.bfloat16,)) for op in OPS}
     rows = []
     for provider in ORDER:
@@ -68,8 +87,19 @@ def _rows(device: torch.device) -> list[Row]:
             if (reason := refusals[op][provider]) is not None:
                 reasons.setdefault(reason, []).append(op)
         told = [f"{', '.join(ops)}: {reason}" if served else reason for reason, ops in reasons.items()]
-        rows.append(Row(label, provider, served, "; ".join(told)))
+        rows.append(Row(label, provider, served, _of_hub(device) if provider == hub.NAME else "; ".join(told)))
     return rows
+
+
+def _of_hub(device: torch.device) -> str:
+    """Why the Hub serves nothing here, and what it would."""
+    if (off := switched_off()) is not None:
+        return off
+    kernels: dict[str, list[str]] = {}
+    for op, kernel in DEFAULTS.get(device_name(device.type), {}).items():
+        kernels.setdefault(kernel, []).append(op)
+    known = ", ".join(f"{kernel} ({', '.join(ops)})" for kernel, ops in kernels.items())
+    return f"{hub.NOT_ASKED}, which takes {known or 'nothing here'}"
 
 
 def _settings() -> tuple[str, ...]:
@@ -85,6 +115,8 @@ def _settings() -> tuple[str, ...]:
         settings.append(f"{ENVIRONMENT_VARIABLE}={provider} is set, {effect}")
     if directory := os.environ.get(KERNELS_VARIABLE):
         settings.append(f"{KERNELS_VARIABLE}={directory} is set, so compiled kernels are looked for there only")
+    if path := os.environ.get(LOCK_VARIABLE):
+        settings.append(f"{LOCK_VARIABLE}={path} is set, so kernels of the Hub are those that it pins")
     return tuple(settings)
 
 

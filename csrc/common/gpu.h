@@ -80,6 +80,24 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
 #endif
 }
 
+// The value of the lane `delta` before; the first ones keep their own. All lanes up to this one must take part.
+__device__ __forceinline__ int shuffle_up(int value, int delta) {
+#if DIFFKERN_HIP
+  return __shfl_up(value, delta);
+#else
+  return __shfl_up_sync(~0u, value, delta);
+#endif
+}
+
+// One bit for each of the first 32 lanes of the wave, which all must take part.
+__device__ __forceinline__ uint32_t ballot(bool value) {
+#if DIFFKERN_HIP
+  return static_cast<uint32_t>(__ballot(value));
+#else
+  return __ballot_sync(~0u, value);
+#endif
+}
+
 // Sum over aligned groups of kLanes lanes, in each of them.
 template <int kLanes>
 __device__ __forceinline__ float group_sum(float value) {

@@ -17,9 +17,22 @@ from torch import nn
 #: diffusers: whoever has such a block has imported it already.
 _RECIPES = {
     "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": ("ltx_block", "diffkern.blocks.ltx"),
+    "diffusers.models.transformers.transformer_ltx2.LTX2VideoTransformerBlock": ("ltx2_block", "diffkern.blocks.ltx2"),
     "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": (
         "ltx_rotary_tables",
         "diffkern.blocks.ltx_rope",
+    ),
+    "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoResnetBlock3d": (
+        "ltx_vae_resnet",
+        "diffkern.blocks.ltx_vae.resnet",
+    ),
+    "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoUpsampler3d": (
+        "ltx_vae_upsampler",
+        "diffkern.blocks.ltx_vae.upsampler",
+    ),
+    "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoCausalConv3d": (
+        "ltx_vae_conv",
+        "diffkern.blocks.ltx_vae.conv",
     ),
 }
 
@@ -48,8 +61,8 @@ class BlockRecipe(ABC):
     fingerprints: frozenset[str]
     versions: str
 
-    def exactly(self) -> BlockRecipe:
-        """Returns the recipe that aims at the bits of the stock forward; this one, if it does or if there is none."""
+    def exactly(self) -> BlockRecipe | None:
+        """Returns the recipe that aims at the bits of the stock forward, this one if it may; None if there is none."""
         return self
 
     @staticmethod

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,16 +59,21 @@ def write_metadata(directory: Path, namespace: str, variant: Variant, archs: Seq
     backend: dict[str, object] = {"type": variant.backend}
     if archs:
         backend["archs"] = list(archs)
-    metadata = {
+    library = asdict(describe_library(directory / library_name(namespace), torch_version))
+    metadata = {**metadata_of(namespace, backend), "library": library}
+    (directory / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+
+
+def metadata_of(namespace: str, backend: Mapping[str, object]) -> dict[str, object]:
+    """What the Hub wants to know of every build."""
+    return {
         "name": KERNEL_NAME,
         "id": namespace,
         "version": KERNEL_VERSION,
         "license": "Apache-2.0",
         "python-depends": [],
-        "backend": backend,
-        "library": asdict(describe_library(directory / library_name(namespace), torch_version)),
+        "backend": dict(backend),
     }
-    (directory / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
 
 def up_to_date(directory: Path, namespace: str, archs: Sequence[str]) -> Build | None:

@@ -1,41 +1,80 @@
-"""Which provider serves which op or module, as the user says it."""
+"""Which provider or kernel of the Hub serves which op or module, as the user says it."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
+from diffkern.hub.mode import MODE_NAMES, PREFERENCE, Mode
+from diffkern.hub.reference import KernelReference, is_reference
+from diffkern.hub.rule import ALIASES, DEVICES, Rule, Value
 from diffkern.providers import OPS, ORDER
+
+__all__ = ["MODULE_OPS", "KernelConfig", "Mode"]
 
 _CHOICES = ("auto", *ORDER)
 
 #: The ops that a module can be served by. The others are functions to call; no module becomes one of them.
 MODULE_OPS = ("layer_norm", "rms_norm")
 
+#: What the Hub may be asked for besides kernels that a rule names.
+HUB_CHOICES = ("off", "auto")
+
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Rules from an op, a class name or a module path to a provider.
+    """Rules from an op, a layer, a class or a module path to a provider or a kernel of the Hub.
 
-    A key is the name of an op (``"rms_norm"``) or of a kind of block (``"ltx_block"``), the name of a class
-    (``"FP32LayerNorm"``), or a pattern on module paths with the wildcards of :mod:`fnmatch`
-    (``"transformer.transformer_blocks.*.norm1"``). A value is ``"auto"``, a provider's name (``"compiled"``,
-    ``"triton"``, ``"eager"``), or ``""`` or None to leave the module alone. A path wins over a class name, a class
-    name over an op; of two patterns the later one. A block is left alone also if a norm inside it is.
+    A key is one of these; where several speak of a module, the first kind wins, and of two of a kind the later one:
+
+    * a pattern on module paths with the wildcards of :mod:`fnmatch` (``"transformer.transformer_blocks.*.norm1"``);
+    * the name of a class (``"FP32LayerNorm"``);
+    * the name that transformers has for a layer (``"RMSNorm"``, for the RMS norm of any of its models);
+    * the name of an op (``"rms_norm"``) or of a kind of block (``"ltx_block"``).
+
+    A value is one of these:
+
+    * ``"auto"``, or a provider: ``"compiled"``, ``"triton"``, ``"hub"`` (the kernel that diffkern knows for the op
+      and the device), ``"eager"``;
+    * a kernel: ``"org/repo:Layer"``, ``"org/repo@v1.2.0:Layer"``, ``"org/repo@>=1.0,<2.0:Layer"``,
+      ``"/a/path:Layer"``; without ``:Layer`` whatever of it serves the op;
+    * ``""`` or None to leave the module alone;
+    * a dict from devices (``"cuda"``, ``"rocm"``, ``"metal"`` or ``"mps"``, ``"xpu"``, ``"npu"``, ``"cpu"``) or
+      modes (:class:`Mode`, or its name: ``"inference"``, ``"training"``, ``"torch_compile"``) to such values, or
+      from one of these to a dict of the other. What it does not name is ``"auto"``.
+
+    A kernel that cannot be had gives its reason, and the next provider serves. A block is left alone also if a norm
+    inside it is.
 
     Args:
         rules: The rules, in order.
+        hub: ``"auto"`` asks the Hub where neither compiled nor Triton kernels serve; ``"off"`` asks it only for
+            kernels that a rule names.
+        mode: The mode to choose for; None means the one the module is in at each call.
+        trust_remote_code: Whether kernels of publishers that the Hub does not list as trusted may run: True for all,
+            or the repositories that may.
+        lock: The lock file to take commits and digests from; None means ``DIFFKERN_LOCK`` or, if there is one,
+            ``diffkern.lock`` in the working directory.
 
     Raises:
-        ValueError: ``rules`` is no mapping, or a key or a value is none of those.
+        ValueError: a key or a value is none of those; the message names the nearest that is.
 
     Example:
-        ``KernelConfig({"layer_norm": None, "vae.*": "eager"})``
+        ``KernelConfig({"layer_norm": None, "vae.*": "eager", "rms_norm": {"metal": "kernels-community/mlx-rmsnorm"}})``
     """
 
-    rules: Mapping[str, str | None] = field(default_factory=dict)
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    hub: str = "off"
+    mode: Mode | None = None
+    trust_remote_code: bool | tuple[str, ...] = False
+    lock: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping):
@@ -43,53 +82,243 @@ class KernelConfig:
                 f"config={self.rules!r}: pass a dict from an op, a class name or a path to a provider, "
                 "such as {'rms_norm': 'eager'}, or {'*': 'eager'} for every module"
             )
-        for key, value in self.rules.items():
-            if not isinstance(key, str):
-                raise ValueError(
-                    f"config has the key {key!r}: keys are strings, the name of an op ({' or '.join(MODULE_OPS)}), "
-                    "the name of a class, or a pattern on module paths"
-                )
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"config[{key!r}] is {value!r}: expected the name of a provider, '' or None")
-            if value and value not in _CHOICES:
-                close = difflib.get_close_matches(value, _CHOICES, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise ValueError(f"config[{key!r}] is {value!r}: choose one of {', '.join(_CHOICES)}, or ''.{hint}")
+        rules = {key: normalised(value, f"config[{key!r}]") for key, value in self.rules.items() if _check_key(key)}
+        object.__setattr__(self, "rules", rules)
+        if self.hub not in HUB_CHOICES:
+            raise ValueError(f"hub={self.hub!r}: choose 'off' or 'auto'.{_nearest(self.hub, HUB_CHOICES)}")
+        if isinstance(self.mode, str):
+            object.__setattr__(self, "mode", Mode.parse(self.mode))
+        if self.mode is not None:
+            object.__setattr__(self, "mode", _complete(self.mode))
+        trust = self.trust_remote_code
+        if isinstance(trust, Iterable) and not isinstance(trust, str):
+            object.__setattr__(self, "trust_remote_code", tuple(trust))
+        elif not isinstance(trust, bool):
+            raise ValueError(f"trust_remote_code={trust!r}: pass True, False, or a list of repositories")
+        if self.lock is not None:
+            object.__setattr__(self, "lock", str(self.lock))
 
     @classmethod
-    def of(cls, config: KernelConfig | Mapping[str, str | None] | None) -> KernelConfig:
+    def of(cls, config: KernelConfig | Mapping[str, Any] | None) -> KernelConfig:
         """Returns ``config`` as a :class:`KernelConfig`; None has no rules."""
         if isinstance(config, KernelConfig):
             return config
         return cls() if config is None else cls(config)
 
-    def choose(self, path: str, class_name: str, op: str) -> str | None:
-        """Returns the provider for a module, ``"auto"`` if no rule speaks of it, or None to leave it alone."""
-        for matches in (
-            [key for key in self.rules if fnmatchcase(path, key)],
-            [key for key in self.rules if key == class_name],
-            [key for key in self.rules if key == op],
-        ):
-            if matches:
-                return self.rules[matches[-1]] or None
-        return "auto"
+    # --- what it says of a module ----------------------------------------------------------------------------
 
-    def check(self, paths: Iterable[str], class_names: Iterable[str], block_ops: Iterable[str] = ()) -> None:
+    def rule(self, path: str, class_name: str, op: str, layer_name: str = "") -> Rule | None:
+        """Returns what the rules say of a module; None if none speaks of it."""
+        key = self._key(path, class_name, op, layer_name)
+        return None if key is None else Rule.of(self.rules[key], self.mode)
+
+    def choose(self, path: str, class_name: str, op: str) -> str | None:
+        """Returns the choice for a module on the CPU in inference, ``"auto"`` if no rule speaks of it, or None."""
+        import torch
+
+        rule = self.rule(path, class_name, op)
+        return "auto" if rule is None else rule.at(torch.device("cpu"), False)
+
+    def names_kernels(self) -> bool:
+        """Whether any rule names a kernel of the Hub or of this machine, or the Hub may be asked anyway."""
+        choices = (choice for value in self.rules.values() for choice in Rule.of(value, self.mode).choices())
+        return self.hub == "auto" or any(choice is not None and is_reference(choice) for choice in choices)
+
+    def references(self) -> tuple[KernelReference, ...]:
+        """Every kernel that a rule names, each once."""
+        found: dict[KernelReference, None] = {}
+        for value in self.rules.values():
+            found |= dict.fromkeys(KernelReference.parse(text) for text in _leaves(value) if is_reference(text))
+        return tuple(found)
+
+    def check(
+        self,
+        paths: Iterable[str],
+        class_names: Iterable[str],
+        block_ops: Iterable[str] = (),
+        layer_names: Iterable[str] = (),
+    ) -> None:
         """Makes sure that every rule speaks of something; ``block_ops`` are ops besides those of the providers.
 
         Raises:
-            ValueError: a key is no op of a module and fits no class and no path; the message names the nearest key
-                that would.
+            ValueError: a key is no op of a module and fits no class, no layer and no path; the message names the
+                nearest key that would.
         """
         paths, class_names, known = list(paths), sorted(set(class_names)), [*MODULE_OPS, *block_ops]
+        layers = sorted(set(layer_names))
         for key in self.rules:
-            if key in known or key in class_names or any(fnmatchcase(path, key) for path in paths):
+            if key in known or key in class_names or key in layers or any(fnmatchcase(path, key) for path in paths):
                 continue
             if key in OPS:
                 raise ValueError(
                     f"config names the op {key!r}, which no module is served by in this version: the ops of modules "
                     f"are {' and '.join(known)}"
                 )
-            close = difflib.get_close_matches(key, [*known, *class_names, *paths], n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = _nearest(key, [*known, *class_names, *layers, *paths], cutoff=0.5)
             raise ValueError(f"config names {key!r}, which is no op of a module and fits none of this model.{hint}")
+
+    def _key(self, path: str, class_name: str, op: str, layer_name: str) -> str | None:
+        for matches in (
+            [key for key in self.rules if fnmatchcase(path, key)],
+            [key for key in self.rules if key == class_name],
+            [key for key in self.rules if layer_name and key == layer_name],
+            [key for key in self.rules if key == op],
+        ):
+            if matches:
+                return matches[-1]
+        return None
+
+    # --- to files and back -----------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything that differs from the defaults as plain data."""
+        data: dict[str, Any] = {}
+        if self.hub != "off":
+            data["hub"] = self.hub
+        if self.mode is not None:
+            data["mode"] = self.mode.text
+        if self.trust_remote_code:
+            trust = self.trust_remote_code
+            data["trust_remote_code"] = trust if isinstance(trust, bool) else list(trust)
+        if self.lock is not None:
+            data["lock"] = self.lock
+        return {**data, "rules": _plain(self.rules)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> KernelConfig:
+        """Reads what :meth:`to_dict` returns.
+
+        Raises:
+            ValueError: a key is unknown, or as in the constructor.
+        """
+        known = ("rules", "hub", "mode", "trust_remote_code", "lock")
+        for key in data:
+            if key not in known:
+                raise ValueError(f"{key!r} is no part of a configuration: {', '.join(known)}.{_nearest(key, known)}")
+        return cls(**data)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns the configuration as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> KernelConfig:
+        """Reads JSON text."""
+        return cls.from_dict(json.loads(text))
+
+    def to_toml(self) -> str:
+        """Returns the configuration as TOML text. A dict becomes an inline table, which keeps the order of rules."""
+        data = self.to_dict()
+        rules = data.pop("rules")
+        lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
+        lines += ["", "[rules]", *(f"{_toml(key)} = {_toml(value)}" for key, value in rules.items())]
+        return "\n".join(lines).lstrip("\n") + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str) -> KernelConfig:
+        """Reads TOML text; before Python 3.11 this needs the package ``tomli``, which ``kernels`` brings along."""
+        tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        return cls.from_dict(tomllib.loads(text))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> KernelConfig:
+        """Reads a file, as TOML if its name ends so, as JSON otherwise."""
+        text = Path(path).read_text(encoding="utf-8")
+        return cls.from_toml(text) if str(path).endswith(".toml") else cls.from_json(text)
+
+
+def normalised(value: Any, where: str) -> Value:
+    """Returns a value of a configuration with strings for keys, ``""`` for None, and ``"metal"`` for ``"mps"``.
+
+    Args:
+        value: What the user gave.
+        where: How to call it in a message.
+
+    Raises:
+        ValueError: it is none of what :class:`KernelConfig` allows.
+    """
+    return _normalised(value, where, frozenset())
+
+
+def _normalised(value: Any, where: str, above: frozenset[str]) -> Value:
+    if value is None or value == "":
+        return ""
+    if isinstance(value, Mapping):
+        keys = {key: _situation(key, where) for key in value}
+        kinds = {"a device" if name in DEVICES else "a mode" for name in keys.values()}
+        if len(kinds) != 1 or kinds & above or not value:
+            raise ValueError(
+                f"{where} is {value!r}: a dict goes from devices to choices, from modes to choices, or from one of "
+                "these to a dict of the other"
+            )
+        return {keys[key]: _normalised(choice, f"{where}[{key!r}]", above | kinds) for key, choice in value.items()}
+    if isinstance(value, tuple):
+        raise ValueError(f"{where} is {value!r}: write the version into the string, as in 'org/repo@v2:Layer'")
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is {value!r}: expected the name of a provider, a kernel, '' or None")
+    if is_reference(value):
+        try:
+            return str(KernelReference.parse(value))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if value not in _CHOICES:
+        raise ValueError(
+            f"{where} is {value!r}: choose one of {', '.join(_CHOICES)}, a kernel such as 'org/repo:Layer', or ''."
+            f"{_nearest(value, _CHOICES)}"
+        )
+    return value
+
+
+def _situation(key: Any, where: str) -> str:
+    """A key of a dict that is a value: the name of a device or of a mode."""
+    if isinstance(key, Mode):
+        return key.text
+    if isinstance(key, str):
+        name = ALIASES.get(key.lower(), key.lower())
+        if name in DEVICES:
+            return name
+        if all(part.strip() in MODE_NAMES for part in name.split("|")):
+            return Mode.parse(name).text
+    names = (*DEVICES, *ALIASES, *MODE_NAMES)
+    raise ValueError(
+        f"{where} has the key {key!r}, which is no device and no mode: {', '.join(names)}.{_nearest(str(key), names)}"
+    )
+
+
+def _check_key(key: Any) -> bool:
+    if not isinstance(key, str):
+        raise ValueError(
+            f"config has the key {key!r}: keys are strings, the name of an op ({' or '.join(MODULE_OPS)}), "
+            "the name of a class, or a pattern on module paths"
+        )
+    return True
+
+
+def _complete(mode: Mode) -> Mode:
+    """The mode of a call: one that says neither inference nor training is inference."""
+    complete = mode if mode & (Mode.INFERENCE | Mode.TRAINING) else mode | Mode.INFERENCE
+    if complete not in PREFERENCE:
+        raise ValueError(f"mode={mode!r}: a call is either inference or training")
+    return complete
+
+
+def _leaves(value: Value) -> list[str]:
+    return [value] if isinstance(value, str) else [leaf for choice in value.values() for leaf in _leaves(choice)]
+
+
+def _plain(value: Any) -> Any:
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _toml(value: Any) -> str:
+    """A value of TOML; its strings are those of JSON."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _nearest(word: str, words: Sequence[str], cutoff: float = 0.6) -> str:
+    close = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""

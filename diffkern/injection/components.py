@@ -16,6 +16,14 @@ _DEFAULT = re.compile(
     r"|latent_upsampler|language_model|vision_encoder|text_model|video_processor_model)(_\d+)?"
 )
 
+#: The components that are called once per step.
+_DENOISER = re.compile(r"(transformer|unet|prior|prior_prior|decoder|denoiser|dit|controlnet)(_\d+)?")
+
+
+def is_denoiser(name: str) -> bool:
+    """Whether a component of that name is called once per denoising step; a model on its own, too."""
+    return not name or _DENOISER.fullmatch(name) is not None
+
 
 def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Splits a pipeline or model into the modules to work on and those left out.

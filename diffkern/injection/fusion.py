@@ -35,6 +35,10 @@ class Fusion(Protocol):
     def declines(self, module: nn.Module, call: Any) -> str | None:
         """Says why a call must run the stock forward, or None."""
 
+    def excused(self, module: nn.Module, call: Any) -> bool:
+        """Whether a call that is declined is none that the user wanted fused, so that a strict injection lets it be."""
+        return False
+
     def stock_pieces(self, module: nn.Module, call: Any) -> tuple[str, ...]:
         """Names the parts of the module that run stock inside a fused call."""
 
@@ -74,7 +78,18 @@ class Fusion(Protocol):
         """Says how the stock forward differs in float32 from what it is believed to compute, or None."""
 
     def stock(self, module: nn.Module, call: Any) -> Any:
-        """Runs the stock forward, which returns a tensor or a tuple of tensors of one shape."""
+        """Runs the stock forward, which returns a tensor or a tuple of tensors of one dtype."""
 
     def reference(self, module: nn.Module, call: Any) -> Any:
         """Computes the result in float64."""
+
+    def leaves(self, call: Any) -> tuple[Tensor, ...]:
+        """The inputs of a sample whose gradients are proven, besides those of the parameters."""
+        return (self.subject(call),)
+
+    def exact_training(self, module: nn.Module, call: Any) -> tuple[Tensor, ...] | None:
+        """The result in float64, and the gradients of the leaves and of every parameter, see :mod:`~.gradients`.
+
+        None, as here, if gradients are not proven apart from the result.
+        """
+        return None

@@ -53,11 +53,12 @@ def slots(module: nn.Module) -> Iterator[Slot]:
 def _wrapped(module: nn.Module) -> Iterator[Slot]:
     """Yields, the outermost first, what wrappers made with functools.update_wrapper say that they wrap.
 
-    Nothing is called from there; it is what ``inspect`` shows.
+    Nothing is called from there; it is what ``inspect`` shows. What the decorators of a class say of its own forward,
+    which shows through the bound method, is none of it.
     """
     for slot in slots(module):
         forward = slot.forward
-        while forward is not None and "__wrapped__" in getattr(forward, "__dict__", {}):
+        while not isinstance(forward, MethodType) and "__wrapped__" in getattr(forward, "__dict__", {}):
             inner = Slot(forward, "__wrapped__")
             yield inner
             forward = inner.forward

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,21 +15,27 @@ from torch import nn
 
 from diffkern.attention import Route
 from diffkern.blocks import OPS as BLOCK_OPS
-from diffkern.blocks import fingerprint, recipe_for
+from diffkern.blocks import fingerprint, inner_recipe_for, recipe_for
 from diffkern.hub import KernelConfig
 from diffkern.hub.policy import Policy
+from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
 from diffkern.injection.attention import Plan as AttentionPlan
 from diffkern.injection.attention import install, plan_attention, restore_attention
 from diffkern.injection.block_fusion import BlockFusion
-from diffkern.injection.components import select_components
+from diffkern.injection.components import is_denoiser, select_components
 from diffkern.injection.fusion import Fusion
+from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
+from diffkern.injection.inner_fusion import InnerFusion
+from diffkern.injection.liger import loss_fusion, usable, with_liger
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.proof import Verifier
-from diffkern.injection.report import InjectionReport, Site
-from diffkern.injection.state import PatchState, patch, patch_state, unpatch
+from diffkern.injection.provision import Option, Provision, layer_name
+from diffkern.injection.report import InjectionReport, Measurement, Site
+from diffkern.injection.state import LEFT_ALONE, PatchState, patch, patch_state, unpatch
 from diffkern.matching import full_name, match
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
+from diffkern.providers.liger import Flags
 
 NUMERICS = ("exact", "fast", "fp8")
 
@@ -44,11 +50,30 @@ class _Candidate:
 
     module: nn.Module
     site: Site
-    fusion: Fusion
-    provider: str | None
+    options: list[Option]
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
     choice_is_fallback: bool = False
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def fusion(self) -> Fusion:
+        """The best way that is left."""
+        return self.options[0].fusion
+
+    def provider(self, device: torch.device) -> str | None:
+        """Who shall compute it on ``device``."""
+        return self.options[0].rule.at(device, self.module.training)
+
+    def refuse(self, reason: str) -> bool:
+        """Gives up the best way; returns whether there is another."""
+        if reason not in self.refused:
+            self.refused.append(reason)
+        if len(self.options) == 1:
+            return False
+        del self.options[0]
+        self.choice_is_fallback = True
+        return True
 
 
 def inject_optimized_kernels(
@@ -58,6 +83,8 @@ def inject_optimized_kernels(
     numerics: str = "fast",
     config: KernelConfig | Mapping[str, str | None] | None = None,
     attention: str | None = None,
+    liger: bool | Mapping[str, bool] | None = None,
+    cuda_graph: bool = False,
     verify: bool = True,
     strict: bool = False,
     dry_run: bool = False,
@@ -80,6 +107,14 @@ def inject_optimized_kernels(
             ``"org/repo@revision:function"``, or ``"auto"`` for the fastest of those installed, by measurement at
             first use. None leaves it as it is. A call that the backend cannot serve (a mask, dropout, the size of
             its heads) runs as before.
+        liger: Whether, and for what, the kernels of the package ``liger-kernel`` serve wherever gradients are wanted:
+            True, or a dict of its flags ``rope``, ``swiglu``, ``cross_entropy``, ``fused_linear_cross_entropy`` and
+            ``rms_norm``, as its own functions take them. With ``fused_linear_cross_entropy``, one of the defaults,
+            the output of a language model in training has no logits.
+        cuda_graph: Whether the steps of the denoisers are captured as CUDA graphs, one for each kind of call (shapes,
+            dtypes, plain arguments), and replayed. A call of a new kind runs as it is, the second one is captured.
+            Anything that changes what a step does, an adapter or a hook, say, is noticed. Steps run as they are while
+            gradients are enabled, weights are offloaded, or hooks sit inside of the denoiser.
         verify: Whether every kind of site is proven before it is patched, and again at first use on a device
             or dtype that was not there yet. Without it nothing is measured.
         strict: Whether everything that would make a matched module run stock, or with another provider than
@@ -99,12 +134,20 @@ def inject_optimized_kernels(
     started = time.perf_counter()
     report = InjectionReport(type(pipe_or_module).__name__, numerics, dry_run)
     config = KernelConfig.of(config)
-    candidates = _plan(pipe_or_module, components, config, verify, report)
-    candidates = _choose_providers(candidates, report)
+    provision = Provision(config, strict)
+    candidates = _plan(pipe_or_module, components, config, provision, Flags.of(liger), verify, report)
     modules, _ = select_components(pipe_or_module, components)
+    if cuda_graph:
+        candidates += _plan_graphs(modules, report)
+    candidates = [candidate for candidate in candidates if _choose(candidate, report)]
     routes = _plan_attention(modules, attention, config, report, verify=verify, strict=strict)
     verifier = Verifier(numerics) if verify else None
-    states = {id(c.module): PatchState(c.fusion, c.provider, verifier, strict) for c in candidates}
+    states = {
+        id(c.module): PatchState(
+            c.fusion, c.options[0].rule, None if isinstance(c.fusion, GraphFusion) else verifier, strict
+        )
+        for c in candidates
+    }
     if verifier is not None and not dry_run:
         candidates = _verify(candidates, states, verifier, report)
     if strict:
@@ -117,6 +160,7 @@ def inject_optimized_kernels(
             candidate.site._state = states[id(candidate.module)]
             candidate.site._state.site = candidate.site
         report._accepted.append(candidate.site)
+    report.notes += provision.describe_kernels(candidate.site.provider for candidate in candidates)
     report._undo = _restore_sites
     report.seconds = time.perf_counter() - started
     return report
@@ -165,9 +209,16 @@ def optimized(pipe_or_module: Any, **options: Any) -> Iterator[InjectionReport]:
 
 
 def _plan(
-    target: Any, components: Iterable[str] | None, config: KernelConfig, verify: bool, report: InjectionReport
+    target: Any,
+    components: Iterable[str] | None,
+    config: KernelConfig,
+    provision: Provision,
+    flags: Flags | None,
+    verify: bool,
+    report: InjectionReport,
 ) -> list[_Candidate]:
     modules, left_out = select_components(target, components)
+    flags = usable(flags, modules, report)
     report.notes += [f"component {name!r}: {reason}" for name, reason in left_out.items()]
     candidates: list[_Candidate] = []
     seen: list[Site] = []
@@ -177,19 +228,25 @@ def _plan(
         if isinstance(parallel, nn.DataParallel)
         for module in parallel.modules()
     }
+    layers: set[str] = set()
     for path, module in _walk(modules):
-        matched = _match(module, verify, report.numerics == "exact")
-        if matched is None:
+        matched = _match(module, verify, report.numerics == "exact", flags)
+        fusion = None if matched is None else matched.fusion
+        layer = layer_name(module, fusion)
+        rule = config.rule(path, type(module).__name__, "" if fusion is None else fusion.op, layer)
+        options = provision.options(rule, fusion, None if matched is None else matched.how)
+        if matched is None and not options:
             continue
-        site = Site(path, full_name(type(module)), how=matched.how, _module=weakref.ref(module))
+        site = Site(path, full_name(type(module)), how=None if matched is None else matched.how)
+        site._module = weakref.ref(module)
         seen.append(site)
-        if matched.fusion is None:
+        layers |= {layer} if layer else set()
+        if matched is not None and fusion is None and not options:
             site.reason = matched.reason
             report.skipped.append(site)
             continue
-        site.op = matched.fusion.op
-        provider = config.choose(path, type(module).__name__, site.op)
-        reason = _reason_to_leave(module, provider, report.numerics)
+        site.op = None if fusion is None else fusion.op
+        reason = _reason_to_leave(module, options, report.numerics)
         if reason is None and id(module) in replicated:
             reason = "inside nn.DataParallel, whose replicas would run on the original's weights"
         if reason is not None:
@@ -201,16 +258,15 @@ def _plan(
             _Candidate(
                 module,
                 site,
-                matched.fusion,
-                None if provider == "auto" else provider,
-                matched.fusion.likely_dtypes(module, _dtype(component)),
+                options,
+                options[0].fusion.likely_dtypes(module, _dtype(component)),
                 # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
-                _likely_devices(module, component)[: 1 if isinstance(matched.fusion, BlockFusion) else None],
+                _likely_devices(module, component)[: 1 if isinstance(fusion, BlockFusion) else None],
             )
         )
     candidates = _spare_what_config_leaves_alone(candidates, report)
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
-    config.check((site.path for site in seen), class_names, BLOCK_OPS)
+    config.check((site.path for site in seen), class_names, BLOCK_OPS, layers)
     already = sum(site.reason == _ALREADY for site in report.skipped)
     if already:
         report.notes.append(
@@ -219,6 +275,25 @@ def _plan(
     return candidates
 
 
+def _plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[_Candidate]:
+    """The denoisers whose steps can be captured, or at least may become so."""
+    candidates = []
+    for name, module in modules.items():
+        if not is_denoiser(name):
+            continue
+        site = Site(name, full_name(type(module)), op="cuda_graph", how="option")
+        site._module = weakref.ref(module)
+        reason = _reason_to_leave(module, [_GRAPH], report.numerics) or hooks_inside(module)
+        if reason is not None:
+            site.reason = reason
+            report.skipped.append(site)
+            continue
+        dtypes, devices = (_dtype(module),), _likely_devices(module, module)[:1]
+        candidates.append(_Candidate(module, site, [_GRAPH], dtypes, devices))
+    return candidates
+
+
+_GRAPH = Option(GraphFusion(), Rule(), "option")
 _ALREADY = "already patched by diffkern"
 _BY_CONFIG = "left alone by config"
 
@@ -232,23 +307,32 @@ class _Match:
     reason: str = ""
 
 
-def _match(module: nn.Module, verify: bool, exact: bool) -> _Match | None:
-    """Looks a module up among the block recipes and the norms; None if it is neither."""
+def _match(module: nn.Module, verify: bool, exact: bool, flags: Flags | None) -> _Match | None:
+    """Looks a module up among the recipes and the norms; None if it is among neither."""
     recipe = recipe_for(full_name(type(module)))
     if recipe is not None:
         recipe = recipe.exactly() if exact else recipe
+        if recipe is None:
+            return _Match(None, "recipe", "nobody computes it fused to the same bits as the stock forward")
         if fingerprint(recipe.sources()) in recipe.fingerprints:
             return _Match(BlockFusion(recipe), "recipe")
         if not verify:
             reason = f"its stock forward is not that of {recipe.versions}, and verify=False forbids to compare"
             return _Match(None, "probe", reason)
         return _Match(BlockFusion(recipe), "probe")
+    loss = None if flags is None else loss_fusion(module, flags)
+    if loss is not None:
+        return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")
+    inner = inner_recipe_for(type(module))
+    if inner is not None:
+        lacking = inner.lacks(module)
+        return _Match(None, "recipe", lacking) if lacking else _Match(with_liger(InnerFusion(inner), flags), "recipe")
     matched = match(module)
     if matched is None:
         return None
     if matched.semantics is None:
         return _Match(None, matched.how, matched.reason or "")
-    return _Match(NormFusion(matched.semantics), matched.how)
+    return _Match(with_liger(NormFusion(matched.semantics), flags), matched.how)
 
 
 def _plan_attention(
@@ -275,8 +359,8 @@ def _spare_what_config_leaves_alone(candidates: list[_Candidate], report: Inject
     return kept
 
 
-def _reason_to_leave(module: nn.Module, provider: str | None, numerics: str) -> str | None:
-    if provider is None:
+def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str) -> str | None:
+    if not options:
         return _BY_CONFIG
     if numerics == "fp8":
         return "no site supports numerics='fp8' yet: use 'fast' or 'exact'"
@@ -322,22 +406,27 @@ def _likely_devices(module: nn.Module, component: nn.Module) -> tuple[torch.devi
 # --- verify --------------------------------------------------------------------------------------------
 
 
-def _choose_providers(candidates: list[_Candidate], report: InjectionReport) -> list[_Candidate]:
-    kept = []
-    for candidate in candidates:
+def _choose(candidate: _Candidate, report: InjectionReport) -> bool:
+    """Takes the first way for which there is a provider; returns whether there is one."""
+    site, device = candidate.site, candidate.devices[0]
+    while True:
+        provider = candidate.provider(device)
+        site.op, site.how = candidate.fusion.op, candidate.options[0].how
+        if provider == LEFT_ALONE:
+            site.provider, site.reason = None, f"config leaves it alone on {device.type}, and not elsewhere"
+            return True
         try:
-            choice = candidate.fusion.choose(
-                candidate.module, candidate.provider, candidate.devices[0], candidate.dtypes
-            )
+            choice = candidate.fusion.choose(candidate.module, provider, device, candidate.dtypes)
         except NoProviderError as error:
-            candidate.site.reason = str(error)
-            report._rejected.append(candidate.site)
-            continue
-        candidate.site.provider = choice.provider
-        candidate.site.reason = choice.describe_declined()
-        candidate.choice_is_fallback = choice.is_fallback
-        kept.append(candidate)
-    return kept
+            if candidate.refuse(str(error)):
+                continue
+            site.reason = "; ".join(candidate.refused)
+            report._rejected.append(site)
+            return False
+        site.provider = choice.provider
+        site.reason = "; ".join(filter(None, (*candidate.refused, choice.describe_declined())))
+        candidate.choice_is_fallback |= choice.is_fallback
+        return True
 
 
 def _verify(
@@ -345,31 +434,51 @@ def _verify(
 ) -> list[_Candidate]:
     kept = []
     for candidate in candidates:
-        with torch.no_grad():
-            for device in candidate.devices:
-                for dtype in candidate.dtypes:
-                    proof = verifier.prove(candidate.module, candidate.fusion, candidate.provider, device, dtype)
-                    if proof is None:
-                        continue
-                    candidate.site.measurements.append(proof)
-                    if proof.passed:
-                        states[id(candidate.module)].trust(candidate.module, device, dtype)
-        broken = [proof for proof in candidate.site.measurements if not proof.passed]
-        if broken:
-            candidate.site.reason = "; ".join(f"{proof.dtype} on {proof.device}: {proof.reason}" for proof in broken)
-            report._rejected.append(candidate.site)
-            continue
-        kept.append(candidate)
-        # Models are often cast after the injection, and a graph of torch.compile has no room for a proof.
-        for device, dtype in itertools.product(candidate.devices, sorted(KERNEL_DTYPES, key=str)):
-            with torch.no_grad():
-                cast = candidate.fusion.cast(candidate.module, dtype)
-                if cast is None:
-                    continue
-                proof = verifier.prove(cast, candidate.fusion, candidate.provider, device, dtype)
-                if proof is not None and proof.passed:
-                    states[id(candidate.module)].trust(cast, device, dtype)
+        state = states[id(candidate.module)]
+        while broken := _prove(candidate, state, verifier):
+            reason = "; ".join(f"{proof.dtype} on {proof.device}: {proof.reason}" for proof in broken)
+            if len(candidate.options) > 1:
+                reason = f"{candidate.site.provider}: {reason}"
+            if not candidate.refuse(reason):
+                candidate.site.reason = "; ".join(candidate.refused)
+                report._rejected.append(candidate.site)
+                break
+            if not _choose(candidate, report):
+                break
+            state.fusion, state.rule = candidate.options[0].fusion, candidate.options[0].rule
+        else:
+            kept.append(candidate)
+            _prove_casts(candidate, state, verifier)
     return kept
+
+
+def _prove(candidate: _Candidate, state: PatchState, verifier: Verifier) -> list[Measurement]:
+    """Proves a module as it is, wherever it will probably run; returns the proofs that failed."""
+    candidate.site.measurements.clear()
+    for device, dtype in itertools.product(candidate.devices, candidate.dtypes):
+        provider = candidate.provider(device)
+        if provider == LEFT_ALONE:
+            continue
+        with torch.no_grad():
+            proof = verifier.prove(candidate.module, candidate.fusion, provider, device, dtype)
+        if proof is not None:
+            candidate.site.measurements.append(proof)
+            if proof.passed:
+                state.trust(candidate.module, device, dtype)
+    return [proof for proof in candidate.site.measurements if not proof.passed]
+
+
+def _prove_casts(candidate: _Candidate, state: PatchState, verifier: Verifier) -> None:
+    """Proves what casting the model makes of a module: a graph of ``torch.compile`` has no room for a proof."""
+    for device, dtype in itertools.product(candidate.devices, sorted(KERNEL_DTYPES, key=str)):
+        provider = candidate.provider(device)
+        with torch.no_grad():
+            cast = candidate.fusion.cast(candidate.module, dtype)
+            if cast is None or provider == LEFT_ALONE:
+                continue
+            proof = verifier.prove(cast, candidate.fusion, provider, device, dtype)
+            if proof is not None and proof.passed:
+                state.trust(cast, device, dtype)
 
 
 def _refuse_fallbacks(candidates: list[_Candidate], report: InjectionReport) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import dual_level
 from typing_extensions import override
 
 from diffkern.injection.fusion import Fusion
+from diffkern.injection.gradients import with_gradients
 from diffkern.injection.measures import relative_error
 from diffkern.injection.samples import random_input, sample_shape, stand_in
 from diffkern.matching import NormSemantics, apply, declines, full_name
@@ -117,6 +119,13 @@ class NormFusion(Fusion):
             warnings.simplefilter("ignore")
             result: Tensor = type(module).forward(module, call)
         return result
+
+    @override
+    def exact_training(self, module: nn.Module, call: Tensor) -> tuple[Tensor, ...]:
+        wide, x = stand_in(module, call.device, torch.float64), call.detach().double()
+        # In forward mode the ops are plain PyTorch, which knows its own backward.
+        with dual_level():
+            return with_gradients(lambda: apply(self.semantics, wide, x), (x, *wide.parameters()))
 
     @override
     def reference(self, module: nn.Module, call: Tensor) -> Tensor:

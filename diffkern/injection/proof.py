@@ -20,10 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffkern.injection import gradients
 from diffkern.injection.fusion import Fusion
+from diffkern.injection.gradients import TrainingErrors
 from diffkern.injection.measures import relative_error
 from diffkern.injection.report import Measurement
 from diffkern.providers import NoProviderError
+from diffkern.providers.hub import refusals_raise
 
 #: error(fused) may be this much of error(stock), ...
 RATIO = 1.05
@@ -44,6 +47,7 @@ class Verifier:
         self.exact = numerics == "exact"
         self._ledger: dict[Hashable, Measurement | None] = {}
         self._semantics: dict[Hashable, str | None] = {}
+        self._gradients: dict[Hashable, str | None] = {}
 
     def prove(
         self, module: nn.Module, fusion: Fusion, provider: str | None, device: torch.device, dtype: torch.dtype
@@ -54,13 +58,40 @@ class Verifier:
         if key not in self._ledger:
             copy = fusion.stand_in(module, device)
             calls = fusion.samples(copy, device, dtype, self.exact)
-            if any(fusion.declines(copy, call) is not None for call in calls):
+            if not calls or any(fusion.declines(copy, call) is not None for call in calls):
                 return None
             if kind not in self._semantics:
                 self._semantics[kind] = fusion.misunderstood(copy)
             proofs = [self._measure(copy, fusion, provider, call, self._semantics[kind]) for call in calls]
             self._ledger[key] = min(proofs, key=_margin)
         return self._ledger[key]
+
+    def prove_gradients(
+        self, module: nn.Module, fusion: Fusion, provider: str | None, device: torch.device, dtype: torch.dtype
+    ) -> str | None:
+        """Proves on random input that calls with a backward keep the contract; returns why they do not, or None."""
+        key = ("gradients", fusion.kind(module), device, dtype, provider)
+        if key not in self._gradients:
+            copy = fusion.stand_in(module, device)
+            calls = fusion.samples(copy, device, dtype, self.exact)
+            calls = [call for call in calls if fusion.declines(copy, call) is None]
+            try:
+                found = [gradients.measure(fusion, copy, provider, call, RATIO) for call in calls]
+                self._gradients[key] = next((reason for errors in found if (reason := self._refuse(errors))), None)
+            except Exception as error:  # kernels of other packages come without a word on what they cannot do
+                self._gradients[key] = f"failed: {error}"
+        return self._gradients[key]
+
+    def _refuse(self, errors: TrainingErrors | None) -> str | None:
+        if errors is None or errors.identical:
+            return None
+        if self.exact:
+            return "with its gradients it is not bit-identical to stock"
+        if errors.alien:
+            return f"the stock gradients are {errors.stock:.1e} away from those of what its class is known to compute"
+        if not errors.margin >= -SLACK:
+            return f"with its gradients it has an error of {errors.fused:.2e} against stock's {errors.stock:.2e}"
+        return None
 
     def prove_call(self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any) -> Measurement | None:
         """Proves a site on random input and on what can be tried of its first real call there.
@@ -82,8 +113,9 @@ class Verifier:
         stock = _as_one(fusion.stock(module, call))
         reference = _as_one(fusion.reference(module, call))
         try:
-            chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
-            fused = _as_one(fusion.compute(module, call, provider, fusion.stock_pieces(module, call)))
+            with refusals_raise():
+                chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
+                fused = _as_one(fusion.compute(module, call, provider, fusion.stock_pieces(module, call)))
         except NoProviderError as error:
             none = float("nan")
             return Measurement(str(x.device), _name(x.dtype), provider or "auto", none, none, False, False, str(error))
@@ -113,7 +145,10 @@ class Verifier:
 
 
 def _as_one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return result if isinstance(result, Tensor) else torch.stack(result)
+    """The elements of several results as one tensor, of rows of a single element."""
+    if isinstance(result, Tensor):
+        return result
+    return torch.cat([part.reshape(-1, 1) for part in result])
 
 
 def _margin(proof: Measurement) -> tuple[bool, float]:

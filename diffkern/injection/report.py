@@ -55,7 +55,7 @@ class Site:
         op: The op that computes it, or None if it was not understood.
         provider: Who serves the op on the device the model is on, or None.
         how: ``"table"`` (the norm class is known), ``"recipe"`` (the block and the source of its forward are),
-            ``"probe"`` (its forward is compared), or None.
+            ``"probe"`` (its forward is compared), ``"config"`` (the user named a layer for it), or None.
         reason: Why it was left alone or failed; for a patched site why the provider is not the first choice.
         measurements: The proofs that speak for this site; those made at first use are added as they run.
         revoked: Whether a proof at first use failed: then the module runs stock, for the reason given.

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from diffkern.blocks import forget
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
-from diffkern.injection import hooks
+from diffkern.hub.rule import Rule
+from diffkern.injection import gradients, hooks
 from diffkern.injection.report import Site
 from diffkern.providers.registry import transforms_active
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 #: The one attribute that a patched module has besides its forward. It holds no tensor and no module.
 ATTRIBUTE = "_diffkern"
+#: In place of a provider: the module runs stock.
+LEFT_ALONE = ""
+
+_Proven = tuple[torch.device, torch.dtype, torch.dtype | None, str | None]
 
 
 class StrictModeError(RuntimeError):
@@ -33,26 +38,30 @@ class PatchState:
 
     Attributes:
         fusion: What the module computes, and how.
-        provider: The provider that the configuration forces, or None to choose.
+        rule: Who serves the module, by device and mode: a provider, None to choose, or :data:`LEFT_ALONE`.
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
         site: Its line in the report, which hears of proofs at first use; None in a copy of the module.
-        proven: Devices, input dtypes and weight dtypes that are proven.
+        proven: Devices, input dtypes, weight dtypes and providers that are proven.
         revoked: Why the module lost its proof at first use and runs stock for good, or None.
+        proven_gradients: The same as ``proven`` for calls that a backward may follow.
+        no_gradients: Why such calls run stock, or None.
         fused_calls: Calls that ran fused.
         stock_calls: Calls that ran the stock forward, by reason.
         stock_pieces: Of the fused calls, those in which a part ran stock, by part.
     """
 
-    def __init__(self, fusion: Fusion, provider: str | None, verifier: Verifier | None, strict: bool) -> None:
+    def __init__(self, fusion: Fusion, rule: Rule, verifier: Verifier | None, strict: bool) -> None:
         self.fusion = fusion
-        self.provider = provider
+        self.rule = rule
         self.verifier = verifier
         self.strict = strict
         self.had_instance_forward = False
         self.site: Site | None = None
-        self.proven: set[tuple[torch.device, torch.dtype, torch.dtype | None]] = set()
+        self.proven: set[_Proven] = set()
         self.revoked: str | None = None
+        self.proven_gradients: set[_Proven] = set()
+        self.no_gradients: str | None = None
         self.fused_calls = 0
         self.stock_calls: Counter[str] = Counter()
         self.stock_pieces: Counter[str] = Counter()
@@ -62,14 +71,22 @@ class PatchState:
         fusion = self.fusion
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
+            if self.rule.situations and self.rule.at(fusion.subject(call).device, module.training) == LEFT_ALONE:
+                return None
             if fusion.declines(module, call) is not None or not self._is_proven(module, fusion.subject(call)):
+                return None
+            if self.no_gradients is not None and gradients.wanted(module, fusion.subject(call)):
                 return None
             return fusion.stock_pieces(module, call)
         reason = self.revoked or fusion.declines(module, call)
+        if reason is None and self.rule.situations:
+            reason = self._left_alone(module, fusion.subject(call).device)
         if reason is None and not self._is_proven(module, fusion.subject(call)):
             reason = self._prove(module, call)
+        if reason is None and gradients.wanted(module, fusion.subject(call)):
+            reason = self._prove_gradients(module, fusion.subject(call))
         if reason is not None:
-            if self.strict:
+            if self.strict and not fusion.excused(module, call):
                 raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
             self.stock_calls[reason] += 1
             return None
@@ -83,12 +100,20 @@ class PatchState:
 
     def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""
-        self.proven.add((device, dtype, self.fusion.weight_dtype(module)))
+        self.proven.add(self._key(module, device, dtype))
+
+    def _key(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> _Proven:
+        return device, dtype, self.fusion.weight_dtype(module), self.rule.at(device, module.training)
+
+    def _left_alone(self, module: nn.Module, device: torch.device) -> str | None:
+        if self.rule.at(device, module.training) != LEFT_ALONE:
+            return None
+        return f"left alone by config on {device.type} in {'training' if module.training else 'inference'}"
 
     def _is_proven(self, module: nn.Module, x: Tensor) -> bool:
         if self.verifier is None:
             return True
-        return self.revoked is None and (x.device, x.dtype, self.fusion.weight_dtype(module)) in self.proven
+        return self.revoked is None and self._key(module, x.device, x.dtype) in self.proven
 
     def _prove(self, module: nn.Module, call: Any) -> str | None:
         """Proves a device and dtype that injection did not see, on real weights and, if it can be, the real input."""
@@ -98,7 +123,7 @@ class PatchState:
             return "not proven yet, and a proof cannot run while a CUDA graph is captured: run one call before"
         if transforms_active():
             return "not proven yet, and a proof cannot run under a transform: run one call before"
-        measurement = self.verifier.prove_call(module, self.fusion, self.provider, call)
+        measurement = self.verifier.prove_call(module, self.fusion, self.rule.at(x.device, module.training), call)
         if measurement is None:
             return f"there is no sample to prove it with for {x.dtype} on {x.device}"
         if self.site is not None:
@@ -112,12 +137,35 @@ class PatchState:
         warnings.warn(f"diffkern: {type(module).__name__} {self.revoked}; it runs stock from now on", stacklevel=4)
         return self.revoked
 
+    def _prove_gradients(self, module: nn.Module, x: Tensor) -> str | None:
+        """Proves the gradients of a device and dtype the first time that they are wanted, be that by ``train()``."""
+        key = self._key(module, x.device, x.dtype)
+        if self.verifier is None or self.no_gradients is not None or key in self.proven_gradients:
+            return self.no_gradients
+        if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "gradients are not proven yet, and a proof cannot run while a CUDA graph is captured: run one call"
+        if transforms_active():
+            return None  # then the ops are plain PyTorch
+        with torch.no_grad():
+            provider = self.rule.at(x.device, module.training)
+            reason = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype)
+        if reason is None:
+            self.proven_gradients.add(key)
+            return None
+        self.no_gradients = f"runs stock wherever gradients are wanted: {reason}"
+        if self.site is not None:
+            self.site.reason = self.no_gradients
+        warnings.warn(f"diffkern: {type(module).__name__} {self.no_gradients}", stacklevel=4)
+        return self.no_gradients
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         """A copy of the module counts for itself, and shares the proofs."""
-        copy = PatchState(self.fusion, self.provider, self.verifier, self.strict)
+        copy = PatchState(self.fusion, self.rule, self.verifier, self.strict)
         copy.had_instance_forward = self.had_instance_forward
         copy.proven = set(self.proven)
         copy.revoked = self.revoked
+        copy.proven_gradients = set(self.proven_gradients)
+        copy.no_gradients = self.no_gradients
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,7 +186,10 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     stock = state.admit(self, call)
     if stock is None:
         return type(self).forward(self, *args, **kwargs)
-    return state.fusion.compute(self, call, state.provider, stock)
+    provider = state.rule.otherwise
+    if state.rule.situations:
+        provider = state.rule.at(state.fusion.subject(call).device, self.training)
+    return state.fusion.compute(self, call, provider, stock)
 
 
 EQUIVALENT_FORWARDS.add(forward)

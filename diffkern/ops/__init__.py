@@ -1,6 +1,7 @@
 """WHAT is computed: the public functions, and the torch ops ``torch.ops.diffkern.*`` behind them."""
 
 from diffkern.ops.activation import geglu, gelu, glu, quick_gelu, silu, swiglu
+from diffkern.ops.add_norm_silu_pad import add_norm_silu_pad
 from diffkern.ops.group_norm import channel_rms_norm_silu, group_norm_silu
 from diffkern.ops.linear import linear_gelu
 from diffkern.ops.modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
@@ -9,6 +10,7 @@ from diffkern.ops.qk_norm_rope import qk_norm_rope
 from diffkern.ops.rope import expand_axes, rope, rope_3d
 
 __all__ = [
+    "add_norm_silu_pad",
     "channel_rms_norm_silu",
     "expand_axes",
     "gate_residual",

@@ -1,7 +1,7 @@
 """Chooses who computes an op: once per (op, device, dtypes), visibly, and as the user overrides it.
 
-The order is compiled, Triton, eager. A provider that cannot serve gives its reason and the next one is
-asked; every reason is kept in the :class:`Choice`, for reports and for ``diffkern doctor``.
+The order is compiled, Triton, the Hub if somebody asked for it, eager. A provider that cannot serve gives its reason
+and the next one is asked; every reason is kept in the :class:`Choice`, for reports and for ``diffkern doctor``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from importlib import import_module
 import torch
 from torch.autograd import forward_ad
 
-from diffkern.providers import eager
+from diffkern.providers import eager, hub
 from diffkern.providers.base import Kernel, Provider, Request
 
 #: Preference order. Each module of this package with such a name holds a ``PROVIDER``.
-ORDER = ("compiled", "triton", "eager")
+ORDER = ("compiled", "triton", hub.NAME, "eager")
 
 #: Every op. The eager provider, being the reference, serves them all.
 OPS = tuple(eager.PROVIDER.support)
@@ -59,11 +59,13 @@ class Choice:
 
 @cache
 def get_provider(name: str) -> Provider:
-    """Returns the provider called ``name``.
+    """Returns the provider called ``name``: one of :data:`ORDER`, or a kernel such as ``"org/repo@v1:Layer"``.
 
     Raises:
-        ValueError: ``name`` is none of :data:`ORDER`.
+        ValueError: ``name`` is neither.
     """
+    if hub.is_kernel(name):
+        return hub.provider_for(name)
     if name not in ORDER:
         raise ValueError(f"unknown provider {name!r}: choose one of {', '.join(ORDER)} (or 'auto')")
     return import_module(f"diffkern.providers.{name}").PROVIDER  # type: ignore[no-any-return]
@@ -146,13 +148,14 @@ def reset() -> None:
 def explain(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> dict[str, str | None]:
     """Returns, for every provider, why it does not serve the request, or None if it does."""
     request = Request(op, device, frozenset(dtypes))
-    return {name: _refusal(get_provider(name), request) for name in ORDER}
+    return {name: hub.NOT_ASKED if name == hub.NAME else _refusal(get_provider(name), request) for name in ORDER}
 
 
 def _normalise(name: str | None) -> str | None:
     if name is None or name == "auto":
         return None
-    get_provider(name)
+    if not name.startswith(hub.WITH_HUB):
+        get_provider(name)
     return name
 
 
@@ -169,13 +172,23 @@ def _environment() -> str | None:
 def _select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], forced: str | None) -> Choice:
     request = Request(op, device, frozenset(dtypes))
     declined: list[tuple[str, str]] = []
-    for name in (forced,) if forced else ORDER:
+    for name in _order(forced):
         provider = get_provider(name)
-        reason = _refusal(provider, request)
+        reason = hub.NOT_ASKED if name == hub.NAME and not forced else _refusal(provider, request)
         if reason is None:
-            return Choice(name, provider.kernel(op, device), tuple(declined))
-        declined.append((name, reason))
+            return Choice(hub.who_serves(name, op, device), provider.kernel(op, device), tuple(declined))
+        declined.append((hub.public_name(name), reason))
     raise NoProviderError("; ".join(f"{name}: {reason}" for name, reason in declined))
+
+
+def _order(forced: str | None) -> tuple[str, ...]:
+    """The providers to ask, in order."""
+    if forced is None:
+        return ORDER
+    if not forced.startswith(hub.WITH_HUB):
+        return (forced,)
+    tag = forced.removeprefix(hub.WITH_HUB)
+    return tuple(f"{name}{tag}" if name == hub.NAME else name for name in ORDER)
 
 
 def _refusal(provider: Provider, request: Request) -> str | None:

@@ -49,6 +49,7 @@ def _norm_and_rotate(kernel: Kernel, batch: int, device: str) -> Any:
 
 
 CALLS: dict[str, Call] = {
+    "add_norm_silu_pad": lambda f, b, d: f(_image(b, d)[..., None], *[None] * 4, 1e-6, True, True, 1, 2, False),
     "activation": lambda f, b, d: f(_tokens(b, d), "silu"),
     "channel_rms_norm_silu": lambda f, b, d: f(_image(b, d), None, None, None, None, 1e-6, False, True, None),
     "gate_residual": lambda f, b, d: f(_tokens(b, d), _tokens(b, d), _modulation(b, d), 0, False, None),

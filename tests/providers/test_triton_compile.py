@@ -26,6 +26,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 _TARGETS: list[Target] = [
     *MAIN_TARGETS,
     *OTHER_TARGETS,
+    ("cuda", 70, 32),
     ("cuda", 100, 32),
     ("hip", "gfx950", 64),
     ("hip", "gfx1201", 32),

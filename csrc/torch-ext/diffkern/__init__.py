@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import layers
 from ._ops import add_op_namespace_prefix, ops
 from .activation import activation, glu
 from .activation import register_fakes as _register_activation_fakes
@@ -27,6 +28,7 @@ __all__ = [
     "glu",
     "group_norm_silu",
     "layer_norm",
+    "layers",
     "norm_modulate",
     "qk_norm_rope",
     "rms_norm",

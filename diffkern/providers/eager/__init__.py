@@ -11,7 +11,16 @@ from types import ModuleType
 import torch
 
 from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
-from diffkern.providers.eager import activation, group_norm, linear, modulate, norm, rope, rope_qk_norm
+from diffkern.providers.eager import (
+    activation,
+    add_norm_silu_pad,
+    group_norm,
+    linear,
+    modulate,
+    norm,
+    rope,
+    rope_qk_norm,
+)
 from diffkern.providers.eager.precision import compute_dtype
 
 __all__ = ["PROVIDER", "compute_dtype"]
@@ -19,6 +28,7 @@ __all__ = ["PROVIDER", "compute_dtype"]
 #: Every op there is, and the module whose function of the same name computes it.
 _MODULES: Mapping[str, ModuleType] = {
     "activation": activation,
+    "add_norm_silu_pad": add_norm_silu_pad,
     "channel_rms_norm_silu": group_norm,
     "gate_residual": modulate,
     "gate_residual_norm_modulate": modulate,

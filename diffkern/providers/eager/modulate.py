@@ -6,7 +6,6 @@ With ``round_each`` these are the chains that models write, op for op; without i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,12 +13,14 @@ from torch import Tensor
 from diffkern.providers.eager.norm import layer_norm, rms_norm
 from diffkern.providers.eager.precision import compute_dtype
 
+# Dicts, and not proxies of them: torch.compile breaks its graph at a proxy if the same frame writes to any dict.
+
 #: How a norm is written in the schemas of the ops.
-NORMS: Mapping[str | None, int] = MappingProxyType({None: 0, "rms": 1, "layer": 2})
+NORMS: Mapping[str | None, int] = {None: 0, "rms": 1, "layer": 2}
 NO_NORM, RMS, LAYER = NORMS.values()
 
 #: How the activation of a gate is written in the schemas of the ops.
-GATE_ACTIVATIONS: Mapping[str | None, int] = MappingProxyType({None: 0, "tanh": 1, "sigmoid": 2})
+GATE_ACTIVATIONS: Mapping[str | None, int] = {None: 0, "tanh": 1, "sigmoid": 2}
 NO_ACTIVATION, TANH, SIGMOID = GATE_ACTIVATIONS.values()
 
 

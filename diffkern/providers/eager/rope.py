@@ -7,15 +7,14 @@ input and rounds after every op, as models do that rotate in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from diffkern.providers.eager.precision import compute_dtype
 
-#: How the arithmetic is written in the schemas of the ops.
-ARITHMETICS: Mapping[str, int] = MappingProxyType({"float32": 0, "float64": 1, "input": 2})
+#: How the arithmetic is written in the schemas of the ops. A dict, for torch.compile: see NORMS.
+ARITHMETICS: Mapping[str, int] = {"float32": 0, "float64": 1, "input": 2}
 FLOAT32, FLOAT64, INPUT = ARITHMETICS.values()
 
 

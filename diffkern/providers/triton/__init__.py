@@ -16,8 +16,9 @@ from diffkern.providers.base import ROPE_DTYPES, Kernel, Support
 from diffkern.providers.triton.availability import unavailable_reason
 
 #: Every op, and the module of this package whose function of the same name computes it.
-_MODULES: Mapping[str, str] = {
+MODULES: Mapping[str, str] = {
     "activation": "activation",
+    "add_norm_silu_pad": "add_norm_silu_pad",
     "channel_rms_norm_silu": "group_norm",
     "gate_residual": "modulate",
     "gate_residual_norm_modulate": "modulate",
@@ -40,7 +41,7 @@ class TritonProvider:
     """Triton kernels for GPUs, and for the CPU when Triton's interpreter is on."""
 
     name = "triton"
-    support: Mapping[str, Support] = {op: _SUPPORT for op in _MODULES} | {
+    support: Mapping[str, Support] = {op: _SUPPORT for op in MODULES} | {
         op: _ROPE_SUPPORT for op in ("rope", "rope_3d")
     }
 
@@ -50,7 +51,7 @@ class TritonProvider:
 
     def kernel(self, op: str, device: torch.device) -> Kernel:
         """Returns the function that is named like the op."""
-        return getattr(import_module(f"{__name__}.{_MODULES[op]}"), op)  # type: ignore[no-any-return]
+        return getattr(import_module(f"{__name__}.{MODULES[op]}"), op)  # type: ignore[no-any-return]
 
 
 PROVIDER = TritonProvider()

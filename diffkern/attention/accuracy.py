@@ -1,0 +1,120 @@
+"""How far an attention is from the exact result: against float64, on some of the queries of a real call.
+
+The whole of a long attention in float64 does not fit any memory, but a query needs no other query: a few dozen
+of them, spread over the sequence, show how accurate a kernel is. Gradients do need each other, so they are
+compared on the first positions of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from diffkern.attention.call import AttentionCall
+from diffkern.attention.measure import unobserved
+
+Compute = Callable[[AttentionCall], Tensor]
+
+#: Queries that are compared, at most, and scores that may be in memory for them.
+QUERIES, SCORES = 64, 1 << 24
+#: Positions whose gradients are compared.
+POSITIONS = 128
+
+
+def spread(call: AttentionCall) -> Tensor:
+    """Indices of the queries to compare: the first, the last, and some between."""
+    batch, length, heads, _ = call.query.shape
+    count = min(length, QUERIES, max(2, SCORES // max(1, batch * heads * call.key.shape[1])))
+    rows: Tensor = torch.linspace(0, length - 1, count, device=call.query.device).round().long().unique()
+    return rows
+
+
+def reference(call: AttentionCall, rows: Tensor | None = None) -> Tensor:
+    """Computes the attention without dropout in float64, ``[B, rows, H, E]``; differentiable.
+
+    Args:
+        call: What to compute.
+        rows: Indices of the queries; None for all.
+    """
+    batch, length, heads, head_dim = call.query.shape
+    keys, groups = call.key.shape[1], heads // call.key.shape[2]
+    rows = torch.arange(length, device=call.query.device) if rows is None else rows
+    scale = head_dim**-0.5 if call.scale is None else call.scale
+    visible = torch.arange(keys, device=rows.device) <= rows[:, None] if call.causal else None
+    mask = None if call.mask is None else call.mask.expand(batch, heads, length, keys)[:, :, rows]
+    results = []
+    for head in range(heads):
+        query = call.query[:, rows, head].double()
+        key, value = (x[:, :, head // groups].double() for x in (call.key, call.value))
+        scores = scale * (query @ key.mT)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
+        if mask is not None:
+            part = mask[:, head]
+            scores = scores.masked_fill(~part, -torch.inf) if part.dtype == torch.bool else scores + part
+        results.append(scores.softmax(-1) @ value)
+    return torch.stack(results, dim=2)
+
+
+def errors(call: AttentionCall, computes: tuple[Compute, ...]) -> list[float]:
+    """Relative errors of several implementations of one call without dropout."""
+    call = without_dropout(call)
+    rows = spread(call)
+    with torch.no_grad():
+        exact = reference(call, rows)
+        return [distance(compute(call)[:, rows], exact) for compute in computes]
+
+
+def without_dropout(call: AttentionCall) -> AttentionCall:
+    """The call without dropout and outside of any graph of autograd."""
+    query, key, value = (x.detach() for x in (call.query, call.key, call.value))
+    return replace(call, query=query, key=key, value=value, dropout=0.0)
+
+
+def gradient_errors(call: AttentionCall, computes: tuple[Compute, ...]) -> list[float]:
+    """Relative errors of the gradients of queries, keys and values together, over the first positions."""
+    call = first_positions(call)
+    exact: Tensor | None = None
+    results = []
+    for compute in (reference, *computes):
+        wide = torch.float64 if compute is reference else call.query.dtype
+        leaves = [x.detach().to(wide).requires_grad_() for x in (call.query, call.key, call.value)]
+        with torch.enable_grad(), unobserved():
+            y = compute(replace(call, query=leaves[0], key=leaves[1], value=leaves[2]))
+            cotangent = torch.linspace(-1, 1, y.shape[-1], device=y.device, dtype=y.dtype).expand_as(y)
+            gradients = torch.autograd.grad(y, leaves, cotangent)
+        flat = torch.cat([gradient.flatten().double() for gradient in gradients])
+        if exact is None:
+            exact = flat
+        else:
+            results.append(distance(flat, exact))
+    return results
+
+
+def first_positions(call: AttentionCall) -> AttentionCall:
+    """The call cut to its first positions, without dropout."""
+    length, keys = min(call.query.shape[1], POSITIONS), min(call.key.shape[1], POSITIONS)
+    mask = call.mask
+    if mask is not None:
+        if mask.ndim > 1 and mask.shape[-2] > length:
+            mask = mask[..., :length, :]
+        mask = mask[..., :keys] if mask.shape[-1] > keys else mask
+    return replace(
+        call,
+        query=call.query[:, :length],
+        key=call.key[:, :keys],
+        value=call.value[:, :keys],
+        mask=mask,
+        dropout=0.0,
+    )
+
+
+def distance(y: Tensor, exact: Tensor) -> float:
+    """``‖y − exact‖₂ / ‖exact‖₂`` where exact is finite; queries that see no key have no right answer."""
+    known = torch.isfinite(exact)
+    difference = torch.where(known, y.double() - exact, 0.0)
+    length = torch.linalg.vector_norm(torch.where(known, exact, 0.0))
+    return float(torch.linalg.vector_norm(difference) / length.clamp_min(1e-30))

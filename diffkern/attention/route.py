@@ -1,0 +1,240 @@
+"""Where the attention calls of a model go: to a backend that was proven on such a call, or where they went before."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from diffkern.attention import accuracy
+from diffkern.attention.backends import Backend
+from diffkern.attention.call import AttentionCall, Signature
+from diffkern.attention.measure import runner, seconds
+from diffkern.providers.registry import transforms_active
+
+Compute = Callable[[AttentionCall], Tensor]
+
+#: A backend may be less accurate than the stock attention by this factor, ...
+RATIO = 1.05
+#: ... and this, relative, plus one rounding of the dtype where few numbers are compared.
+SLACK = 1e-6
+#: Numbers from which on the ratio means something.
+ENOUGH = 4096
+#: What ``"auto"`` must gain to leave the stock attention, and the share of its time that is left then.
+GAIN = 0.97
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One backend on one kind of call, against the stock attention.
+
+    Attributes:
+        backend: Name of the backend.
+        call: The kind of call.
+        error: Relative error against float64; NaN if it did not run.
+        stock_error: The same of the stock attention.
+        identical: Whether both gave the same bits.
+        refusal: Why it does not serve, or "".
+    """
+
+    backend: str
+    call: Signature
+    error: float
+    stock_error: float
+    identical: bool
+    refusal: str
+
+
+class Observer(Protocol):
+    """Whoever wants to know what a route finds out at first use."""
+
+    def tried(self, trial: Trial, auto: bool) -> None:
+        """Hears how a backend did; ``auto`` says whether it was one of several to choose from."""
+
+    def chose(self, call: AttentionCall, name: str) -> None:
+        """Hears which of several serves a kind of call."""
+
+
+@dataclass
+class Route:
+    """Sends attention calls to one of some backends, and counts them.
+
+    A backend is tried on the first real call of a kind, on which it must be as accurate as the stock attention
+    (backends that are lossy on purpose are measured, not judged), and with ``exact`` equal to it bit for bit. If
+    there is a choice, the fastest one serves, by measurement, for sequences of about that length.
+    Inside a graph that is being compiled or captured nothing can be tried: there the choice of an earlier call of
+    that kind serves, and without one the stock attention.
+
+    Attributes:
+        backends: Those to choose from.
+        auto: Whether they are measured, and must gain something.
+        exact: Whether bits must stay.
+        verify: Whether backends are tried at all; without it the first one that its table allows serves.
+        strict: Whether a call that the stock attention must serve raises. The choice of ``auto`` is no such call.
+        error: Class of that exception.
+        observer: Hears what is found out at first use.
+        undo: Takes the route out of the model; returns how many places had it.
+        fused_calls: Calls that a backend served.
+        stock_calls: Calls that the stock attention served, by reason.
+        stock_pieces: Nothing; what modules count that are patched piece by piece.
+        chosen: Calls that a backend served, by its name.
+    """
+
+    backends: Sequence[Backend]
+    auto: bool = False
+    exact: bool = False
+    verify: bool = True
+    strict: bool = False
+    error: type[Exception] = RuntimeError
+    observer: Observer | None = None
+    undo: Callable[[], int] = int
+    fused_calls: int = 0
+    stock_calls: Counter[str] = field(default_factory=Counter)
+    stock_pieces: Counter[str] = field(default_factory=Counter)
+    chosen: Counter[str] = field(default_factory=Counter)
+    _trials: dict[Hashable, Trial] = field(default_factory=dict)
+    _choices: dict[Hashable, tuple[Backend | None, str]] = field(default_factory=dict)
+
+    def __call__(self, call: AttentionCall, stock: Compute) -> Tensor:
+        """Computes a call; ``stock`` is how it was computed before."""
+        if torch.compiler.is_compiling():
+            backend = None if call.unfit() else self._choices.get(call.signature(), (None, ""))[0]
+            return stock(call) if backend is None else backend.compute(call)
+        reason = call.unfit()
+        if reason is not None:
+            return self.decline(reason, call, stock)
+        backend, reason = self._choose(call, stock)
+        if backend is None:
+            return self.decline(reason, call, stock)
+        self.fused_calls += 1
+        self.chosen[backend.name] += 1
+        return backend.compute(call)
+
+    def decline(self, reason: str, call: AttentionCall, stock: Compute) -> Tensor:
+        """Computes a call as it was before, and counts the reason; an empty one if that is simply the fastest."""
+        if not torch.compiler.is_compiling():
+            if self.strict and reason:
+                raise self.error(f"attention cannot run on {self._names()}: {reason}")
+            self.stock_calls[reason or _STOCK_IS_BEST] += 1
+        return stock(call)
+
+    def describe(self) -> str:
+        """Says who served how many calls, and why not who else."""
+        parts = [f"{name} served {count}" for name, count in self.chosen.most_common()]
+        parts += [f"the stock attention {count}: {reason}" for reason, count in self.stock_calls.most_common()]
+        return "; ".join(parts)
+
+    # --- choosing --------------------------------------------------------------------------------------
+
+    def _choose(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
+        """The backend of a call, or None and why; an empty reason if the stock attention is simply the fastest."""
+        kind = call.signature()
+        key: Hashable = (kind, _size(call)) if self.auto else kind
+        if key not in self._choices:
+            if call.query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None, "not tried yet, and not to be tried while a CUDA graph is captured: run one call before"
+            if transforms_active():
+                return None, "not tried yet, and not to be tried under a transform: run one call before"
+            with _same_random_numbers(call.query.device):
+                choice = self._measure(call, stock) if self.auto else self._first(call, stock)
+            # Graphs do not know how long sequences are, and take the last choice.
+            self._choices[key] = self._choices[kind] = choice
+            if self.auto and self.observer is not None:
+                self.observer.chose(call, "the stock attention" if choice[0] is None else choice[0].name)
+        return self._choices[key]
+
+    def _first(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
+        reasons = []
+        for backend in self.backends:
+            refusal = self._refusal(backend, call, stock)
+            if refusal is None:
+                return backend, ""
+            reasons.append(f"{backend.name} {refusal}")
+        return None, "; ".join(reasons)
+
+    def _measure(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
+        fit = [backend for backend in self.backends if self._refusal(backend, call, stock) is None]
+        if not fit:
+            return None, ""
+        best, least = None, GAIN * seconds(stock, call)
+        for backend in fit:
+            needed = seconds(backend.compute, call)
+            if needed < least:
+                best, least = backend, needed
+        return best, ""
+
+    def _refusal(self, backend: Backend, call: AttentionCall, stock: Compute) -> str | None:
+        """Why a backend cannot serve calls of this kind, or None."""
+        signature = call.signature()
+        refusal = backend.refusal(signature)
+        if refusal is not None or not self.verify:
+            return refusal
+        key = (backend.name, signature)
+        if key not in self._trials:
+            trial = self._trials[key] = self._try(backend, call, stock)
+            if self.observer is not None:
+                self.observer.tried(trial, self.auto)
+        return self._trials[key].refusal or None
+
+    def _try(self, backend: Backend, call: AttentionCall, stock: Compute) -> Trial:
+        signature, none = call.signature(), float("nan")
+        outputs: list[Tensor] = []
+
+        def kept(call: AttentionCall) -> Tensor:
+            outputs.append(backend.compute(call))
+            return outputs[-1]
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                error, stock_error = accuracy.errors(call, (kept, stock))
+                same = self._bits(call, stock, outputs[0]) if self.exact else error == stock_error
+                refusal = self._verdict(backend, call, error, stock_error, same)
+                if not refusal and signature.gradients:
+                    pair = accuracy.gradient_errors(call, (backend.compute, stock))
+                    same = same and pair[0] == pair[1]
+                    refusal = self._verdict(backend, call, pair[0], pair[1], same)
+                    refusal = refusal and f"gradients: {refusal}"
+                if not refusal and signature.dropout:
+                    runner(backend.compute, call)()
+            except Exception as failure:  # whatever a foreign kernel raises is the reason not to use it
+                because = [str(warning.message).split("(Triggered")[0].strip() for warning in said]
+                return Trial(backend.name, signature, none, none, False, " ".join([f"failed: {failure}", *because]))
+        return Trial(backend.name, signature, error, stock_error, same, refusal)
+
+    def _bits(self, call: AttentionCall, stock: Compute, output: Tensor) -> bool:
+        with torch.no_grad():
+            return torch.equal(output, stock(accuracy.without_dropout(call)))
+
+    def _verdict(self, backend: Backend, call: AttentionCall, error: float, stock_error: float, same: bool) -> str:
+        if self.exact:
+            return "" if same else "is not bit-identical to the stock attention here"
+        few = call.query[..., 0].numel() * call.value.shape[-1] < ENOUGH
+        slack = SLACK + (torch.finfo(call.query.dtype).eps if few else 0.0)
+        if backend.lossy or (math.isfinite(error) and error <= RATIO * stock_error + slack):
+            return ""
+        return f"has an error of {error:.2e} against the stock attention's {stock_error:.2e}"
+
+    def _names(self) -> str:
+        return " or ".join(backend.name for backend in self.backends)
+
+
+_STOCK_IS_BEST = "measured to be the best"
+
+
+def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Gives the generators back as they were: trials with dropout draw from them."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
+def _size(call: AttentionCall) -> Hashable:
+    """Lengths within a factor of two: a cache that grows by a token at every call is not measured at every call."""
+    batch, length, heads, _ = call.query.shape
+    return (batch * heads).bit_length(), length.bit_length(), call.key.shape[1].bit_length()

@@ -1,0 +1,115 @@
+"""Functions of comfy-kitchen as the proofs see them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.comfyui.kitchen import FUNCTIONS, Kitchen
+from diffkern.comfyui.recipe import Samples
+from diffkern.injection.fusion import Fusion
+from diffkern.providers import Choice, select
+
+_BATCH, _HEADS, _TOKENS, _SIZE = 2, 6, 45, 128
+#: Tokens where one differing bit decides.
+_EXACT_TOKENS = 400
+
+
+@dataclass(frozen=True)
+class KitchenFusion(Fusion):
+    """One function. A call is the tuple of its arguments; there is no module."""
+
+    name: str
+    kitchen: Kitchen
+
+    @property
+    @override
+    def op(self) -> str:
+        return FUNCTIONS[self.name][0]
+
+    def owner(self, registry: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Returns the backend that comfy-kitchen itself would choose, or None if it does not have the function."""
+        from comfy_kitchen.exceptions import NoCapableBackendError
+
+        call = self.samples(nn.Identity(), device, dtype, False)[0]
+        try:
+            backend: str = registry.get_capable_backend(
+                self.name, dict(zip(FUNCTIONS[self.name][1], call, strict=True))
+            )
+        except NoCapableBackendError:
+            return None
+        return backend
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return args
+
+    @override
+    def subject(self, call: tuple[Tensor, ...]) -> Tensor:
+        return call[0]
+
+    @override
+    def weight_dtype(self, module: nn.Module) -> None:
+        return None
+
+    @override
+    def declines(self, module: nn.Module, call: tuple[Tensor, ...]) -> None:
+        return None
+
+    @override
+    def stock_pieces(self, module: nn.Module, call: tuple[Tensor, ...]) -> tuple[str, ...]:
+        return ()
+
+    @override
+    def compute(self, module: nn.Module, call: tuple[Tensor, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
+        return getattr(self.kitchen, self.name)(*call)
+
+    @override
+    def kind(self, module: nn.Module) -> Hashable:
+        return self.name, self.kitchen
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        return select(self.op, device, dtypes, provider)
+
+    @override
+    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return module
+
+    @override
+    def samples(
+        self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool
+    ) -> Sequence[tuple[Tensor, ...]]:
+        random, tokens = Samples(device, dtype), _EXACT_TOKENS if exact else _TOKENS
+        if self.op == "norm_modulate":
+            x = random(_BATCH, tokens, _SIZE)
+            return [(x, *(random(_BATCH, rows, _SIZE, scale=0.5) for _ in range(2))) for rows in (1, tokens)]
+        matrices = Samples(device, torch.float32).rotations(1, 1, tokens, _SIZE // 2)
+        heads = [random(_BATCH, _HEADS, tokens, _SIZE) for name in FUNCTIONS[self.name][1] if name[:1] in "xqk"]
+        if self.op == "rope":
+            return [(*heads, matrices)]
+        return [(*heads[:2], matrices, *(random(_SIZE, scale=0.2) + 1 for _ in range(2)))]
+
+    @override
+    def misunderstood(self, module: nn.Module) -> None:
+        return None
+
+    @override
+    def stock(self, module: nn.Module, call: tuple[Tensor, ...]) -> Any:
+        import comfy_kitchen
+
+        return getattr(comfy_kitchen, self.name)(*call)
+
+    @override
+    def reference(self, module: nn.Module, call: tuple[Tensor, ...]) -> Any:
+        """Runs comfy-kitchen's plain torch, without its check of dtypes."""
+        from comfy_kitchen.backends import eager
+
+        return getattr(eager, self.name)(*(tensor.double() for tensor in call))

@@ -1,0 +1,209 @@
+"""plan -> prove -> patch -> report, for a model of ComfyUI."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffkern.comfyui import kitchen_backend, patcher
+from diffkern.comfyui.fusion import ComfyFusion, prove
+from diffkern.comfyui.patcher import Patch, conflict
+from diffkern.comfyui.recipe import FAMILIES, ComfyRecipe
+from diffkern.comfyui.recipes import find_recipe
+from diffkern.injection import InjectionError, InjectionReport
+from diffkern.injection.proof import Verifier
+from diffkern.injection.report import Site
+from diffkern.matching import full_name
+from diffkern.providers import KERNEL_DTYPES, NoProviderError
+
+#: Where a model of ComfyUI keeps what denoises.
+DENOISER = "diffusion_model"
+
+NUMERICS = ("fast", "exact")
+
+
+def optimize(
+    model: Any,
+    *,
+    numerics: str = "fast",
+    families: Iterable[str] = FAMILIES,
+    provider: str | None = None,
+    blocks: str = "",
+    kitchen: str = "auto",
+    strict: bool = False,
+) -> tuple[Any, InjectionReport]:
+    """Returns a clone of a model that runs on fused kernels, and what was done. The model itself stays as it is.
+
+    Args:
+        model: A model patcher, as nodes hand them on.
+        numerics: ``"fast"`` keeps the error against float64 within 1.05 times that of the stock module; ``"exact"``
+            fuses only what is bit-identical to it on the device of the model.
+        families: What to fuse, of :data:`~diffkern.comfyui.recipe.FAMILIES`.
+        provider: The provider that shall serve, or None to choose.
+        blocks: Which modules, see :func:`selects`.
+        kitchen: When to serve comfy-kitchen, of :data:`~diffkern.comfyui.kitchen_backend.CHOICES`.
+        strict: Whether anything that is left alone or fails raises.
+
+    Raises:
+        ValueError: an argument has none of its values; ``blocks`` fits no module.
+        InjectionError: ``strict``, and something is left alone or fails.
+    """
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics={numerics!r}: choose one of {', '.join(NUMERICS)}")
+    chosen = frozenset(families)
+    if not chosen <= frozenset(FAMILIES):
+        raise ValueError(f"families={sorted(chosen)}: choose from {', '.join(FAMILIES)}")
+    if kitchen not in kitchen_backend.CHOICES:
+        raise ValueError(f"kitchen={kitchen!r}: choose one of {', '.join(kitchen_backend.CHOICES)}")
+    started = time.perf_counter()
+    denoiser = model.model.diffusion_model
+    report = InjectionReport(type(denoiser).__name__, numerics)
+    dtype, device = inference_dtype(model), torch.device(model.load_device)
+    if dtype not in KERNEL_DTYPES:
+        report.notes.append(f"the model computes in {dtype}; float32, float16 and bfloat16 are served")
+        patches, backend = {}, None
+    else:
+        patches = _plan(model, denoiser, numerics == "exact", chosen, provider, blocks, report, dtype, device)
+        if strict:
+            _refuse(report)
+        backend = kitchen_backend.prepare(kitchen, device, dtype, numerics, provider, report)
+    clone = model.clone()
+    if patches:
+        patcher.install(clone, patches)
+    if backend is not None:
+        kitchen_backend.install(clone, backend)
+    report.seconds = time.perf_counter() - started
+    return clone, report
+
+
+def native(model: Any) -> Any:
+    """Returns a clone of a model without anything of ours."""
+    clone = model.clone()
+    patcher.remove(clone)
+    kitchen_backend.remove(clone)
+    return clone
+
+
+def selects(blocks: str, path: str) -> bool:
+    """Whether ``blocks`` means the module at ``path``.
+
+    It is a list, separated by commas, of numbers of blocks (``3``), ranges of them (``0-9``), and patterns on the path
+    from the denoiser on with the wildcards of :mod:`fnmatch` (``double_blocks.*``). An empty list means every module.
+
+    Raises:
+        ValueError: a part is none of those.
+    """
+    parts = [part.strip() for part in blocks.split(",") if part.strip()]
+    if not parts:
+        return True
+    number = next((int(part) for part in path.split(".") if part.isdigit()), None)
+    inside = path.removeprefix(f"{DENOISER}.")
+    for part in parts:
+        limits = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        if limits is None:
+            if not re.search(r"[A-Za-z*]", part):
+                raise ValueError(f"blocks: {part!r} is no number, no range such as 0-9, and no pattern on paths")
+            if fnmatchcase(inside, part):
+                return True
+        elif number is not None and int(limits[1]) <= number <= int(limits[2] or limits[1]):
+            return True
+    return False
+
+
+def inference_dtype(model: Any) -> torch.dtype:
+    """Returns the dtype that a model computes in, which need not be that of its weights."""
+    dtype: torch.dtype = model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
+    return dtype
+
+
+def _plan(
+    model: Any,
+    denoiser: nn.Module,
+    exact: bool,
+    families: frozenset[str],
+    provider: str | None,
+    blocks: str,
+    report: InjectionReport,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Patch]:
+    verifier = Verifier("exact" if exact else "fast")
+    patches: dict[str, Patch] = {}
+    known = selected = 0
+    for name, module in denoiser.named_modules():
+        found = find_recipe(module)
+        if found is None:
+            continue
+        known += 1
+        path = f"{DENOISER}.{name}"
+        if not selects(blocks, path):
+            continue
+        selected += 1
+        if found.recipe is not None and not found.recipe.families & families:
+            continue
+        site = Site(path, full_name(type(module)), how=found.how)
+        reason = found.reason or conflict(model, path, module)
+        if found.recipe is not None and not reason:
+            site.op = found.recipe.op
+            recipe = found.recipe.exactly() if exact else found.recipe
+            patch = _first_that_passes(recipe.of(families), module, provider, verifier, dtype, device, site)
+            if patch is not None:
+                site._state = patch  # type: ignore[assignment]  # it counts its calls as a patch state does
+                patches[path] = patch
+                report._accepted.append(site)
+                continue
+            if site.measurements or site.reason:
+                report._rejected.append(site)
+                continue
+            reason = "nothing of it can be fused without changing a bit"
+        site.reason = reason or ""
+        report.skipped.append(site)
+    if known and not selected:
+        raise ValueError(f"blocks={blocks!r} fits none of the {known} modules that could be optimized")
+    if not known:
+        served = "LTX-Video, LTX-2, Flux, HunyuanVideo and Wan are served"
+        report.notes.append(f"{report.target} has no module that diffkern knows: {served}")
+    return patches
+
+
+def _first_that_passes(
+    recipes: Iterator[ComfyRecipe],
+    module: nn.Module,
+    provider: str | None,
+    verifier: Verifier,
+    dtype: torch.dtype,
+    device: torch.device,
+    site: Site,
+) -> Patch | None:
+    """Tries a recipe with all families, and then with each alone; the site hears of the proofs that speak for it."""
+    for recipe in recipes:
+        fusion = ComfyFusion(recipe, dtype)
+        try:
+            choice = fusion.choose(module, provider, device, (dtype,))
+        except NoProviderError as error:
+            site.reason = str(error)
+            continue
+        proofs = prove(verifier, module, fusion, provider, device)
+        failed = next((proof for proof in proofs if not proof.passed), None)
+        site.provider, site.measurements = choice.provider, proofs
+        if failed is not None:
+            site.reason = failed.reason
+            continue
+        site.reason = choice.describe_declined()
+        return Patch(module, fusion, provider, verifier, frozenset({device}))
+    return None
+
+
+def _refuse(report: InjectionReport) -> None:
+    troubles = [*report.skipped, *report.failed]
+    if troubles:
+        first = troubles[0]
+        raise InjectionError(f"{len(troubles)} modules stay stock; {first.path}: {first.reason}")
+    if not report.patched:
+        raise InjectionError("; ".join(report.notes) or f"nothing of {report.target} is optimized")

@@ -1,0 +1,179 @@
+"""Object patches: the fused forwards of one clone of a model, and nothing on the model itself.
+
+ComfyUI puts object patches on a model when a clone that has them is loaded, and takes them off for the next clone, so
+that a node which is bypassed, muted or disconnected leaves nothing behind. A patch belongs to a module; a clone with
+another model (for compiling, for a second GPU) gets patches for that model's modules, or its adapters would be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffkern.comfyui.fusion import ComfyFusion, prove
+from diffkern.injection.proof import Verifier
+
+#: Under which callbacks and wrappers of ours are known to the model patcher.
+KEY = "diffkern"
+
+# Names of ComfyUI's CallbacksMP.
+_ON_CLONE, _ON_CLEANUP = "on_clone", "on_cleanup"
+
+_log = logging.getLogger("diffkern")
+
+
+class Patch:
+    """The forward of one module.
+
+    Args:
+        module: The module.
+        fusion: What it computes, and how.
+        provider: The provider that is forced, or None to choose.
+        verifier: Proves the first call on a device that was not proven before.
+        proven: Devices that are.
+
+    Attributes:
+        fused_calls: Calls that ran fused.
+        stock_calls: Calls that ran the stock forward, by reason.
+        stock_pieces: Of the fused calls, those in which a part ran stock, by part.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        fusion: ComfyFusion,
+        provider: str | None,
+        verifier: Verifier,
+        proven: frozenset[torch.device] = frozenset(),
+    ) -> None:
+        self.module = module
+        self.fusion = fusion
+        self.provider = provider
+        self.verifier = verifier
+        self.proven = proven
+        self.revoked: str | None = None
+        self.fused_calls = 0
+        self.stock_calls: Counter[str] = Counter()
+        self.stock_pieces: Counter[str] = Counter()
+
+    def on(self, module: nn.Module) -> Patch:
+        """Returns the same patch for a module of the same kind in another model."""
+        return Patch(module, self.fusion, self.provider, self.verifier, self.proven)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs fused where the guards allow it, and the class's own forward everywhere else."""
+        call = self.fusion.bind(args, kwargs)
+        stock = self._admit(call)
+        if stock is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.fusion.compute(self.module, call, self.provider, stock)
+
+    def _admit(self, call: Any) -> tuple[str, ...] | None:
+        """The parts of this call that run stock, or None if all of it does."""
+        fusion, module = self.fusion, self.module
+        reason = self.revoked or fusion.declines(module, call)
+        if torch.compiler.is_compiling():
+            # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
+            if reason is not None or fusion.subject(call).device not in self.proven:
+                return None
+            return fusion.stock_pieces(module, call)
+        if reason is None and fusion.subject(call).device not in self.proven:
+            reason = self._prove(fusion.subject(call).device)
+        if reason is not None:
+            self.stock_calls[reason] += 1
+            return None
+        pieces = fusion.stock_pieces(module, call)
+        self.stock_pieces.update(pieces)
+        self.fused_calls += 1
+        return pieces
+
+    def _prove(self, device: torch.device) -> str | None:
+        """Proves a device that the node did not see, such as a second GPU, at the first call there."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "not proven yet, and a proof cannot run while a CUDA graph is captured"
+        proofs = prove(self.verifier, self.module, self.fusion, self.provider, device)
+        self.revoked = next((proof.reason for proof in proofs if not proof.passed), None)
+        if self.revoked is None:
+            self.proven |= {device}
+        return self.revoked
+
+
+def patches_of(model: Any) -> dict[str, Patch]:
+    """Returns the patches of ours that a model patcher has, by the path of the module."""
+    found = {}
+    for key, value in model.object_patches.items():
+        owner = getattr(value, "__self__", None)
+        if isinstance(owner, Patch):
+            found[key.removesuffix(".forward")] = owner
+    return found
+
+
+def conflict(model: Any, path: str, module: nn.Module) -> str | None:
+    """Says what else is patched where a patch of ours would go, or None.
+
+    ComfyUI keeps one object patch for a path, the last one, without a word.
+    """
+    key = f"{path}.forward"
+    if path in patches_of(model):
+        return "already optimized by diffkern"
+    if key in model.object_patches:
+        return f"another node patches its forward: {_describe(model.object_patches[key])}"
+    parts = path.split(".")
+    for end in range(1, len(parts) + 1):
+        above = ".".join(parts[:end])
+        if above in model.object_patches:
+            return f"another node replaces {above}: {_describe(model.object_patches[above])}"
+    forward = model.get_model_object(key)
+    if not (isinstance(forward, MethodType) and forward.__func__ is type(module).forward):
+        return f"its forward was replaced: {_describe(forward)}"
+    return None
+
+
+def install(model: Any, patches: dict[str, Patch]) -> None:
+    """Gives a clone of a model its patches, by path; the clone will pass them on to clones of its own."""
+    for path, patch in patches.items():
+        model.add_object_patch(f"{path}.forward", patch.forward)
+    for event, callback in ((_ON_CLONE, _bind_again), (_ON_CLEANUP, _tell)):
+        model.remove_callbacks_with_key(event, KEY)
+        model.add_callback_with_key(event, KEY, callback)
+
+
+def remove(model: Any) -> None:
+    """Takes all patches of ours from a clone of a model."""
+    for path in patches_of(model):
+        del model.object_patches[f"{path}.forward"]
+    for event in (_ON_CLONE, _ON_CLEANUP):
+        model.remove_callbacks_with_key(event, KEY)
+
+
+def _bind_again(model: Any, clone: Any) -> None:
+    """Called by ComfyUI for every clone: the patches of a clone with a model of its own move to that model."""
+    if clone.model is model.model:
+        return
+    for path, patch in patches_of(clone).items():
+        module = clone.model.get_submodule(path)
+        if type(module) is type(patch.module):
+            clone.add_object_patch(f"{path}.forward", patch.on(module).forward)
+        else:
+            del clone.object_patches[f"{path}.forward"]
+
+
+def _tell(model: Any) -> None:
+    """Called by ComfyUI after sampling: one line that says what ran so far."""
+    patches = patches_of(model).values()
+    fused, reasons = sum(patch.fused_calls for patch in patches), Counter[str]()
+    for patch in patches:
+        reasons.update(patch.stock_calls)
+    stock = f", {reasons.total()} stock: {reasons.most_common(1)[0][0]}" if reasons else ""
+    _log.info("diffkern: %d modules patched, %d calls fused so far%s", len(patches), fused, stock)
+
+
+def _describe(value: Any) -> str:
+    function = getattr(value, "__func__", value)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '?')}.{name}"

@@ -1,0 +1,142 @@
+"""What the recipes for ComfyUI's own modules share, beyond what every block recipe has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.blocks import BlockRecipe
+
+#: Norms with modulation, and gated residuals.
+MODULATION = "modulation"
+#: Norms of queries and keys, and the rotary embedding.
+QK_NORM_ROPE = "qk_norm_rope"
+
+#: What can be switched on and off.
+FAMILIES = (MODULATION, QK_NORM_ROPE)
+
+
+@dataclass(frozen=True)
+class ComfyRecipe(BlockRecipe):
+    """How a module of ComfyUI is computed fused.
+
+    Its forward reads options that other nodes set; a call with an option that the fused forward does not serve runs
+    stock. Linear layers, attention and feed-forwards are called as modules and functions of ComfyUI, so that
+    adapters, quantised weights, low-VRAM streaming and attention overrides stay in force.
+
+    Attributes:
+        chosen: The families to compute fused; what belongs to others runs as in the stock forward.
+        exact: Whether only such steps are fused that round where the stock forward rounds.
+        families: The families that this recipe has steps of.
+        exact_families: Those with steps that can be fused without changing a bit.
+        words: The strings in the stock sources that could be names of options.
+    """
+
+    chosen: frozenset[str] = frozenset(FAMILIES)
+    exact: bool = False
+
+    families: ClassVar[frozenset[str]]
+    exact_families: ClassVar[frozenset[str]] = frozenset(FAMILIES)
+    words: ClassVar[frozenset[str]]
+
+    @override
+    def exactly(self) -> ComfyRecipe:
+        return replace(self, exact=True)
+
+    def of(self, families: frozenset[str]) -> Iterator[ComfyRecipe]:
+        """Yields the recipe for those of ``families`` that it has, and then for each of them alone."""
+        chosen = self.families & families & (self.exact_families if self.exact else self.families)
+        if chosen:
+            yield replace(self, chosen=chosen)
+        if len(chosen) > 1:
+            yield from (replace(self, chosen=frozenset({family})) for family in sorted(chosen))
+
+    def subject(self, call: tuple[Any, ...]) -> Tensor:
+        """Returns the input whose device and dtype decide whether a call is proven."""
+        subject: Tensor = call[0]
+        return subject
+
+    @override
+    def make_plain(self, module: nn.Module) -> None:
+        """Nothing: the samples come with plain attention."""
+
+
+def strange_words(recipe: ComfyRecipe) -> list[str]:
+    """Returns the words in the stock sources, as they are here, that the recipe was not written against.
+
+    A proof on random input sees what the stock forward computes, but not what it would compute if somebody set an
+    option that this version of ComfyUI has and the recipe does not know.
+    """
+    found = {word for function in recipe.sources() for word in _strings(function)}
+    return sorted(found - recipe.words)
+
+
+def _strings(function: Callable[..., Any]) -> Iterator[str]:
+    code = getattr(function, "__code__", None)
+    pending = [code] if isinstance(code, CodeType) else []
+    while pending:
+        for constant in pending.pop().co_consts:
+            if isinstance(constant, CodeType):
+                pending.append(constant)
+            # Tuples hold the names of keyword arguments, among others.
+            items = constant if isinstance(constant, (tuple, frozenset)) else (constant,)
+            yield from (item for item in items if isinstance(item, str) and item.isidentifier())
+
+
+@contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Makes ComfyUI compute in plain torch ops, which take float64 as well, as it does while it trains."""
+    import comfy.model_management as management
+
+    before = management.in_training
+    management.in_training = True
+    try:
+        yield
+    finally:
+        management.in_training = before
+
+
+def in_training() -> bool:
+    """Whether ComfyUI is training, which needs gradients of what it computes."""
+    import comfy.model_management as management
+
+    return bool(management.in_training)
+
+
+def plain_attention(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for whatever attention ComfyUI uses, in proofs: torch's own, in any dtype."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    y: Tensor = attention_pytorch(*args, **kwargs)
+    return y
+
+
+def sample_options() -> dict[str, Any]:
+    """Returns the options of sample calls."""
+    return {"optimized_attention_override": plain_attention}
+
+
+class Samples:
+    """Random tensors for sample calls, of a device and dtype, the same at every start."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(20)
+        self._place = {"device": device, "dtype": dtype}
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Draws from a normal distribution of deviation ``scale``."""
+        return (torch.randn(shape, generator=self._generator, device="cpu") * scale).to(**self._place)  # type: ignore[arg-type]
+
+    def rotations(self, *shape: int) -> Tensor:
+        """Draws rotation matrices ``[..., 2, 2]``."""
+        angles = torch.randn(shape, generator=self._generator, device="cpu") * 3
+        cos, sin = angles.cos(), angles.sin()
+        matrices = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+        return matrices.to(**self._place)  # type: ignore[arg-type]

@@ -1,0 +1,66 @@
+"""Which modules of ComfyUI have a recipe, and whether it fits the ComfyUI that is here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+from torch import nn
+
+from diffkern.blocks import fingerprint
+from diffkern.comfyui.recipe import ComfyRecipe, strange_words
+from diffkern.matching import full_name
+
+#: Full name of a class -> the module of this package with its recipe, and its name there.
+_RECIPES = {
+    "comfy.ldm.lightricks.model.CrossAttention": ("ltx_attention", "RECIPE"),
+    "comfy.ldm.lightricks.model.BasicTransformerBlock": ("ltx_block", "RECIPE"),
+    "comfy.ldm.lightricks.av_model.BasicAVTransformerBlock": ("ltx_av_block", "RECIPE"),
+    "comfy.ldm.flux.layers.DoubleStreamBlock": ("flux", "DOUBLE"),
+    "comfy.ldm.flux.layers.SingleStreamBlock": ("flux", "SINGLE"),
+    "comfy.ldm.wan.model.WanSelfAttention": ("wan_attention", "SELF"),
+    "comfy.ldm.wan.model.WanT2VCrossAttention": ("wan_attention", "TEXT"),
+    "comfy.ldm.wan.model.WanI2VCrossAttention": ("wan_attention", "IMAGE"),
+    "comfy.ldm.wan.model.WanAttentionBlock": ("wan_block", "RECIPE"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The recipe of a class, and how sure it is that it fits.
+
+    Attributes:
+        recipe: The recipe, or None if the class may not be computed by it.
+        how: ``"recipe"`` if the stock sources are those that it was written against, ``"probe"`` if only a proof
+            can say whether they still mean the same, None without a recipe.
+        reason: Why there is no recipe.
+    """
+
+    recipe: ComfyRecipe | None
+    how: str | None
+    reason: str = ""
+
+
+def find_recipe(module: nn.Module) -> Found | None:
+    """Looks up the exact class of a module; None if it has no recipe at all."""
+    return _find(full_name(type(module)))
+
+
+@cache
+def _find(class_name: str) -> Found | None:
+    if class_name not in _RECIPES:
+        return None
+    file, name = _RECIPES[class_name]
+    try:
+        recipe: ComfyRecipe = getattr(import_module(f"diffkern.comfyui.{file}"), name)
+        sources = recipe.sources()
+    except (ImportError, AttributeError) as error:
+        return Found(None, None, f"this ComfyUI lacks what its recipe was written against: {error}")
+    if fingerprint(sources) in recipe.fingerprints:
+        return Found(recipe, "recipe")
+    strange = strange_words(recipe)
+    if strange:
+        names = ", ".join(map(repr, strange))
+        return Found(None, None, f"its forward is not that of {recipe.versions}, and knows {names}: update diffkern")
+    return Found(recipe, "probe")

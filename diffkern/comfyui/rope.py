@@ -1,0 +1,76 @@
+r"""Rotary embeddings of ComfyUI: one 2x2 matrix per pair, turned into the tables of :func:`diffkern.ops.rope`.
+
+The matrices are not assumed to be rotations. With a cosine and a sine for each element of a pair the op computes
+:math:`y_a = x_a c_a - x_b s_a,\ y_b = x_b c_b + x_a s_b`, which is any matrix for
+:math:`c_a, s_a, c_b, s_b = m_{00}, -m_{01}, m_{11}, m_{10}`, and the products and sums are those of the matrix.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffkern.providers import KERNEL_DTYPES
+
+Tables = tuple[Tensor, Tensor]
+
+_FORMS = ("interleaved", "half")
+
+#: Tables by the identity of the matrices they are from: all blocks of a step share one tensor. An entry dies with it.
+_tables: dict[tuple[int, str], tuple[weakref.ref[Tensor], Tables]] = {}
+
+
+def rotary_tables(matrices: Tensor, pairing: str) -> Tables:
+    """Returns cosines and sines ``[..., D]`` for matrices ``[..., D/2, 2, 2]``.
+
+    Args:
+        matrices: On the device of what they will rotate. Not written in place while it lives: every step of a run
+            makes its own.
+        pairing: ``"interleaved"`` or ``"half"``, as in :func:`diffkern.ops.rope`.
+    """
+    if torch.compiler.is_compiling():  # a graph computes them once anyway
+        return _compute(matrices, pairing)
+    key = id(matrices), pairing
+    known = _tables.get(key)
+    if known is not None and known[0]() is matrices:
+        return known[1]
+    tables = _compute(matrices, pairing)
+    _tables[key] = weakref.ref(matrices, lambda gone: _forget(key, gone)), tables
+    return tables
+
+
+def unfit_matrices(matrices: Any, device: torch.device, *lead: int) -> str | None:
+    """Says why matrices cannot be turned into tables for inputs on ``device``, or None.
+
+    Args:
+        matrices: What a caller calls the rotary embedding.
+        device: Device of the inputs.
+        lead: The leading dimensions of what is rotated, to which those of the matrices must broadcast.
+    """
+    if type(matrices) is not Tensor or matrices.layout is not torch.strided:
+        return "its rotary matrices are not a plain tensor"
+    if matrices.ndim != len(lead) + 3 or matrices.shape[-2:] != (2, 2):
+        return "its rotary matrices are not one 2x2 matrix for each pair"
+    if any(own not in (1, size) for own, size in zip(matrices.shape, lead, strict=False)):
+        return "its rotary matrices are not those of its tokens"
+    if matrices.dtype not in KERNEL_DTYPES or matrices.device != device:
+        return "its rotary matrices are on another device, or of a dtype that kernels do not read"
+    return None
+
+
+def _compute(matrices: Tensor, pairing: str) -> Tables:
+    first, second = (matrices[..., 0, 0], -matrices[..., 0, 1]), (matrices[..., 1, 1], matrices[..., 1, 0])
+    if pairing == _FORMS[1]:
+        cos, sin = (torch.cat(pair, dim=-1) for pair in zip(first, second, strict=True))
+    else:
+        cos, sin = (torch.stack(pair, dim=-1).flatten(-2) for pair in zip(first, second, strict=True))
+    return cos, sin
+
+
+def _forget(key: tuple[int, str], gone: weakref.ref[Tensor]) -> None:
+    known = _tables.get(key)
+    if known is not None and known[0] is gone:
+        del _tables[key]

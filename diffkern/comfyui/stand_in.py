@@ -1,0 +1,84 @@
+"""A small copy of a module of ComfyUI to try things on: its norms and its structure, without its large weights.
+
+A fused forward calls linear layers as the stock forward does, so a proof needs none of their weights, which may be
+quantised, offloaded, or not loaded yet. Each is replaced by a layer that picks elements of its input.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.comfyui.norms import norm_kind
+
+#: Where torch keeps the hooks of a module.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Pick(nn.Module):
+    """Stands in for a linear layer: every output is one input, scaled.
+
+    Attributes:
+        in_size: Elements of an input row.
+        weight: The scales, one for each element of an output row.
+    """
+
+    def __init__(self, in_size: int, out_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(in_size + out_size)
+        index = torch.randint(in_size, (out_size,), generator=generator, device="cpu")
+        scale = torch.rand(out_size, generator=generator, device="cpu") + 0.5
+        self.in_size = in_size
+        self.register_buffer("index", index.to(device))
+        self.weight = nn.Parameter(scale.to(device=device, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``x[..., index] * weight``."""
+        return x[..., self.index] * self.weight  # type: ignore[index]
+
+
+def input_size(layer: Any) -> int:
+    """Returns the number of elements in an input row of a linear layer, or of what stands in for it."""
+    size: int = layer.in_size if isinstance(layer, Pick) else layer.in_features
+    return size
+
+
+def shell(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Returns a copy of a module with random parameters of ``dtype`` on ``device``, in place of its own.
+
+    It has the classes and attributes of the module, no hooks, and nothing that ComfyUI put on it.
+    """
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        linear: Any = module
+        return Pick(linear.in_features, linear.out_features, device, dtype)
+    copy = type(module).__new__(type(module))
+    # Low-VRAM streaming and object patches keep their state in attributes, which a new module has not.
+    kept = {key: value for key, value in module.__dict__.items() if not _is_state_of_comfy(key) and key != "forward"}
+    copy.__dict__ |= kept | {hooks: OrderedDict() for hooks in _HOOKS} | {"training": False}
+    generator = torch.Generator("cpu").manual_seed(len(module._parameters))
+    around = 1.0 if norm_kind(copy) is not None else 0.0
+    copy.__dict__["_parameters"] = {
+        name: None if parameter is None else _random(parameter, around, generator, device, dtype)
+        for name, parameter in module._parameters.items()
+    }
+    copy.__dict__["_buffers"] = {
+        name: None if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()
+    }
+    copy.__dict__["_modules"] = {
+        name: None if child is None else shell(child, device, dtype) for name, child in module._modules.items()
+    }
+    return copy
+
+
+def _is_state_of_comfy(name: str) -> bool:
+    return name.startswith(("_v", "_prefetch", "comfy_", "prev_comfy_", "weight_", "bias_"))
+
+
+def _random(
+    parameter: Any, around: float, generator: torch.Generator, device: torch.device, dtype: torch.dtype
+) -> nn.Parameter:
+    values = torch.randn(tuple(parameter.shape), generator=generator, device="cpu") * 0.2 + around
+    return nn.Parameter(values.to(device=device, dtype=dtype), requires_grad=False)

@@ -1,0 +1,432 @@
+"""The public interfaces of Hub kernels, as our ops.
+
+Each adapter says which arguments its interface has room for. Whether the kernel behind it computes the op is not
+believed but measured (:mod:`diffkern.hub.contract`). The interfaces are those of
+
+* diffkern's own kernels: all ops, by their own schema;
+* kernels-community/activation (CUDA, ROCm, Metal, CPU): ``silu(out, x)``, ``gelu_and_mul(out, x)`` and the like;
+* kernels-community/rmsnorm (XPU, CPU): ``apply_rms_norm(input, weight, eps)``;
+* kernels-community/mlx-rmsnorm (Metal): ``rmsnorm_forward(x, weight, epsilon)``;
+* kernels-community/layer-norm (CUDA): ``dropout_add_ln_fwd(input, gamma, beta, ...)``;
+* kernels-community/rotary (CUDA, XPU, CPU): ``apply_rotary(x1, x2, cos, sin, out1, out2, conj)``;
+* ``apply_rotary_transformers(q, k, cos, sin, unsqueeze_dim)``, as rotary, aiter-rope and liger-kernels have it;
+* liger-kernels (CUDA, ROCm, XPU): its layers, and ``LigerSiLUMulFunction`` beside them;
+* layers that take one tensor, as all of these and liger-kernels have them: they read ``weight``, ``bias``, ``eps``
+  and ``variance_epsilon`` from the module they sit on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffkern.providers import eager
+from diffkern.providers.base import Kernel
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One way to compute an op with a kernel.
+
+    Attributes:
+        op: The op.
+        interface: The function or layer behind it, for messages.
+        call: Takes the arguments of the op, in order.
+        declines: Says why the interface has no room for certain arguments, or None.
+        whole: Whether it is the op itself, so that passing all samples speaks for all arguments.
+    """
+
+    op: str
+    interface: str
+    call: Kernel
+    declines: Callable[[Sequence[Any]], str | None]
+    whole: bool = False
+
+
+def adapters(module: ModuleType, namespace: str, name: str) -> list[Adapter]:
+    """Lists the ways to compute our ops with a kernel, the preferred first.
+
+    Args:
+        module: Its Python package.
+        namespace: Its ``id``, under which its torch ops are.
+        name: The one layer or function to use; empty for any function.
+    """
+    if name:
+        return _of_name(module, name)
+    return [*_own_ops(namespace), *(adapter for make in _INTERFACES for adapter in make(module)), *_norm_layers(module)]
+
+
+def layer_of(module: ModuleType, name: str) -> type[torch.nn.Module] | None:
+    """The layer of a kernel that has this name, or None."""
+    layer = getattr(getattr(module, "layers", None), name, None)
+    return layer if isinstance(layer, type) and issubclass(layer, torch.nn.Module) else None
+
+
+def _of_name(module: ModuleType, name: str) -> list[Adapter]:
+    layer = layer_of(module, name)
+    if layer is not None:
+        return _layer(layer)
+    if not callable(getattr(module, name, None)):
+        return []
+    alone = ModuleType(module.__name__)
+    setattr(alone, name, getattr(module, name))
+    return [adapter for make in _INTERFACES for adapter in make(alone)]
+
+
+# --- our own kernels ---------------------------------------------------------------------------------------
+
+
+def _own_ops(namespace: str) -> list[Adapter]:
+    found = []
+    for op in eager.PROVIDER.support:
+        packet = getattr(getattr(torch.ops, namespace), op, None)
+        if packet is None:
+            continue
+        parameters = list(inspect.signature(eager.PROVIDER.kernel(op, torch.device("cpu"))).parameters)
+        if [argument.name for argument in packet.default._schema.arguments] == parameters:
+            found.append(Adapter(op, f"torch.ops.{namespace}.{op}", packet.default, lambda args: None, whole=True))
+    return found
+
+
+# --- norms -------------------------------------------------------------------------------------------------
+
+
+def _apply_rms_norm(module: ModuleType) -> list[Adapter]:
+    function = getattr(module, "apply_rms_norm", None)
+    return [] if function is None else [_rms_norm("apply_rms_norm", function)]
+
+
+def _rmsnorm_forward(module: ModuleType) -> list[Adapter]:
+    function = getattr(module, "rmsnorm_forward", None)
+    return [] if function is None else [_rms_norm("rmsnorm_forward", function)]
+
+
+def _rms_norm(interface: str, function: Callable[[Tensor, Tensor, float], Tensor]) -> Adapter:
+    """``function(x, weight, eps)``, which has no room for more."""
+
+    def call(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        return _norm_result(function(x.contiguous(), weight.contiguous(), rest[1]), x, rest[-1])
+
+    return Adapter("rms_norm", interface, call, _declines_rms_norm)
+
+
+def _declines_rms_norm(args: Sequence[Any]) -> str | None:
+    x, weight, bias, _, offset, _, out_dtype, clamp_eps, _ = args
+    if weight is None:
+        return "it needs a weight"
+    if bias is not None or offset != 0.0 or clamp_eps:
+        return "it has no bias, no offset of the weight and no lower bound of the length"
+    return _declines_out_dtype(x, out_dtype)
+
+
+def _declines_out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> str | None:
+    return None if out_dtype in (None, x.dtype) else f"it returns {x.dtype} and not {out_dtype}"
+
+
+def _norm_result(y: Tensor, x: Tensor, preserve_strides: bool) -> Tensor:
+    """``y`` laid out as the op promises."""
+    return _laid_out_like(x, y) if preserve_strides else y.contiguous()
+
+
+def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
+    out = torch.empty_like(x, dtype=y.dtype)
+    return y if y.stride() == out.stride() else out.copy_(y)
+
+
+def _dropout_add_ln(module: ModuleType) -> list[Adapter]:
+    function = getattr(module, "dropout_add_ln_fwd", None)
+    if function is None:
+        return []
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms_norm: bool, preserve: bool) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        nothing = (None, None, None, None)  # rowscale, colscale, x0_subset, z_subset
+        out = function(
+            rows, weight.contiguous(), None if bias is None else bias.contiguous(), *nothing, 0.0, eps, 1.0,
+            rows.shape[0], None, False, is_rms_norm,
+        )  # fmt: skip
+        return _norm_result(out[0].view(x.shape), x, preserve)
+
+    def rms_norm(x: Tensor, weight: Tensor, bias: None, eps: float, *rest: Any) -> Tensor:
+        return run(x, weight, None, eps, True, rest[-1])
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Any, preserve: bool) -> Tensor:
+        return run(x, weight, bias, eps, False, preserve)
+
+    def unsuited(x: Tensor) -> str | None:
+        size = x.shape[-1]
+        fits = size % 8 == 0 and 0 < size <= 8192 and x.numel()
+        return None if fits else f"it takes rows of up to 8192 elements by eights, and not {size}"
+
+    def declines_rms_norm(args: Sequence[Any]) -> str | None:
+        return _declines_rms_norm(args) or unsuited(args[0])
+
+    def declines_layer_norm(args: Sequence[Any]) -> str | None:
+        x, weight, bias, _, out_dtype, _ = args
+        if weight is None:
+            return "it needs a weight"
+        if bias is not None and bias.dtype != weight.dtype:
+            return "its bias has the dtype of the weight"
+        return _declines_out_dtype(x, out_dtype) or unsuited(x)
+
+    return [
+        Adapter("rms_norm", "dropout_add_ln_fwd", rms_norm, declines_rms_norm),
+        Adapter("layer_norm", "dropout_add_ln_fwd", layer_norm, declines_layer_norm),
+    ]
+
+
+# --- activations -------------------------------------------------------------------------------------------
+
+_UNARY = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "silu": "silu", "quick_gelu": "gelu_quick"}
+#: Activation of the first half of a packed tensor times its second half, and the other way round.
+_GATE_FIRST = {"gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "silu": "silu_and_mul"}
+_GATE_LAST = {"silu": "mul_and_silu"}
+
+
+def _activation(module: ModuleType) -> list[Adapter]:
+    functions = {name: getattr(module, other, None) for name, other in _UNARY.items()}
+    if not any(_takes(function, "out", "x") for function in functions.values()):
+        return []
+
+    def call(x: Tensor, function: str) -> Tensor:
+        dense = x.contiguous()
+        out = torch.empty_like(dense)
+        functions[function](out, dense)  # type: ignore[misc]
+        return _laid_out_like(x, out)
+
+    def declines(args: Sequence[Any]) -> str | None:
+        return None if _takes(functions.get(args[1]), "out", "x") else f"it has no {args[1]}"
+
+    return [Adapter("activation", "silu(out, x) and others", call, declines)]
+
+
+def _glu(module: ModuleType) -> list[Adapter]:
+    first = {name: getattr(module, other, None) for name, other in _GATE_FIRST.items()}
+    last = {name: getattr(module, other, None) for name, other in _GATE_LAST.items()}
+    if not any(_takes(function, "out", "x") for function in (*first.values(), *last.values())):
+        return []
+
+    def call(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
+        packed = _packed(gate, value)
+        table = first if packed is not None else last
+        both = packed if packed is not None else _packed(value, gate)
+        assert both is not None
+        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        table[function](out, both)  # type: ignore[misc]
+        return _laid_out_like(value, out)
+
+    def declines(args: Sequence[Any]) -> str | None:
+        value, gate, function, _ = args
+        if _packed(gate, value) is not None:
+            return None if _takes(first.get(function), "out", "x") else f"it has no {function} of the first half"
+        if _packed(value, gate) is not None:
+            return None if _takes(last.get(function), "out", "x") else f"it has no {function} of the second half"
+        return "value and gate are not the halves of one packed tensor"
+
+    return [Adapter("glu", "silu_and_mul(out, x) and others", call, declines)]
+
+
+def _packed(first: Tensor, second: Tensor) -> Tensor | None:
+    """The contiguous tensor whose halves along the last dimension these are, or None."""
+    size = first.shape[-1]
+    if first.shape != second.shape or first.dtype != second.dtype or first.stride() != second.stride():
+        return None
+    if not first.numel() or second.data_ptr() - first.data_ptr() != size * first.element_size():
+        return None
+    shape = (*first.shape[:-1], 2 * size)
+    strides = torch.empty(shape, device="meta").stride()
+    if any(a != b for a, b, n in zip(first.stride(), strides, first.shape, strict=True) if n > 1):
+        return None
+    return first.as_strided(shape, strides)
+
+
+def _takes(function: Any, *names: str) -> bool:
+    """Whether a function begins with parameters of these names."""
+    if not callable(function):
+        return False
+    try:
+        parameters = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return parameters[: len(names)] == names
+
+
+def _liger_glu(module: ModuleType) -> list[Adapter]:
+    """``Function.apply(gate, value)``, beside the layers of liger-kernels, of two dense tensors."""
+    layers = getattr(module, "layers", None)
+    names = {"silu": "LigerSiLUMulFunction", "gelu_tanh": "LigerGELUMulFunction"}
+    functions = {name: getattr(layers, other) for name, other in names.items() if hasattr(layers, other)}
+    if not functions:
+        return []
+
+    def call(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
+        return _laid_out_like(value, functions[function].apply(gate.contiguous(), value.contiguous()))
+
+    def declines(args: Sequence[Any]) -> str | None:
+        value, gate, function, _ = args
+        if function not in functions:
+            return f"it has no {function}"
+        return None if (value.dtype, value.shape) == (gate.dtype, gate.shape) else "value and gate are of one kind"
+
+    return [Adapter("glu", "LigerSiLUMulFunction and others", call, declines)]
+
+
+# --- rotary embedding --------------------------------------------------------------------------------------
+
+
+def _apply_rotary(module: ModuleType) -> list[Adapter]:
+    function = getattr(module, "apply_rotary", None)
+    if not _takes(function, "x1", "x2", "cos", "sin", "out1", "out2", "conj"):
+        return []
+
+    def call(x: Tensor, cos: Tensor, sin: Tensor, half: bool, *rest: Any) -> Tensor:
+        out = torch.empty_like(x)
+        parts, outs = _pairs(x, half), _pairs(out, half)
+        function(*parts, cos, sin, *outs, False)  # type: ignore[misc]
+        return out
+
+    return [Adapter("rope", "apply_rotary", call, _declines_rope)]
+
+
+def _declines_rope(args: Sequence[Any]) -> str | None:
+    x, cos, sin, _, arithmetic, rotary_dim, _, start, length = args
+    if arithmetic != 0:
+        return "it computes in float32"
+    if rotary_dim not in (0, x.shape[-1]) or (start, length) not in ((0, -1),):
+        return "it rotates whole heads of all tokens"
+    if cos.shape[-1] * 2 != x.shape[-1] or sin.shape != cos.shape:
+        return "it takes one angle for each pair"
+    if cos.dtype != x.dtype or sin.dtype != x.dtype:
+        return f"its tables have the dtype of the input, {x.dtype}"
+    return None
+
+
+def _pairs(x: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    size = x.shape[-1] // 2
+    return (x[..., :size], x[..., size:]) if half else (x[..., 0::2], x[..., 1::2])
+
+
+def _rotary_transformers(module: ModuleType) -> list[Adapter]:
+    names = ("apply_rotary_transformers", "liger_rotary_pos_emb")
+    functions = ((name, getattr(module, name, None)) for name in names)
+    return [_transformers_rope(name, f) for name, f in functions if f is not None and _takes(f, "q", "k", "cos", "sin")]
+
+
+def _transformers_rope(interface: str, function: Callable[..., tuple[Tensor, Tensor]]) -> Adapter:
+    """``function(q, k, cos, sin)`` on ``[batch, heads, tokens, head_dim]``; tables ``[batch, tokens, head_dim]``."""
+
+    def call(x: Tensor, cos: Tensor, sin: Tensor, half: bool, *rest: Any) -> Tensor:
+        heads = _heads_dim(x, cos)
+        heads_first = x if heads == 1 else x.transpose(1, 2)
+        # They may rotate in place: hand over copies, the second of which is there because the interface wants one.
+        q, k = heads_first.clone(), heads_first[:, :1].clone()
+        tables = (_by_token(table, heads_first, heads) for table in (cos, sin))  # type: ignore[arg-type]
+        y = function(q, k, *tables)[0]
+        return _laid_out_like(x, y if heads == 1 else y.transpose(1, 2))
+
+    def declines(args: Sequence[Any]) -> str | None:
+        x, cos, _, half, *_ = args
+        reason = _declines_rope(args)
+        if reason is not None:
+            return reason
+        if not half or x.ndim != 4:
+            return "it rotates halves of [batch, heads, tokens, head_dim]"
+        return "its tables are the same for all heads" if _heads_dim(x, cos) is None else None
+
+    return Adapter("rope", interface, call, declines)
+
+
+def _heads_dim(x: Tensor, table: Tensor) -> int | None:
+    """The dimension of ``x`` along which a table does not differ; None if it differs along both that there are."""
+    shape = (*(1,) * (4 - table.ndim), *table.shape)
+    return next((dim for dim in (1, 2) if shape[dim] == 1 and shape[3 - dim] in (1, x.shape[3 - dim])), None)
+
+
+def _by_token(table: Tensor, heads_first: Tensor, heads: int) -> Tensor:
+    """A table for each token and both halves, ``[batch, tokens, head_dim]``."""
+    table = table[(None,) * (4 - table.ndim)].squeeze(heads).expand(-1, heads_first.shape[2], -1)
+    return torch.cat((table, table), -1)
+
+
+# --- layers ------------------------------------------------------------------------------------------------
+
+
+def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
+    """A layer that takes one tensor, as whatever op it turns out to compute."""
+    parameters = [p for p in list(inspect.signature(layer.forward).parameters.values())[1:]]
+    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(needed) >= 4 and [p.name for p in needed[:4]] == ["q", "k", "cos", "sin"]:
+        return [_transformers_rope(layer.__name__, lambda *args: layer.forward(None, *args))]
+    if len(needed) != 1:
+        return []
+    forward: Callable[[Any, Tensor], Tensor] = layer.forward
+    gate_last = layer.__name__.startswith("Mul")
+
+    def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *rest: Any) -> Tensor:
+        return _norm_result(forward(_holder(weight, bias, eps, x), x), x, rest[-1])
+
+    def declines_rms_norm(args: Sequence[Any]) -> str | None:
+        x, _, bias, _, offset, _, out_dtype, clamp_eps, _ = args
+        if bias is not None or offset != 0.0 or clamp_eps:
+            return "a layer has no bias, no offset of the weight and no lower bound of the length"
+        return _declines_out_dtype(x, out_dtype)
+
+    def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *rest: Any) -> Tensor:
+        return _norm_result(forward(_holder(weight, bias, eps, x), x), x, rest[-1])
+
+    def activation(x: Tensor, function: str) -> Tensor:
+        return _laid_out_like(x, forward(SimpleNamespace(), x))
+
+    def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
+        packed = _packed(value, gate) if gate_last else _packed(gate, value)
+        return _laid_out_like(value, forward(SimpleNamespace(), packed))  # type: ignore[arg-type]
+
+    def declines_glu(args: Sequence[Any]) -> str | None:
+        value, gate = args[:2]
+        packed = _packed(value, gate) if gate_last else _packed(gate, value)
+        return None if packed is not None else "value and gate are not the halves of one packed tensor"
+
+    return [
+        Adapter("rms_norm", layer.__name__, rms_norm, declines_rms_norm),
+        Adapter("layer_norm", layer.__name__, layer_norm, lambda args: _declines_out_dtype(args[0], args[4])),
+        Adapter("activation", layer.__name__, activation, lambda args: None),
+        Adapter("glu", layer.__name__, glu, declines_glu),
+    ]
+
+
+def _norm_layers(module: ModuleType) -> list[Adapter]:
+    """The layers of a kernel that are called norms, each as the norm that it is called."""
+    layers = getattr(module, "layers", None)
+    found: list[Adapter] = []
+    for suffix, op in (("RMSNorm", "rms_norm"), ("LayerNorm", "layer_norm")):
+        for name in sorted(vars(layers) if layers is not None else ()):
+            layer = layer_of(module, name)
+            if layer is not None and name.endswith(suffix):
+                found += [adapter for adapter in _layer(layer) if adapter.op == op]
+    return found
+
+
+def _holder(weight: Tensor | None, bias: Tensor | None, eps: float, x: Tensor) -> SimpleNamespace:
+    """What a layer reads from the module it sits on, under the names that models have for it."""
+    size = x.shape[-1]
+    return SimpleNamespace(
+        weight=weight, bias=bias, eps=eps, variance_epsilon=eps, normalized_shape=(size,), hidden_size=size
+    )
+
+
+_INTERFACES: tuple[Callable[[ModuleType], list[Adapter]], ...] = (
+    _apply_rms_norm,
+    _rmsnorm_forward,
+    _dropout_add_ln,
+    _activation,
+    _glu,
+    _liger_glu,
+    _apply_rotary,
+    _rotary_transformers,
+)

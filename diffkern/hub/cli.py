@@ -1,0 +1,184 @@
+"""``diffkern hub``: pin, fetch and check kernels of the Hub, and publish ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffkern.hub.lock import LockedKernel, LockFile
+from diffkern.hub.policy import LOCK_FILE, HubError, Policy, switched_off
+
+app = typer.Typer(no_args_is_help=True, help="Pin, fetch and check kernels of the Hub, and publish diffkern's own.")
+
+_LockOption = Annotated[Path, typer.Option("--lock", help="The lock file.")]
+_AllOption = Annotated[bool, typer.Option("--all-variants", help="Builds for every machine, not only for this one.")]
+
+
+@app.command()
+def lock(
+    kernels: Annotated[
+        list[str] | None, typer.Argument(help="Kernels, such as 'org/repo@>=1.0,<2.0'; none means those in the file.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A configuration (TOML or JSON) whose kernels to pin.")] = None,
+    trust: Annotated[list[str] | None, typer.Option(help="A repository of any publisher; may be repeated.")] = None,
+    path: _LockOption = Path(LOCK_FILE),
+    all_variants: _AllOption = False,
+) -> None:
+    """Ask the Hub for the commits of kernels, and write these down with the digests of all their files."""
+    from diffkern.hub.config import KernelConfig
+    from diffkern.hub.defaults import DEFAULTS
+    from diffkern.hub.reference import KernelReference
+    from diffkern.hub.resolve import ask_hub
+
+    with _reasons("lock"):
+        settings = KernelConfig() if config is None else KernelConfig.from_file(config)
+        vouched = settings.trust_remote_code
+        policy = Policy(True if vouched is True else (*(vouched or ()), *(trust or ())))
+        locked = LockFile.read(path) if path.is_file() else LockFile()
+        references = [KernelReference.parse(text) for text in kernels or ()]
+        references += [reference for reference in settings.references() if not reference.is_local]
+        if settings.hub == "auto":
+            references += [KernelReference.parse(text) for ops in DEFAULTS.values() for text in ops.values()]
+        if not references:
+            references = [KernelReference(entry.repository, entry.revision) for entry in locked.kernels]
+        if not references:
+            raise HubError("nothing to lock: name kernels, or a configuration that does")
+        wanted = dict.fromkeys(replace(reference, name="") for reference in references)
+        found = [_with_own_digests(ask_hub(reference, policy), all_variants) for reference in wanted]
+        locked.updated(found).write(path)
+    for kernel in found:
+        typer.echo(f"{_title(kernel)}: {kernel.commit[:12]}, {len(kernel.variants)} builds")
+    typer.echo(f"wrote {path}")
+
+
+@app.command()
+def download(path: _LockOption = Path(LOCK_FILE), all_variants: _AllOption = False) -> None:
+    """Fetch the builds of all kernels in the lock file, so that they load without a network."""
+    from diffkern.hub.resolve import fetch
+
+    with _reasons("download"):
+        for kernel in LockFile.read(path).kernels:
+            for variant in _variants(kernel, all_variants):
+                typer.echo(f"{_title(kernel)}: {fetch(kernel, variant)}")
+
+
+@app.command("list")
+def list_kernels(path: _LockOption = Path(LOCK_FILE)) -> None:
+    """Show the kernels in the lock file: commit, publisher, the build for this machine, and whether it is here."""
+    from diffkern.hub import client
+
+    with _reasons("list"):
+        for kernel in LockFile.read(path).kernels:
+            publisher = "trusted publisher" if kernel.trusted else "publisher not on the Hub's list"
+            typer.echo(f"{_title(kernel)}: {kernel.commit[:12]}, {publisher}")
+            for variant in kernel.variants:
+                here = (client.snapshot_directory(kernel.repository, kernel.commit) / "build" / variant).is_dir()
+                mark = "for this machine" if variant in _variants(kernel, False, quiet=True) else "for others"
+                typer.echo(f"  {variant}: {mark}, {'downloaded' if here else 'not downloaded'}")
+
+
+@app.command()
+def verify(path: _LockOption = Path(LOCK_FILE)) -> None:
+    """Compare every downloaded build with the digests in the lock file; signatures are `kernels verify-signature`'s."""
+    from diffkern.hub import client, digests
+
+    failed = checked = 0
+    with _reasons("verify"):
+        for kernel in LockFile.read(path).kernels:
+            for variant, files in kernel.variants.items():
+                directory = client.snapshot_directory(kernel.repository, kernel.commit) / "build" / variant
+                if not directory.is_dir():
+                    continue
+                wrong = digests.damage(directory, files)
+                checked, failed = checked + 1, failed + (wrong is not None)
+                typer.echo(f"{_title(kernel)} {variant}: {wrong or 'as locked'}", err=wrong is not None)
+    if not checked:
+        typer.echo("nothing is downloaded: run `diffkern hub download`")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command("package")
+def write_package(
+    output: Annotated[Path, typer.Argument(help="A new directory.")],
+    repo_id: Annotated[str, typer.Option("--repo-id", help="The repository it is for: org/repo.")],
+) -> None:
+    """Write diffkern's kernels as a kernel repository: every build on this machine, Triton kernels, and the sources."""
+    from diffkern.build import BuildError, ToolchainError
+    from diffkern.hub.package import PackageError, package
+
+    with _reasons("package", PackageError, BuildError, ToolchainError, OSError):
+        written = package(output, repo_id)
+    typer.echo(f"{written.directory}: version {written.version}")
+    for variant in written.variants:
+        typer.echo(f"  build/{variant}")
+
+
+@app.command()
+def upload(
+    directory: Annotated[Path, typer.Argument(help="What `diffkern hub package` wrote.")],
+    repo_id: Annotated[
+        str | None, typer.Option("--repo-id", help="Another repository than it was written for.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Create it as a private one.")] = False,
+) -> None:
+    """Upload a kernel repository with huggingface_hub; `hf auth login` first."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from diffkern.hub.package import PackageError
+    from diffkern.hub.upload import upload as send
+
+    with _reasons("upload", PackageError, HfHubHTTPError):
+        typer.echo(f"uploaded: {send(directory, repo_id, private=private)}")
+
+
+@contextlib.contextmanager
+def _reasons(command: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Ends the program with the reason alone where one of these errors says it all."""
+    try:
+        off = switched_off() if command in ("lock", "download") else None
+        if off is not None:
+            raise HubError(off)
+        yield
+    except (HubError, ValueError, *kinds) as error:
+        typer.echo(f"diffkern hub {command}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _title(kernel: LockedKernel) -> str:
+    return f"{kernel.repository}@{kernel.revision}" if kernel.revision else kernel.repository
+
+
+def _variants(kernel: LockedKernel, every: bool, quiet: bool = False) -> list[str]:
+    """The builds for every machine, or those that this one can use: one for the CPU, one for its accelerator."""
+    from diffkern.hub.resolve import choose_variant
+
+    if every:
+        return list(kernel.variants)
+    found: dict[str, None] = {}
+    reasons = []
+    for backend in ("cpu", None):
+        try:
+            found[choose_variant(kernel.variants, backend, _title(kernel))] = None
+        except HubError as error:
+            reasons.append(str(error))
+    if not found and not quiet:
+        raise HubError(reasons[0])
+    return list(found)
+
+
+def _with_own_digests(kernel: LockedKernel, every: bool) -> LockedKernel:
+    """Replaces the Hub's digests by SHA-256 of what it sends, for the builds that this machine downloads now."""
+    from diffkern.hub import digests
+    from diffkern.hub.resolve import fetch
+
+    variants = dict(kernel.variants)
+    for variant in _variants(kernel, every, quiet=True):
+        directory = fetch(kernel, variant)
+        variants[variant] = {name: digests.sha256(directory / name) for name in kernel.variants[variant]}
+    return replace(kernel, variants=variants)

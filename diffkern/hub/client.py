@@ -1,0 +1,172 @@
+"""The few questions that diffkern asks the Hub, with patience, and its refusals as reasons."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from diffkern.hub.policy import HubError
+
+T = TypeVar("T")
+
+#: Seconds before each further try, unless the Hub says how long to wait.
+WAITS = (0.5, 2.0, 5.0)
+#: The longest wait that the Hub may ask for.
+LONGEST_WAIT = 30.0
+_BUSY = (429, 500, 502, 503, 504)
+_HIDDEN = (401, 403, 404)
+
+#: Files of a build by path below its directory, with the digests that the Hub gives for them.
+Files = Mapping[str, str]
+
+
+def is_offline() -> bool:
+    """Whether huggingface_hub is told to stay off the network (``HF_HUB_OFFLINE``)."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def endpoint() -> str:
+    """The address of the Hub (``HF_ENDPOINT``)."""
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def cache_directory() -> Path:
+    """Where downloads of kernels are kept: ``KERNELS_CACHE``, or the cache of huggingface_hub."""
+    from huggingface_hub import constants
+
+    return Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE).expanduser()
+
+
+def repository_directory(repository: str) -> Path:
+    """Where the downloads of one repository are kept."""
+    return cache_directory() / f"kernels--{repository.replace('/', '--')}"
+
+
+def snapshot_directory(repository: str, commit: str) -> Path:
+    """Where the files of one commit are kept."""
+    return repository_directory(repository) / "snapshots" / commit
+
+
+def references(repository: str) -> dict[str, str]:
+    """Returns the commit of every branch and tag; a tag wins over a branch of its name."""
+    refs = _ask(repository, lambda api: api.list_repo_refs(repository, repo_type="kernel"))
+    return {ref.name: ref.target_commit for ref in (*refs.branches, *refs.tags)}
+
+
+def variants(repository: str, commit: str) -> dict[str, Files]:
+    """Returns every build at a commit: its files and their digests, without downloading any."""
+    entries = _ask(
+        repository,
+        lambda api: list(api.list_repo_tree(repository, repo_type="kernel", revision=commit, recursive=True)),
+    )
+    builds: dict[str, dict[str, str]] = {}
+    for entry in entries:
+        parts = entry.path.split("/", 2)
+        if len(parts) == 3 and parts[0] == "build" and hasattr(entry, "blob_id"):
+            digest = f"sha256:{entry.lfs.sha256}" if entry.lfs is not None else f"git:{entry.blob_id}"
+            builds.setdefault(parts[1], {})[parts[2]] = digest
+    return builds  # type: ignore[return-value]
+
+
+def is_trusted_publisher(repository: str) -> bool:
+    """Whether the Hub lists the organisation that publishes a repository as a trusted publisher of kernels."""
+    organisation = repository.partition("/")[0]
+    try:
+        overview = _ask(repository, lambda api: api.get_organization_overview(organisation))
+    except _Missing:  # a user, who is no organisation
+        return False
+    return bool(getattr(overview, "trustedKernelPublisher", False))
+
+
+def download(repository: str, commit: str, variant: str, files: Sequence[str]) -> Path:
+    """Downloads a build into the cache; returns its directory there.
+
+    Files that are there already are not fetched again.
+
+    Raises:
+        HubError: it cannot be had, or the cache cannot be written to.
+    """
+    where = snapshot_directory(repository, commit) / "build" / variant
+    paths = [f"build/{variant}/{name}" for name in files]
+    try:
+        _ask(
+            repository,
+            lambda api: api.snapshot_download(
+                repository, repo_type="kernel", revision=commit, allow_patterns=paths, cache_dir=cache_directory()
+            ),
+            tries=2,  # huggingface_hub tries every file several times by itself
+        )
+    except PermissionError as error:
+        raise HubError(f"the cache {cache_directory()} cannot be written to ({error.strerror})") from error
+    return where
+
+
+class Unreachable(HubError):
+    """The Hub does not answer at this moment; what is on this machine may still do."""
+
+
+class _Missing(HubError):
+    """There is no such thing on the Hub, or not for this user."""
+
+
+def _ask(repository: str, question: Callable[[Any], T], tries: int = 4) -> T:
+    """Asks, again if the Hub is busy or the answer breaks off, and turns a refusal into a reason."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    api = HfApi(library_name="diffkern")
+    where = f"{repository} at {endpoint()}"
+    for attempt, wait in enumerate((*WAITS[: tries - 1], None)):
+        try:
+            return question(api)
+        except PermissionError:
+            raise
+        except OfflineModeIsEnabled as error:
+            raise Unreachable(f"{where} cannot be asked: huggingface_hub is in offline mode") from error
+        except HfHubHTTPError as error:
+            status = getattr(error.response, "status_code", None)
+            if status in _HIDDEN:
+                raise _Missing(_refused(where, status)) from error
+            if status not in _BUSY:
+                raise Unreachable(f"{where} cannot be had ({_summary(error)})") from error
+            if wait is None:
+                raise Unreachable(f"{where} is busy: it answered {status} {attempt + 1} times") from error
+            time.sleep(_asked_wait(error.response, wait))
+        except Exception as error:  # no connection, a broken one, a file shorter than announced ...
+            if wait is None or _is_refused(error):
+                raise Unreachable(f"{where} cannot be reached ({_summary(error)})") from error
+            time.sleep(wait)
+    raise AssertionError("unreachable")
+
+
+def _refused(where: str, status: int | None) -> str:
+    """What 401, 403 and 404 mean: the Hub gives them for what is missing and for what is private alike."""
+    return (
+        f"{where} is not there, or not for you (the Hub answered {status}): check the name, that it is a repository "
+        "of the type 'kernel', and `hf auth login`"
+    )
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Whether nobody listens at the other end, or has a name there: waiting a few seconds will not change it."""
+    words = f"{type(error).__name__} {error} {error.__cause__!r} {error.__context__!r}"
+    return any(sign in words for sign in ("Connection refused", "Name or service not known", "getaddrinfo", "No route"))
+
+
+def _asked_wait(response: Any, wait: float) -> float:
+    try:
+        return min(float(response.headers["Retry-After"]), LONGEST_WAIT)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return wait
+
+
+def _summary(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

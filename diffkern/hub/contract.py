@@ -1,0 +1,279 @@
+"""Whether a foreign kernel computes an op: measured at load, against the reference in float64.
+
+The bound is that of every proof: error(kernel) <= 1.05 error(plain PyTorch) + 1e-6. It is measured for each
+*pattern* of arguments by itself (with a bias or without, rounding here or there, this activation or that), and a
+kernel serves the patterns that it passed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffkern.providers import eager
+from diffkern.providers.base import Kernel
+
+#: error(kernel) may be this much of error(plain PyTorch), plus this much, relative.
+RATIO = 1.05
+SLACK = 1e-6
+
+#: Numbers that change what is computed; other numbers, such as eps, are only values in the formula.
+_MEANINGFUL = frozenset({"weight_offset", "scale_offset", "norm", "gate_activation", "arithmetic"})
+#: Arguments that change only how the result lies in memory, which the adapters see to.
+_LAYOUT = frozenset({"preserve_strides"})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome for one pattern: the errors, and why the kernel does not serve it, or ""."""
+
+    kernel: float
+    stock: float
+    reason: str = ""
+
+
+def pattern(op: str, args: Sequence[Any]) -> Hashable:
+    """What of the arguments of ``op`` decides which formula is computed, and in which precisions."""
+    x = next(arg for arg in args if isinstance(arg, Tensor))
+    traits = tuple(
+        _trait(name, arg, x.dtype) for name, arg in zip(_parameters(op), args, strict=True) if name not in _LAYOUT
+    )
+    # A rotary table of each sample's own is easily taken for one that they share.
+    return traits if op != "rope" else (traits, args[1].ndim == x.ndim and args[1].shape[0] > 1)
+
+
+def examine(
+    op: str, kernel: Kernel, accepts: Callable[[Sequence[Any]], str | None], device: torch.device, dtype: torch.dtype
+) -> dict[Hashable, Verdict]:
+    """Runs a kernel on the samples of an op that it accepts.
+
+    Args:
+        op: What it is believed to compute.
+        kernel: Takes the arguments of the op, in order.
+        accepts: Says why it takes certain arguments not, or None.
+        device: Where to run it.
+        dtype: Dtype of the input.
+
+    Returns:
+        A verdict for every pattern it accepts; of several samples with one pattern the worst.
+    """
+    verdicts: dict[Hashable, Verdict] = {}
+    with torch.no_grad():
+        for args in samples(op, device, dtype):
+            if accepts(args) is not None:
+                continue
+            key = pattern(op, args)
+            verdict = _measure(op, kernel, args)
+            if key not in verdicts or verdict.reason:
+                verdicts[key] = verdict
+    return verdicts
+
+
+def _measure(op: str, kernel: Kernel, args: Sequence[Any]) -> Verdict:
+    reference = _flat(eager.PROVIDER.kernel(op, torch.device("cpu"))(*map(_wide, args)))
+    stock = _flat(eager.PROVIDER.kernel(op, torch.device("cpu"))(*args))
+    before = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+    try:
+        result = _flat(kernel(*args))
+    except Exception as error:  # whatever a foreign kernel comes up with is a reason, not a crash
+        lines = str(error).strip().splitlines() or [""]
+        return Verdict(float("nan"), float("nan"), f"it raised {type(error).__name__}: {lines[0]}")
+    changed = any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in zip(args, before, strict=True))
+    if changed:
+        return Verdict(float("nan"), float("nan"), "it changed its input")
+    for got, want in zip(result, stock, strict=True):
+        if not isinstance(got, Tensor) or (got.dtype, got.shape) != (want.dtype, want.shape):
+            kind = f"{got.dtype} {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+            said = f"it returned {kind} in place of {want.dtype} {tuple(want.shape)}"
+            return Verdict(float("nan"), float("nan"), said)
+    errors = [max(_error(y, r) for y, r in zip(ys, reference, strict=True)) for ys in (result, stock)]
+    kernel_error, stock_error = errors
+    if kernel_error <= RATIO * stock_error + SLACK:
+        return Verdict(kernel_error, stock_error)
+    return Verdict(kernel_error, stock_error, f"error {kernel_error:.1e} against {stock_error:.1e} of plain PyTorch")
+
+
+def _flat(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def _error(y: Tensor, reference: Tensor) -> float:
+    """``‖y − reference‖₂ / ‖reference‖₂``; infinite if ``y`` is not finite."""
+    distance = torch.linalg.vector_norm(y.double().cpu() - reference.cpu())
+    error = float(distance / torch.linalg.vector_norm(reference.cpu()).clamp_min(1e-30))
+    return error if error == error else float("inf")
+
+
+def _wide(arg: Any) -> Any:
+    """An argument of the reference: float64 on the CPU, where every device is compared; and nothing is rounded."""
+    if isinstance(arg, Tensor):
+        return arg.cpu().double() if arg.is_floating_point() else arg.cpu()
+    if isinstance(arg, list):
+        return [_wide(item) for item in arg]
+    return None if isinstance(arg, torch.dtype) else arg
+
+
+def _trait(name: str, arg: Any, dtype: torch.dtype) -> Hashable:
+    if isinstance(arg, Tensor):
+        return None if arg.dtype == dtype else str(arg.dtype)
+    if isinstance(arg, torch.dtype):
+        return "as the input" if arg == dtype else str(arg)
+    if isinstance(arg, (list, tuple)):
+        return tuple(_trait(name, item, dtype) for item in arg if isinstance(item, Tensor))
+    if isinstance(arg, (bool, str)) or name in _MEANINGFUL:
+        return arg  # type: ignore[no-any-return]
+    return "absent" if arg is None else "a number"
+
+
+@cache
+def _parameters(op: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(eager.PROVIDER.kernel(op, torch.device("cpu"))).parameters)
+
+
+# --- samples -----------------------------------------------------------------------------------------------
+
+
+def samples(op: str, device: torch.device, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    """Arguments of ``op``, one or more of each pattern that models use."""
+    generator = torch.Generator().manual_seed(20)
+
+    def random(*shape: int, scale: float = 1.0, of: torch.dtype = dtype) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(of).to(device)
+
+    return _SAMPLES[op](random, dtype)
+
+
+Random = Callable[..., Tensor]
+
+
+def _rows(random: Random) -> Tensor:
+    """Rows of very different length, so that a wrong eps shows."""
+    return random(64, 192) * torch.logspace(-4, 1, 64, device=random(1).device).to(random(1).dtype)[:, None]
+
+
+def _rms_norm(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    x, weight, bias = _rows(random), 1 + random(192, scale=0.3), random(192)
+    wide = weight.float()
+    calls: list[tuple[Any, ...]] = []
+    for rounding in dict.fromkeys((None, dtype)):
+        for out in (None, dtype):
+            calls += [
+                (x, weight, None, 1e-6, 0.0, rounding, out, False, False),
+                (x, None, None, 1e-6, 0.0, rounding, out, False, False),
+                (x, wide, None, 1e-6, 0.0, rounding, out, False, False),
+                (x.view(4, 16, 192), weight, None, 1e-6, 0.0, rounding, out, False, True),
+            ]
+    return [
+        *calls,
+        (x, weight, None, 1e-6, 1.0, None, None, False, False),
+        (x, weight, bias, 1e-6, 0.0, None, None, False, False),
+        (x, weight, None, 1e-6, 0.0, None, None, True, False),
+    ]
+
+
+def _layer_norm(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    x, weight, bias = _rows(random) + 0.25, 1 + random(192, scale=0.3), random(192)
+    return [
+        (x, given, added, 1e-5, out, preserve)
+        for out in (None, dtype)
+        for preserve in (False, True)
+        for given, added in ((weight, bias), (weight, None), (None, None), (weight.float(), bias.float()))
+    ]
+
+
+def _activation(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    return [(random(3, 31, 48, scale=3.0), name) for name in ("gelu", "gelu_tanh", "silu", "quick_gelu")]
+
+
+def _glu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    for name in ("gelu", "gelu_tanh", "silu", "quick_gelu"):
+        for rounds in (False, True):
+            first, second = random(3, 31, 96, scale=2.0).chunk(2, dim=-1)
+            calls += [(first, second, name, rounds), (second, first, name, rounds)]
+            calls.append((random(5, 48, scale=2.0), random(5, 48, scale=2.0), name, rounds))
+    return calls
+
+
+def _table(random: Random, *shape: int) -> tuple[Tensor, Tensor]:
+    angles = random(*shape, of=torch.float32)
+    dtype = random(1).dtype
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    for half in (False, True):
+        for batch in (1, 2):
+            cos, sin = _table(random, batch, 17, 1, 32)
+            calls.append((random(2, 17, 3, 64), cos, sin, half, 0, 0, 1, 0, -1))
+            cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+            calls.append((random(2, 3, 17, 64), cos, sin, half, 0, 0, 2, 0, -1))
+    return calls
+
+
+def _rope_3d(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    tables = [_table(random, 2, pairs) for pairs in (6, 5, 5)]
+    cos, sin = [table[0] for table in tables], [table[1] for table in tables]
+    return [(random(2, 8, 3, 32), cos, sin, None, [2, 2, 2], False, 0, half, 0, 0, 1, 0, -1) for half in (False, True)]
+
+
+def _qk_norm_rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    cos, sin = _table(random, 1, 17, 1, 32)
+    q, k, weight = random(2, 17, 3, 64), random(2, 17, 3, 64), 1 + random(64, scale=0.3)
+    tail: tuple[Any, ...] = (None, [], False, 0)
+    return [
+        (q, k, weight, weight, None, None, [cos], [sin], [cos], [sin], *tail, norm, 1e-6, 0, 0.0, None, False, half,
+         0, 0, 1, 0, -1)
+        for norm in (0, 1, 2) for half in (False, True)
+    ]  # fmt: skip
+
+
+def _norm_modulate(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    x, scale, shift = random(2, 33, 96), random(2, 1, 96), random(2, 33, 96)
+    return [(x, scale, shift, None, None, 1e-6, norm, 1.0, False, None) for norm in (0, 1, 2)]
+
+
+def _gate_residual(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    residual, x = random(2, 33, 96), random(2, 33, 96)
+    return [(residual, x, gate, 0, False, None) for gate in (random(2, 1, 96), None)]
+
+
+def _gate_residual_norm_modulate(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    residual, x, gate, scale, shift = (random(2, n, 96) for n in (33, 33, 1, 1, 1))
+    return [(residual, x, gate, scale, shift, None, None, 1e-6, norm, 0, 1.0, False, None, None) for norm in (1, 2)]
+
+
+def _group_norm_silu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    x, weight, bias = random(2, 32, 5, 7), 1 + random(32, scale=0.3), random(32)
+    return [(x, 8, weight, bias, 1e-5, silu, False, False) for silu in (False, True)]
+
+
+def _channel_rms_norm_silu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    x, weight, bias = random(2, 16, 5, 7), 1 + random(16, scale=0.3), random(16)
+    return [(x, weight, bias, None, None, 1e-6, clamp, silu, None) for clamp in (False, True) for silu in (False, True)]
+
+
+_SAMPLES: Mapping[str, Callable[[Random, torch.dtype], list[tuple[Any, ...]]]] = {
+    "activation": _activation,
+    "channel_rms_norm_silu": _channel_rms_norm_silu,
+    "gate_residual": _gate_residual,
+    "gate_residual_norm_modulate": _gate_residual_norm_modulate,
+    "glu": _glu,
+    "group_norm_silu": _group_norm_silu,
+    "layer_norm": _layer_norm,
+    "norm_modulate": _norm_modulate,
+    "qk_norm_rope": _qk_norm_rope,
+    "rms_norm": _rms_norm,
+    "rope": _rope,
+    "rope_3d": _rope_3d,
+}
+
+#: Ops that a foreign kernel can be examined for.
+EXAMINED = tuple(_SAMPLES)

@@ -1,0 +1,182 @@
+"""Imports a kernel that was found, with the ``kernels`` package, and never twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from diffkern.hub import digests
+from diffkern.hub.policy import HubError, Policy, switched_off
+from diffkern.hub.reference import KernelReference
+from diffkern.hub.resolve import Found, find
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel in this process.
+
+    Attributes:
+        reference: What was asked for.
+        found: Where it came from.
+        metadata: Its ``metadata.json``.
+        module: Its Python package.
+    """
+
+    reference: KernelReference
+    found: Found
+    metadata: Mapping[str, Any]
+    module: ModuleType
+
+    @property
+    def layers(self) -> ModuleType | None:
+        """The module with its layers, or None."""
+        layers = getattr(self.module, "layers", None)
+        return layers if isinstance(layers, ModuleType) else None
+
+    def describe(self) -> str:
+        """What was loaded, in one line."""
+        commit = f" at {self.found.commit[:7]}" if self.found.commit else ""
+        return f"{self.reference}{commit}, build {self.found.variant} ({self.found.origin})"
+
+
+_lock = threading.RLock()
+_loaded: dict[Path, tuple[Mapping[str, Any], ModuleType]] = {}
+
+
+def load(reference: KernelReference, policy: Policy, device: torch.device) -> LoadedKernel:
+    """Finds, checks and imports the build of a kernel for ``device``.
+
+    The policy is applied at every call, also to what is in the process already.
+
+    Args:
+        reference: The kernel; which of its layers is no matter here.
+        policy: Whose code may run, and pinned by what.
+        device: Where it is to run.
+
+    Raises:
+        HubError: it cannot be had, or not for this machine; the message says why and what to do.
+    """
+    off = switched_off()
+    if off is not None:
+        raise HubError(off)
+    _require_kernels()
+    with _lock:
+        found = find(reference, policy, "cpu" if device.type == "cpu" else None)
+        if found.directory not in _loaded:
+            _loaded[found.directory] = _import(found, device)
+        metadata, module = _loaded[found.directory]
+        _refuse_other_backends(found, metadata, device)
+        return LoadedKernel(reference, found, metadata, module)
+
+
+def _require_kernels() -> None:
+    """Makes sure that there is a ``kernels`` package of a kind that this diffkern knows."""
+    try:
+        from kernels import get_local_kernel
+        from kernels.variants import parse_variant, resolve_variants
+    except Exception as error:  # an old, a broken or a future package may raise anything
+        raise HubError(
+            f"the package 'kernels' cannot be used ({type(error).__name__}: {error}): install 'kernels>=0.17'"
+        ) from error
+    for function in (get_local_kernel, parse_variant, resolve_variants):
+        if not callable(function):
+            raise HubError(f"the package 'kernels' has no {function!r}: install 'kernels>=0.17'")
+
+
+def _import(found: Found, device: torch.device) -> tuple[Mapping[str, Any], ModuleType]:
+    import kernels
+
+    directory = found.directory
+    metadata = _metadata(directory)
+    dependencies = metadata.get("kernel-depends") or metadata.get("kernels-depends")
+    if dependencies:
+        raise HubError(f"{directory} needs further kernels ({dependencies}), which diffkern would have to pin as well")
+    _check_arch(directory, device)
+    same = _already_here(str(metadata["id"]), directory)
+    if same is not None:
+        return metadata, same
+    try:
+        with _fresh_bytecode():
+            module = kernels.get_local_kernel(directory, backend="cpu" if device.type == "cpu" else None)
+    except Exception as error:  # whatever a foreign binary comes up with is a reason, not a crash
+        raise HubError(f"loading {directory} failed ({_describe(error)})") from error
+    return metadata, module
+
+
+def _metadata(directory: Path) -> dict[str, Any]:
+    try:
+        metadata = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
+        metadata["id"], metadata["backend"]["type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HubError(f"{directory} has no metadata.json of a kernel ({type(error).__name__}: {error})") from error
+    return dict(metadata)
+
+
+def _refuse_other_backends(found: Found, metadata: Mapping[str, Any], device: torch.device) -> None:
+    """A path may lead straight to a build, of any backend."""
+    backend = metadata["backend"]["type"]
+    here = {"mps": "metal", "cuda": "rocm" if torch.version.hip else "cuda"}.get(device.type, device.type)
+    if backend != here and found.variant != "torch-universal":
+        raise HubError(f"{found.directory} is a build for {backend}, and this is {device}")
+
+
+def _check_arch(directory: Path, device: torch.device) -> None:
+    """Compares the architectures of a build with the GPU at hand, before anything of it runs."""
+    if device.type != "cuda":
+        return
+    from kernels import Metadata
+    from kernels.validate import ArchValidator
+
+    metadata = Metadata.read_from_file(directory / "metadata.json")
+    try:
+        with torch.cuda.device(device):
+            ArchValidator().validate_metadata(metadata=metadata, variant=directory.name)
+    except RuntimeError as error:
+        raise HubError(str(error)) from error
+
+
+def _already_here(name: str, directory: Path) -> ModuleType | None:
+    """Returns the module that has the name of a build already, if it is the same build from another place.
+
+    Two builds with other libraries cannot have one name: torch cannot define an op twice.
+    """
+    module = sys.modules.get(name)
+    if module is None or module.__file__ is None or (other := Path(module.__file__).parent) == directory:
+        return None
+    here, there = digests.files_of(directory), digests.files_of(other)
+    if here == there:
+        return module
+    libraries = [{name: files[name] for name in files if name.endswith(".so")} for files in (here, there)]
+    if not libraries[0] or libraries[0] != libraries[1]:
+        raise HubError(
+            f"{directory} calls itself {name}, like {other}, which is loaded and is not the same: use one of them"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def _fresh_bytecode() -> Iterator[None]:
+    """Compiles from the sources, whose digests were checked, and not from what lies in ``__pycache__``."""
+    prefix, writes = sys.pycache_prefix, sys.dont_write_bytecode
+    # A directory that cannot exist.
+    sys.pycache_prefix, sys.dont_write_bytecode = os.path.join(os.devnull, "diffkern"), True
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = prefix, writes
+
+
+def _describe(error: BaseException) -> str:
+    """An error with its causes: torch says which file, and only the loader's own error says which symbol."""
+    words = f"{type(error).__name__}: {error}"
+    return words if error.__cause__ is None else f"{words}, because of {_describe(error.__cause__)}"

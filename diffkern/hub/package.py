@@ -1,0 +1,233 @@
+"""Writes our kernels out as a kernel repository of the Hub: builds, metadata, layers, card, and the sources."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from diffkern.build import build_kernels
+from diffkern.build.installed import Build, find_builds, read_build
+from diffkern.build.layout import KERNEL_NAME, KERNEL_VERSION, metadata_of
+from diffkern.build.sources import source_directory
+from diffkern.providers import eager, triton
+
+#: The builds of Triton kernels, by name, and the backend of each.
+TRITON_VARIANTS = {"torch-cuda": "cuda", "torch-rocm": "rocm", "torch-xpu": "xpu"}
+
+_SOURCES = (".h", ".cpp", ".cu", ".cuh", ".py")
+
+#: What older versions of ``kernels`` import: the package in a directory of its own name.
+_COMPATIBLE = '''"""The same package under the path where older versions of ``kernels`` look for it."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_path = Path(__file__).parents[1] / "__init__.py"
+_name = f"{__name__}_of_{_path.parent.name}".replace("-", "_")
+_spec = importlib.util.spec_from_file_location(_name, _path)
+_module = importlib.util.module_from_spec(_spec)
+sys.modules[_name] = _module
+_spec.loader.exec_module(_module)
+globals().update({key: getattr(_module, key) for key in _module.__all__})
+__all__ = _module.__all__
+'''
+
+_TRITON_OPS = '''"""Defines the ops of this build; Triton compiles their kernels at the first call."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+NAMESPACE = "{namespace}"
+
+#: Every op: its signature, and the module that computes it.
+_OPS = {{
+{table}
+}}
+
+ops = getattr(torch.ops, NAMESPACE)
+
+
+def _define(op, signature, module):
+    def call(*args):
+        return getattr(import_module(f".triton.{{module}}", __package__), op)(*args)
+
+    name = f"{{NAMESPACE}}::{{op}}"
+    torch.library.define(name, signature, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "default", call)
+
+
+# A second copy of the same build must not define its ops again, which torch does not allow.
+if not hasattr(ops, "rms_norm"):
+    for _op, (_signature, _module) in _OPS.items():
+        _define(_op, _signature, _module)
+
+
+def add_op_namespace_prefix(name: str) -> str:
+    """Returns the full name of an op of this build."""
+    return f"{{NAMESPACE}}::{{name}}"
+'''
+
+
+class PackageError(RuntimeError):
+    """The repository cannot be written. The message says why."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A kernel repository on this machine.
+
+    Attributes:
+        directory: Where it is.
+        version: Its version, ``v<version>`` being its branch on the Hub.
+        variants: Names of its builds.
+    """
+
+    directory: Path
+    version: int
+    variants: tuple[str, ...]
+
+
+def package(
+    output: Path, repository: str, *, builds: Sequence[Build] | None = None, version: int = KERNEL_VERSION
+) -> Package:
+    """Writes a kernel repository.
+
+    Args:
+        output: An empty or new directory.
+        repository: ``"org/repo"``, for the card and for kernel-builder.
+        builds: The compiled builds to include; None takes those on this machine, and builds the CPU's if there is
+            none that is up to date.
+        version: Version of the interface: to be raised with every change of it.
+
+    Raises:
+        PackageError: ``output`` is not empty, ``repository`` is no name of one, or a build is not of these sources.
+    """
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repository) is None:
+        raise PackageError(f"{repository!r} is no repository: write 'org/repo'")
+    if output.exists() and any(output.iterdir()):
+        raise PackageError(f"{output} is not empty: name a new directory")
+    sources = source_directory()
+    chosen = _up_to_date_builds() if builds is None else list(builds)
+    _write_sources(output, sources, repository, version)
+    for build in chosen:
+        _write_compiled(output / "build" / build.directory.name, sources, build, version)
+    for name, backend in TRITON_VARIANTS.items():
+        _write_triton(output / "build" / name, sources, backend, version)
+    return Package(output, version, tuple(sorted(path.name for path in (output / "build").iterdir())))
+
+
+def _up_to_date_builds() -> list[Build]:
+    """The builds of the sources that are here. An older build would speak of other ops than its Python face."""
+    (result,) = build_kernels("cpu")
+    assert result.directory is not None
+    built = read_build(result.directory)
+    assert built is not None
+    others = [build for build in find_builds() if build.variant.backend != "cpu" and _is_current(build)]
+    return [built, *{build.directory.name: build for build in reversed(others)}.values()]
+
+
+def _is_current(build: Build) -> bool:
+    from diffkern.build.sources import source_hash
+
+    return (
+        build.namespace == f"_diffkern_{build.variant.backend}_{source_hash(source_directory(), build.variant.backend)}"
+    )
+
+
+def _write_sources(output: Path, sources: Path, repository: str, version: int) -> None:
+    """Everything that kernel-builder needs to build the same again."""
+    for path in sorted(sources.rglob("*")):
+        if path.is_file() and path.suffix in _SOURCES and "__pycache__" not in path.parts:
+            target = output / path.relative_to(sources)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    shutil.copyfile(sources / "flake.nix", output / "flake.nix")
+    shutil.copyfile(sources / "CARD.md", output / "CARD.md")
+    card = (sources / "CARD.md").read_text(encoding="utf-8")
+    for name, value in (("repo_id", repository), ("version", str(version))):
+        card = card.replace(f"{{{{ {name} }}}}", value)
+    (output / "README.md").write_text(card, encoding="utf-8")
+    config = (sources / "build.toml").read_text(encoding="utf-8")
+    config = re.sub(r"(?m)^version = \d+$", f"version = {version}", config, count=1)
+    config = config.replace("\n[torch]\n", f'\n[general.hub]\nrepo-id = "{repository}"\n\n[torch]\n', 1)
+    (output / "build.toml").write_text(config, encoding="utf-8")
+
+
+def _write_compiled(target: Path, sources: Path, build: Build, version: int) -> None:
+    """A build of ``diffkern build``, with the Python face of these sources."""
+    target.mkdir(parents=True)
+    for name in ("_ops.py", *(() if build.library is None else (build.library.file,))):
+        shutil.copyfile(build.directory / name, target / name)
+    _write_face(target, sources)
+    metadata = json.loads((build.directory / "metadata.json").read_text(encoding="utf-8"))
+    _write_metadata(target, {**metadata, "version": version})
+
+
+def _write_triton(target: Path, sources: Path, backend: str, version: int) -> None:
+    """The Triton provider's kernels as ops of their own, without the rest of diffkern."""
+    target.mkdir(parents=True)
+    _write_face(target, sources)
+    for name, module in (("triton", triton), ("eager", eager)):
+        _copy_modules(Path(str(module.__file__)).parent, target / name)
+    table = "\n".join(f"    {op!r}: ({_signature(op)!r}, {module!r})," for op, module in sorted(triton.MODULES.items()))
+    content = table.encode() + b"".join(path.read_bytes() for path in sorted(target.rglob("*.py")))
+    namespace = f"_{KERNEL_NAME}_triton_{hashlib.sha256(content).hexdigest()[:8]}"
+    (target / "_ops.py").write_text(_TRITON_OPS.format(namespace=namespace, table=table), encoding="utf-8")
+    _write_metadata(target, {**metadata_of(namespace, {"type": backend}), "version": version})
+
+
+def _write_face(target: Path, sources: Path) -> None:
+    for path in (sources / "torch-ext" / KERNEL_NAME).glob("*.py"):
+        shutil.copyfile(path, target / path.name)
+    compatible = target / KERNEL_NAME
+    compatible.mkdir()
+    (compatible / "__init__.py").write_text(_COMPATIBLE, encoding="utf-8")
+
+
+def _copy_modules(source: Path, target: Path) -> None:
+    """Copies modules of a provider; those of a kernel import each other by relative paths alone."""
+    target.mkdir()
+    (target / "__init__.py").write_text('"""A part of diffkern."""\n', encoding="utf-8")
+    for path in source.glob("*.py"):
+        if path.name in ("__init__.py", "availability.py"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r"(?m)^(\s*)from diffkern\.providers\.(triton|eager)\.", r"\1from ..\2.", text)
+        foreign = re.search(r"(?m)^\s*(?:from|import) diffkern.*$", text)
+        if foreign is not None:
+            raise PackageError(f"{path} imports what a kernel has not got: {foreign[0].strip()}")
+        (target / path.name).write_text(text, encoding="utf-8")
+
+
+def _signature(op: str) -> str:
+    """The signature of an op as torch writes it, without the choice of a provider.
+
+    It has no defaults either: torch does not pass what equals a default on to Python.
+    """
+    import diffkern.ops  # noqa: F401  (registers them)
+
+    text = str(getattr(torch.ops.diffkern, op).default._schema)
+    return re.sub(r"=[^,)]+|,? str\? provider", "", text[text.index("(") :].replace("provider=None", "provider"))
+
+
+def _write_metadata(target: Path, metadata: dict[str, object]) -> None:
+    """Writes metadata.json with the digests of all other files, as ``kernels`` checks them."""
+    files = {
+        path.relative_to(target).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+        for path in sorted(target.rglob("*"))
+        if path.is_file()
+    }
+    metadata = {**metadata, "digest": {"algorithm": "sha256", "files": files}}
+    (target / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")

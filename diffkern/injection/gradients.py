@@ -1,0 +1,107 @@
+"""Calls that a backward may follow, proven like the others: their result, and the gradients of inputs and weights.
+
+The yardstick is float64 again. A fusion differentiates it in a way of its own, past the backward formulas of
+:mod:`diffkern.ops`, so that a wrong formula cannot agree with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.attention.measure import unobserved
+from diffkern.injection.measures import relative_error
+
+if TYPE_CHECKING:
+    from diffkern.injection.fusion import Fusion
+
+#: How far the stock result and gradients may be from the exact ones, relative. More means that the exact ones are of
+#: something else.
+_SANE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+
+#: Numbers from which on the ratio of two errors means something.
+ENOUGH = 4096
+
+
+@dataclass(frozen=True)
+class TrainingErrors:
+    """Relative errors of a result and its gradients.
+
+    Attributes:
+        fused: Error of the fused forward where it has least room.
+        stock: The stock forward's in the same place.
+        margin: How much room it has there: ``ratio * stock - fused``, and one rounding more where few numbers are
+            compared.
+        identical: Whether all are equal bit for bit.
+        alien: Whether not even the stock ones are near the exact ones.
+    """
+
+    fused: float
+    stock: float
+    margin: float
+    identical: bool
+    alien: bool
+
+
+def wanted(module: nn.Module, x: Tensor) -> bool:
+    """Whether a backward may follow a call with input ``x``."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
+
+
+def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, ratio: float) -> TrainingErrors | None:
+    """Compares a call on a stand-in, and its gradients; None for a fusion whose gradients are not proven apart.
+
+    Args:
+        fusion: What the module computes.
+        module: A stand-in, whose parameters may be made to require gradients.
+        provider: Who computes it.
+        call: A sample.
+        ratio: What fused errors may be of stock errors.
+    """
+    exact = fusion.exact_training(module, call)
+    if exact is None:
+        return None
+    pieces = fusion.stock_pieces(module, call)
+    leaves = (*fusion.leaves(call), *module.parameters())
+    stock = with_gradients(lambda: fusion.stock(module, call), leaves)
+    fused = with_gradients(lambda: fusion.compute(module, call, provider, pieces), leaves)
+    triples = list(zip(fused, stock, exact, strict=True))
+    errors = [(relative_error(f, e), relative_error(s, e), _luck(f)) for f, s, e in triples]
+    worst = min(errors, key=lambda error: ratio * error[1] + error[2] - error[0])
+    return TrainingErrors(
+        worst[0],
+        worst[1],
+        ratio * worst[1] + worst[2] - worst[0],
+        all(torch.equal(f, s) for f, s, _ in triples),
+        any(error[1] > _SANE.get(y.dtype, 1e-3) for error, y in zip(errors, stock, strict=True)),
+    )
+
+
+def _luck(y: Tensor) -> float:
+    """How much the error of few numbers may be larger by chance: one rounding. The gradient of a weight has few."""
+    return torch.finfo(y.dtype).eps if y.numel() < ENOUGH else 0.0
+
+
+def with_gradients(run: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Runs, and returns the result and the gradients of ``leaves``."""
+    try:
+        for leaf in leaves:
+            leaf.requires_grad_()
+        with torch.enable_grad(), unobserved():
+            y = run()
+            return (y.detach(), *torch.autograd.grad(y, leaves, cotangent(y)))
+    finally:
+        for leaf in leaves:
+            leaf.requires_grad_(False)
+
+
+def cotangent(y: Tensor) -> Tensor:
+    """What is sent backwards: the same numbers for every run, of both signs."""
+    generator = torch.Generator("cpu").manual_seed(7)
+    return torch.randn(y.shape, generator=generator, device="cpu").to(device=y.device, dtype=y.dtype)

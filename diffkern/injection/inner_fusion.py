@@ -1,0 +1,157 @@
+"""What is fused inside a forward, as the injection sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.blocks.inner import InnerRecipe, Inside
+from diffkern.injection.fusion import Fusion
+from diffkern.injection.gradients import with_gradients
+from diffkern.providers import Choice, select
+
+#: Rows of the random proofs, and of those of bit identity.
+ROWS, EXACT_ROWS = 64, 1024
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs of the inside alone: proofs need nothing of what stands around it."""
+
+    inputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class InnerFusion(Fusion):
+    """A module with an inner recipe. A call is what the recipe makes of its arguments, or a :class:`Sample`.
+
+    Attributes:
+        recipe: What is fused.
+        training: Computes the inside instead where gradients are wanted; None if the same kernel does.
+    """
+
+    recipe: InnerRecipe
+    training: Inside | None = None
+    _forwards: dict[str | None, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    @override
+    def op(self) -> str:
+        return self.recipe.op
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        return self.recipe.bind(args, kwargs)
+
+    @override
+    def subject(self, call: Any) -> Tensor:
+        subject: Tensor = call.inputs[0] if isinstance(call, Sample) else call[0]
+        return subject
+
+    @override
+    def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """None, which decides nothing: the layers are called as they are."""
+        return None
+
+    @override
+    def declines(self, module: nn.Module, call: Any) -> str | None:
+        if isinstance(call, Sample):
+            return None
+        if call is None:
+            return "it is called with other arguments than the recipe knows"
+        return self.recipe.declines(module, call)
+
+    @override
+    def stock_pieces(self, module: nn.Module, call: Any) -> tuple[str, ...]:
+        return ()
+
+    @override
+    def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
+        if provider not in self._forwards:  # kept, for graphs of the compiler cannot make functions
+            self._forwards[provider] = self.recipe.forward(self._inside(provider))
+        if isinstance(call, Sample):
+            return _as_one(self._inside(provider)(module, call.inputs))
+        return self._forwards[provider](module, *call)
+
+    @override
+    def kind(self, module: nn.Module) -> Hashable:
+        return self.recipe.kind(module), self.training
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        return select(self.op, device, dtypes[:1], provider)
+
+    @override
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        """The model's: the layers, quantised ones above all, may store another."""
+        return (whole,)
+
+    @override
+    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """The module without its layers, of which the inside needs only those that have no parameters."""
+        copy = type(module).__new__(type(module))
+        copy.__dict__ |= {name: value for name, value in vars(module).items() if name not in ("forward", "_diffkern")}
+        children = module._modules.items()
+        copy._modules = {name: m for name, m in children if m is not None and next(m.parameters(), None) is None}
+        copy._parameters, copy._buffers = {}, {}
+        return copy
+
+    @override
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        return self.stand_in(module, torch.device("cpu"))
+
+    @override
+    def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Sample]:
+        return [Sample(self.recipe.samples(module, EXACT_ROWS if exact else ROWS, device, dtype))]
+
+    @override
+    def trial(self, call: Any) -> None:
+        """Nothing: what reaches the inside is not known before the layers around it have run."""
+        return None
+
+    @override
+    def misunderstood(self, module: nn.Module) -> str | None:
+        """Never: a class is known by the text of its forward."""
+        return None
+
+    @override
+    def stock(self, module: nn.Module, call: Sample) -> Tensor:
+        return _as_one(self.recipe.stock(module, call.inputs))
+
+    @override
+    def reference(self, module: nn.Module, call: Sample) -> Tensor:
+        return _as_one(self.recipe.stock(module, _doubled(call.inputs)))
+
+    @override
+    def leaves(self, call: Sample) -> tuple[Tensor, ...]:
+        return self.recipe.differentiable(call.inputs)
+
+    @override
+    def exact_training(self, module: nn.Module, call: Sample) -> tuple[Tensor, ...]:
+        inputs = _doubled(call.inputs)
+        return with_gradients(lambda: _as_one(self.recipe.stock(module, inputs)), self.recipe.differentiable(inputs))
+
+    def _inside(self, provider: str | None) -> Inside:
+        recipe, training = self.recipe, self.training
+
+        def inside(module: nn.Module | None, inputs: tuple[Tensor, ...]) -> Any:
+            if training is not None and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+                return training(module, inputs)
+            return recipe.fused(module, inputs, provider)
+
+        return inside
+
+
+def _doubled(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.detach().double() if x.is_floating_point() else x for x in inputs)
+
+
+def _as_one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return result if isinstance(result, Tensor) else torch.stack(result)

@@ -1,0 +1,189 @@
+r"""What stands between the convolutions of a video autoencoder, in one pass: sum, norm, SiLU, padding in time.
+
+Numerical contract (``docs/numerics.md`` has the table):
+
+* input, bias, residual and modulation in float32, float16 or bfloat16, in any mix; float64 by the eager provider;
+* all arithmetic in float32, the sum included;
+* rounds once, to the dtype of the input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffkern.ops.contract import ContractRow
+from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.providers.eager import PROVIDER as EAGER
+from diffkern.providers.eager import compute_dtype
+from diffkern.providers.registry import kernel_for
+
+_ANY_MIX = "float32, float16, bfloat16 in any mix"
+_ONCE = "once, to the input's dtype"
+
+CONTRACT = (
+    ContractRow("add_norm_silu_pad", "norm", _ANY_MIX, "float32", _ONCE),
+    ContractRow("add_norm_silu_pad", "bias, scale and shift", _ANY_MIX, "float32, the sum too", _ONCE),
+    ContractRow("add_norm_silu_pad", "bias and residual alone", _ANY_MIX, "float32", _ONCE),
+)
+
+
+def add_norm_silu_pad(
+    x: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    eps: float = 1e-8,
+    *,
+    norm: str | None = "rms",
+    activation: str | None = "silu",
+    pad: tuple[int, int] = (0, 0),
+    memory_format: torch.memory_format = torch.contiguous_format,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Adds, normalises over the channels of every position, modulates, activates, and repeats the outer frames.
+
+    .. math:: y = \operatorname{silu}\left(n \cdot (1 + s_{bc}) + t_{bc}\right), \quad
+        n = h \cdot \left(\tfrac1C \sum_c h_c^2 + \epsilon\right)^{-1/2}, \quad
+        h = x + b_c + r
+
+    The result is what a convolution reads that pads with copies of the first and the last frame, and ``b`` is the
+    bias of the convolution before.
+
+    Args:
+        x: Input of shape ``[B, C, T, H, W]``, any strides; float32, float16, bfloat16 or float64.
+        bias: ``b`` of shape ``[C]``, or None.
+        residual: ``r``, of a shape that broadcasts to that of ``x``, or None.
+        scale: ``s`` of shape ``[B, C]``, or None.
+        shift: ``t`` of shape ``[B, C]``, or None.
+        eps: ``ε``.
+        norm: ``"rms"``, or None for ``n = h``.
+        activation: ``"silu"``, or None.
+        pad: How many copies of the first frame come before it, and of the last one after it.
+        memory_format: ``torch.contiguous_format`` or ``torch.channels_last_3d``, of the result.
+        provider: ``"triton"`` or ``"eager"``; None chooses the first that can.
+
+    Returns:
+        A new tensor ``[B, C, pad[0] + T + pad[1], H, W]`` of the dtype of ``x``. Differentiable in the five tensors.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: shapes or devices do not fit together, or an option is unknown.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"a norm needs a floating point input, got {x.dtype}")
+    if x.ndim != 5:
+        raise ValueError(f"the input must have shape [B, C, T, H, W], got {tuple(x.shape)}")
+    if norm not in ("rms", None):
+        raise ValueError(f"unknown norm {norm!r}: choose 'rms' or None")
+    if activation not in ("silu", None):
+        raise ValueError(f"unknown activation {activation!r}: choose 'silu' or None")
+    if memory_format not in (torch.contiguous_format, torch.channels_last_3d):
+        raise ValueError(f"unknown memory format {memory_format}: choose contiguous_format or channels_last_3d")
+    front, back = pad
+    if front < 0 or back < 0 or (front + back and not x.shape[2]):
+        raise ValueError(f"{x.shape[2]} frames cannot be padded by {pad}")
+    batch, channels = x.shape[:2]
+    _check("bias", bias, (channels,), x)
+    _check("scale", scale, (batch, channels), x)
+    _check("shift", shift, (batch, channels), x)
+    if residual is not None:
+        _check("residual", residual, residual.shape, x)
+        residual = residual.expand(x.shape)
+    dispatch = needs_dispatcher(x, bias, residual, scale, shift)
+    call = _add_norm_silu_pad_op if dispatch else _add_norm_silu_pad
+    channels_last = memory_format is torch.channels_last_3d
+    options = norm is not None, activation is not None, front, back, channels_last
+    return call(x, bias, residual, scale, shift, eps, *options, provider)
+
+
+def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
+    if tensor is None:
+        return
+    if tensor.shape != shape:
+        raise ValueError(f"the {name} has shape {tuple(tensor.shape)}, and must have {shape}")
+    if tensor.device != x.device:
+        raise ValueError(f"the {name} is on {tensor.device}, the input on {x.device}: move one of them")
+
+
+# --- as a torch op -------------------------------------------------------------------------------------
+
+
+def _add_norm_silu_pad(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    norm: bool,
+    silu: bool,
+    front: int,
+    back: int,
+    channels_last: bool,
+    provider: str | None = None,
+) -> Tensor:
+    dtypes = (None if tensor is None else tensor.dtype for tensor in (bias, residual, scale, shift))
+    kernel = kernel_for("add_norm_silu_pad", x.device, provider, x.dtype, *dtypes)
+    return kernel(x, bias, residual, scale, shift, eps, norm, silu, front, back, channels_last)
+
+
+def _add_norm_silu_pad_fake(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    norm: bool,
+    silu: bool,
+    front: int,
+    back: int,
+    channels_last: bool,
+    provider: str | None = None,
+) -> Tensor:
+    batch, channels, frames, height, width = x.shape
+    return torch.empty(
+        (batch, channels, front + frames + back, height, width),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format,
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.eps, ctx.norm, ctx.silu, ctx.front, ctx.back, _, _ = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Differentiates the unrounded reference, which is computed again rather than kept."""
+    x: Tensor = ctx.saved_tensors[0]
+    dtype, needs = compute_dtype(x), ctx.needs_input_grad
+    kernel = EAGER.kernel("add_norm_silu_pad", x.device)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Expanded to their own shape, so that an argument given twice is differentiated by each by itself.
+        wide = [None if tensor is None else tensor.to(dtype).expand_as(tensor) for tensor in ctx.saved_tensors]
+        y = kernel(*wide, ctx.eps, ctx.norm, ctx.silu, ctx.front, ctx.back, False)
+    wanted = [tensor for tensor, needed in zip(wide, needs, strict=False) if needed]
+    found = iter(torch.autograd.grad(y, wanted, grad.to(dtype), create_graph=create_graph))
+    grads = (
+        next(found).to(tensor.dtype) if needed else None
+        for tensor, needed in zip(ctx.saved_tensors, needs, strict=False)
+    )
+    return (*grads, *(None,) * 7)
+
+
+_add_norm_silu_pad_op = register(
+    "add_norm_silu_pad(Tensor x, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, float eps, bool norm, "
+    "bool silu, int front, int back, bool channels_last, str? provider=None) -> Tensor",
+    _add_norm_silu_pad,
+    _add_norm_silu_pad_fake,
+    _setup_context,
+    _backward,
+)

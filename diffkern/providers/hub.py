@@ -1,0 +1,375 @@
+"""Kernels of the Hub: for platforms that nothing else serves, and wherever the user names one.
+
+A provider here stands for one kernel, ``"org/repo@v1:Layer"``, or for the kernels that
+:mod:`diffkern.hub.defaults` lists, ``"hub"``. An injection adds a tag, ``"org/repo#2"``, for what its configuration
+allows; then a call for which the kernel has no room runs in plain PyTorch, and is counted, where a provider that is
+named in a call raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from diffkern.providers import eager
+from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
+
+if TYPE_CHECKING:
+    from diffkern.hub.adapters import Adapter
+    from diffkern.hub.contract import Verdict
+    from diffkern.hub.loader import LoadedKernel
+    from diffkern.hub.policy import Policy
+
+NAME = "hub"
+#: The name that, with a tag, stands for the usual order with the Hub in it.
+WITH_HUB = "auto+hub"
+
+#: Why the Hub does not serve where nobody asked for it.
+NOT_ASKED = "not asked for: name a kernel in the configuration, such as 'org/repo:Layer', or say hub='auto'"
+
+_refusals_raise: contextvars.ContextVar[bool] = contextvars.ContextVar("diffkern_refusals_raise", default=False)
+
+
+@contextlib.contextmanager
+def refusals_raise() -> Iterator[None]:
+    """Within, a call that a kernel has no room for raises: a proof is to speak of the kernel and of nothing else."""
+    token = _refusals_raise.set(True)
+    try:
+        yield
+    finally:
+        _refusals_raise.reset(token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HubSupport(Support):
+    """The limits of the kernel that was loaded, which are not known before."""
+
+    of_kernel: Callable[[Request], str | None]
+
+    def refusal(self, request: Request) -> str | None:
+        unserved = request.dtypes - self.dtypes
+        if unserved:
+            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in unserved))
+            return f"no {request.op} for {names}"
+        return self.of_kernel(request)
+
+
+class _Op:
+    """One op of a loaded kernel on one device: who computes which pattern of arguments."""
+
+    def __init__(self, op: str, adapters: Sequence[Adapter], device: torch.device) -> None:
+        self.op = op
+        self._adapters = adapters
+        self._device = device
+        self._verdicts: dict[tuple[int, torch.dtype], dict[Hashable, Verdict]] = {}
+
+    def refusal(self, dtypes: frozenset[torch.dtype]) -> str | None:
+        """Why none of the dtypes is served in any pattern, with the measured errors, or None."""
+        reasons = []
+        for dtype in sorted(dtypes & KERNEL_DTYPES, key=str):
+            for index, adapter in enumerate(self._adapters):
+                verdicts = self._examined(index, dtype).values()
+                if self._passes(adapter, verdicts):
+                    return None
+                bad = next((verdict.reason for verdict in verdicts if verdict.reason), "it takes none of its arguments")
+                reasons.append(f"{adapter.interface} in {str(dtype).removeprefix('torch.')}: {bad}")
+        return "; ".join(dict.fromkeys(reasons))
+
+    def choose(self, args: Sequence[Any]) -> tuple[Adapter | None, str]:
+        """The adapter that computes a call, or None and why there is none."""
+        from diffkern.hub.contract import pattern
+
+        key = None
+        dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
+        reason = f"the kernel has no {self.op} of this kind"
+        for index, adapter in enumerate(self._adapters):
+            refused = adapter.declines(args)
+            if refused is not None:
+                reason = f"{adapter.interface}: {refused}"
+                continue
+            verdicts = self._examined(index, dtype)
+            if adapter.whole and self._passes(adapter, verdicts.values()):
+                return adapter, ""
+            key = pattern(self.op, args) if key is None else key
+            verdict = verdicts.get(key)
+            if verdict is not None and not verdict.reason:
+                return adapter, ""
+            reason = f"{adapter.interface}: {verdict.reason if verdict else 'never compared with such arguments'}"
+        return None, reason
+
+    def _examined(self, index: int, dtype: torch.dtype) -> Mapping[Hashable, Verdict]:
+        from diffkern.hub.contract import examine
+
+        if (index, dtype) not in self._verdicts:
+            adapter = self._adapters[index]
+            found = examine(self.op, adapter.call, adapter.declines, self._device, dtype)
+            self._verdicts[index, dtype] = found
+        return self._verdicts[index, dtype]
+
+    @staticmethod
+    def _passes(adapter: Adapter, verdicts: Iterator[Verdict] | Any) -> bool:
+        passed = [not verdict.reason for verdict in verdicts]
+        return bool(passed) and (all(passed) if adapter.whole else any(passed))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    kernel: LoadedKernel
+    ops: Mapping[str, _Op]
+
+
+class KernelProvider:
+    """One kernel of the Hub or of this machine, loaded when it is first asked for something."""
+
+    def __init__(self, name: str, reference: str, policy: Policy, falls_through: bool) -> None:
+        from diffkern.hub.reference import KernelReference
+
+        self.name = name
+        self.reference = KernelReference.parse(reference)
+        self.refused_calls: Counter[str] = Counter()
+        self._policy = policy
+        self._falls_through = falls_through
+        self._lock = threading.RLock()
+        self._outcomes: dict[torch.device, _Loaded | str] = {}
+        support = _HubSupport(frozenset(), KERNEL_DTYPES, of_kernel=self._refusal)
+        self.support: Mapping[str, Support] = {op: support for op in eager.PROVIDER.support}
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Returns why the kernel is not to be had for ``device``, or None. Loads it, from the Hub if need be."""
+        outcome = self._outcome(device)
+        return outcome if isinstance(outcome, str) else None
+
+    def kernel(self, op: str, device: torch.device) -> Kernel:
+        """Returns a callable that takes the arguments of the op, in order.
+
+        Raises:
+            RuntimeError: the kernel is not to be had, or does not serve the op.
+        """
+        outcome = self._outcome(device)
+        if isinstance(outcome, str):
+            raise RuntimeError(f"{self.reference} does not run on {device}: {outcome}")
+        served, plain = outcome.ops[op], eager.PROVIDER.kernel(op, device)
+
+        def call(*args: Any) -> Any:
+            adapter, reason = served.choose(args)
+            if adapter is not None:
+                return adapter.call(*args)
+            if not self._falls_through or _refusals_raise.get():
+                from diffkern.providers.registry import NoProviderError
+
+                raise NoProviderError(f"{self.reference}: {reason}")
+            self.refused_calls[reason] += 1
+            if self.refused_calls[reason] == 1:
+                warnings.warn(f"diffkern: {self.reference}: {reason}; such calls run in plain PyTorch", stacklevel=2)
+            return plain(*args)
+
+        return call
+
+    def loaded(self, device: torch.device) -> LoadedKernel | None:
+        """The kernel that serves ``device``, or None; for reports."""
+        outcome = self._outcomes.get(device)
+        return outcome.kernel if isinstance(outcome, _Loaded) else None
+
+    def kernels(self) -> list[LoadedKernel]:
+        """What was loaded, for whichever devices, each build once."""
+        found = {o.kernel.found.directory: o.kernel for o in self._outcomes.values() if isinstance(o, _Loaded)}
+        return list(found.values())
+
+    def forget_failures(self) -> bool:
+        """Makes the next question ask again where the answer was no; returns whether there was such an answer."""
+        with self._lock:
+            failed = [device for device, outcome in self._outcomes.items() if isinstance(outcome, str)]
+            for device in failed:
+                del self._outcomes[device]
+            return bool(failed)
+
+    def _refusal(self, request: Request) -> str | None:
+        outcome = self._outcome(request.device)
+        if isinstance(outcome, str):
+            return None  # unavailable_reason says it
+        served = outcome.ops.get(request.op)
+        if served is None:
+            return f"it has no {request.op} that diffkern knows how to call"
+        refused = served.refusal(request.dtypes)
+        return None if refused is None else f"it is no {request.op}: {refused}"
+
+    def _outcome(self, device: torch.device) -> _Loaded | str:
+        outcome = self._outcomes.get(device)
+        if outcome is None:
+            with self._lock:
+                outcome = self._outcomes.get(device)
+                if outcome is None:
+                    outcome = self._outcomes[device] = self._load(device)
+        return outcome
+
+    def _load(self, device: torch.device) -> _Loaded | str:
+        from diffkern.hub.adapters import adapters
+        from diffkern.hub.contract import EXAMINED
+        from diffkern.hub.loader import load
+        from diffkern.hub.policy import HubError
+
+        try:
+            kernel = load(self.reference, self._policy, device)
+        except HubError as error:
+            if self._falls_through:
+                warnings.warn(f"diffkern: {error}; the next provider serves", stacklevel=2)
+            return str(error)
+        found = adapters(kernel.module, str(kernel.metadata["id"]), self.reference.name)
+        by_op = {op: [adapter for adapter in found if adapter.op == op] for op in EXAMINED}
+        return _Loaded(kernel, {op: _Op(op, ways, device) for op, ways in by_op.items() if ways})
+
+
+class DefaultsProvider:
+    """The kernels of :mod:`diffkern.hub.defaults`: for each device and op one, loaded when it is needed."""
+
+    def __init__(self, name: str, tag: str) -> None:
+        self.name = name
+        self._tag = tag
+        support = _HubSupport(frozenset(), KERNEL_DTYPES, of_kernel=self._refusal)
+        self.support: Mapping[str, Support] = {op: support for op in eager.PROVIDER.support}
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Returns None: what there is to say depends on the op."""
+        return None
+
+    def kernel(self, op: str, device: torch.device) -> Kernel:
+        """Returns the callable of the kernel that is listed."""
+        return self._provider(op, device).kernel(op, device)
+
+    def _refusal(self, request: Request) -> str | None:
+        from diffkern.hub.defaults import DEFAULTS
+        from diffkern.hub.rule import device_name
+
+        name = device_name(request.device.type)
+        if request.op not in DEFAULTS.get(name, {}):
+            return f"no kernel is known for {request.op} on {name}: name one in the configuration"
+        provider = self._provider(request.op, request.device)
+        reason = provider.support[request.op].refusal(request) or provider.unavailable_reason(request.device)
+        return None if reason is None else f"{provider.reference}: {reason}"
+
+    def reference(self, op: str, device: torch.device) -> str:
+        """The kernel that is listed for an op; it must be."""
+        from diffkern.hub.defaults import DEFAULTS
+        from diffkern.hub.rule import device_name
+
+        return DEFAULTS[device_name(device.type)][op]
+
+    def _provider(self, op: str, device: torch.device) -> KernelProvider:
+        provider = provider_for(f"{self.reference(op, device)}{self._tag}")
+        assert isinstance(provider, KernelProvider)
+        return provider
+
+
+#: The provider of the order; the ones that answer for real are made by :func:`provider_for`.
+PROVIDER = DefaultsProvider(NAME, "")
+
+_providers: dict[str, KernelProvider | DefaultsProvider] = {NAME: PROVIDER}
+_policies: dict[str, Policy] = {}
+_layers: dict[str, type[torch.nn.Module]] = {}
+_register = threading.RLock()
+
+
+def is_kernel(name: str) -> bool:
+    """Whether the name of a provider stands for the Hub or for one kernel."""
+    base = name.partition("#")[0]
+    return base in (NAME, WITH_HUB) or "/" in base or base.startswith("~")
+
+
+def public_name(name: str) -> str:
+    """The name of a provider without the tag."""
+    return name.partition("#")[0] if is_kernel(name) else name
+
+
+def who_serves(name: str, op: str, device: torch.device) -> str:
+    """The name of a provider for reports: for ``"hub"`` that of the kernel it takes."""
+    if name.partition("#")[0] != NAME:
+        return public_name(name)
+    provider = provider_for(name)
+    assert isinstance(provider, DefaultsProvider)
+    return provider.reference(op, device)
+
+
+def tagged(name: str, policy: Policy) -> str:
+    """The name of a provider as an injection with this policy uses it."""
+    with _register:
+        tag = next((tag for tag, known in _policies.items() if known == policy), None)
+        if tag is None:
+            tag = f"#{len(_policies) + 1}"
+            _policies[tag] = policy
+        return f"{name}{tag}"
+
+
+def provider_for(name: str) -> KernelProvider | DefaultsProvider:
+    """Returns the provider for ``"hub"`` or a reference, with or without a tag. Loads nothing yet.
+
+    Raises:
+        ValueError: it is no reference.
+    """
+    with _register:
+        if name not in _providers:
+            from diffkern.hub.policy import Policy
+
+            base, mark, _ = name.partition("#")
+            tag = name[len(base) :]
+            policy = _policies[tag] if mark else Policy()
+            falls_through = bool(mark) and not policy.strict
+            made = DefaultsProvider(name, tag) if base == NAME else KernelProvider(name, base, policy, falls_through)
+            _providers[name] = made
+        return _providers[name]
+
+
+def loaded_kernels(policy: Policy) -> list[LoadedKernel]:
+    """The kernels that were loaded under a policy."""
+    with _register:
+        tag = next((tag for tag, known in _policies.items() if known == policy), None)
+        known = [provider for name, provider in _providers.items() if tag and name.endswith(tag)]
+    return [kernel for provider in known if isinstance(provider, KernelProvider) for kernel in provider.kernels()]
+
+
+def layer_for(name: str, device: torch.device) -> type[torch.nn.Module]:
+    """Returns the layer that a provider's reference names, for ``device``.
+
+    ``torch.compile`` can trace this once the layer was found.
+
+    Raises:
+        NoProviderError: the kernel is not to be had, or has no such layer.
+    """
+    key = f"{name} {device.type}"
+    return _layers[key] if key in _layers else _find_layer(name, device, key)
+
+
+def _find_layer(name: str, device: torch.device, key: str) -> type[torch.nn.Module]:
+    from diffkern.hub.adapters import layer_of
+    from diffkern.providers.registry import NoProviderError
+
+    provider = provider_for(name)
+    reason = provider.unavailable_reason(device)
+    kernel = provider.loaded(device) if isinstance(provider, KernelProvider) else None
+    if reason is not None or kernel is None:
+        raise NoProviderError(f"{public_name(name)}: {reason or 'it names no layer'}")
+    layer = layer_of(kernel.module, kernel.reference.name)
+    if layer is None:
+        layers = getattr(kernel.module, "layers", None)
+        there = ", ".join(key for key in vars(layers or object) if layer_of(kernel.module, key)) or "none"
+        raise NoProviderError(f"{public_name(name)}: it has no such layer; its layers: {there}")
+    _layers[key] = layer
+    return layer
+
+
+def forget_failures() -> None:
+    """Makes kernels that could not be had be asked for again, once."""
+    from diffkern.providers import registry
+
+    with _register:
+        known = [provider for provider in _providers.values() if isinstance(provider, KernelProvider)]
+    if any([provider.forget_failures() for provider in known]):
+        registry.reset()

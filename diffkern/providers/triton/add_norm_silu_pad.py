@@ -1,0 +1,74 @@
+"""add_norm_silu_pad by Triton: output, geometry and launch of ``add_norm_silu_pad_kernels``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diffkern.providers.triton.add_norm_silu_pad_kernels import add_norm_silu_pad_kernel
+from diffkern.providers.triton.launching import device_guard, for_rows
+
+#: 32 elements for each of 32 lanes, and four warps where the channels are few enough.
+_ELEMENTS_PER_WARP = 1024
+_TILE_ELEMENTS = 4096
+_MOST_WARPS = 16
+#: Positions of a tile where they, and not the channels, are neighbours in memory: 32 bytes of a half dtype.
+_FEWEST_NEIGHBOURS = 16
+
+
+def add_norm_silu_pad(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    norm: bool,
+    silu: bool,
+    front: int,
+    back: int,
+    channels_last: bool,
+) -> Tensor:
+    """Computes :func:`diffkern.ops.add_norm_silu_pad`."""
+    batch, channels, frames, height, width = x.shape
+    out_frames = front + frames + back
+    y = torch.empty(
+        (batch, channels, out_frames, height, width),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format,
+    )
+    if y.numel() == 0:
+        return y
+    x = _with_rows(x)
+    residual = None if residual is None else _with_rows(residual)
+    columns = max(1 << (channels - 1).bit_length(), 16)
+    positions = max(_TILE_ELEMENTS // columns, 1)
+    if not channels_last or x.stride(1) > 1:
+        positions = max(positions, _FEWEST_NEIGHBOURS)
+    tiles = -(-height * width // positions)
+    with device_guard(x.device):
+        for_rows(add_norm_silu_pad_kernel, channels)[(batch * out_frames * tiles,)](
+            x, bias, residual, scale, shift, y,
+            channels, height * width, tiles, frames, out_frames, front,
+            *_strides(x), *((0, 0, 0, 0) if residual is None else _strides(residual)), *_strides(y),
+            1 if bias is None else bias.stride(0), *_pair(scale), *_pair(shift), eps, norm, silu, positions, columns,
+            num_warps=min(max(positions * columns // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), enable_fp_fusion=True,
+        )  # fmt: skip
+    return y
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """``x``, whose positions within a frame lie at equal distances; a copy of it if they do not."""
+    _, _, _, height, width = x.shape
+    return x if height == 1 or width == 1 or x.stride(3) == width * x.stride(4) else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    """Elements between samples, channels, frames, and positions of a frame."""
+    sample, channel, frame, row, column = x.stride()
+    return sample, channel, frame, row if x.shape[4] == 1 else column
+
+
+def _pair(modulation: Tensor | None) -> tuple[int, int]:
+    return (0, 1) if modulation is None else (modulation.stride(0), modulation.stride(1))

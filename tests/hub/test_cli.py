@@ -1,0 +1,114 @@
+"""``diffkern hub`` from lock to upload."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from diffkern import KernelConfig
+from diffkern.cli import app
+from tests.hub import kernels
+from tests.hub.conftest import new_process
+from tests.hub.kernels import kernel
+from tests.hub.server import LoopbackHub
+
+
+def run(*arguments: str) -> Result:
+    new_process()
+    return CliRunner().invoke(app, ["hub", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def published(hub: LoopbackHub) -> LoopbackHub:
+    hub.repository("org/norms").commit(kernel(kernels.RMSNORM, variants=("torch-cpu", "torch-metal")), "v1", "v1.2.0")
+    hub.repository("stranger/norms", trusted=False).commit(kernel(kernels.RMSNORM), "v1")
+    return hub
+
+
+def locked(path: Path) -> dict[str, dict[str, object]]:
+    return {kernel["repository"] + kernel["revision"]: kernel for kernel in json.loads(path.read_text())["kernels"]}
+
+
+def test_lock_download_list_verify(published: LoopbackHub, tmp_path: Path, offline: Callable[[], None]) -> None:
+    out = run("lock", "org/norms@>=1.0,<2.0")
+    assert out.exit_code == 0, out.output
+    (entry,) = locked(tmp_path / "diffkern.lock").values()
+    digests = entry["variants"]
+    assert isinstance(digests, dict) and set(digests) == {"torch-cpu", "torch-metal"}
+    assert all(digest.startswith("sha256:") for digest in digests["torch-cpu"].values())  # what was downloaded
+    assert all(digest.startswith("git:") for digest in digests["torch-metal"].values())  # what the Hub says
+    out = run("list")
+    assert "org/norms@>=1.0,<2.0: " in out.output and "trusted publisher" in out.output
+    assert "torch-cpu: for this machine, downloaded" in out.output
+    assert "torch-metal: for others, not downloaded" in out.output
+    out = run("download", "--all-variants")
+    assert out.exit_code == 0 and "torch-metal" in out.output
+    offline()
+    out = run("verify")
+    assert (out.exit_code, out.output.count("as locked")) == (0, 2)
+    (path,) = (tmp_path / "cache").glob("kernels--org--norms/snapshots/*/build/torch-metal/__init__.py")
+    path.resolve().write_text("")
+    out = run("verify")
+    assert out.exit_code == 1 and "torch-metal: __init__.py is not the file that was published" in out.output
+
+
+def test_lock_again_takes_the_new_commit_and_leaves_other_entries(published: LoopbackHub, tmp_path: Path) -> None:
+    run("lock", "org/norms")
+    first = locked(tmp_path / "diffkern.lock")["org/norms"]["commit"]
+    published.repository("org/norms").commit(kernel(kernels.RMSNORM + "    VALUE = 2\n"), "v1")
+    run("lock", "--trust", "stranger/norms", "stranger/norms")
+    entries = locked(tmp_path / "diffkern.lock")
+    assert (entries["org/norms"]["commit"], entries["stranger/norms"]["trusted"]) == (first, False)
+    assert "publisher not on the Hub's list" in run("list").output
+    assert run("lock", "--trust", "stranger/norms").exit_code == 0  # all of them
+    assert locked(tmp_path / "diffkern.lock")["org/norms"]["commit"] != first
+
+
+def test_lock_what_a_configuration_names(published: LoopbackHub, tmp_path: Path) -> None:
+    config = KernelConfig(
+        {"rms_norm": {"metal": "org/norms@v1.2.0:RMSNorm", "cpu": "stranger/norms"}, "vae.*": "/a/path"},
+        trust_remote_code=["stranger/norms"],
+    )
+    (tmp_path / "kernels.toml").write_text(config.to_toml())
+    out = run("lock", "--config", "kernels.toml", "--lock", "my.lock")
+    assert out.exit_code == 0, out.output
+    assert set(locked(tmp_path / "my.lock")) == {"org/normsv1.2.0", "stranger/norms"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lock"], "nothing to lock"),
+        (["lock", "stranger/norms"], r"not of a publisher"),
+        (["lock", "org/nothing"], "answered 404"),
+        (["lock", "org"], "names no kernel"),
+        (["download"], "is no lock file"),
+        (["list"], "is no lock file"),
+        (["package", "out", "--repo-id", "nothing"], "is no repository"),
+        (["upload", "."], "is no kernel repository"),
+    ],
+)
+def test_a_failure_is_one_line_with_the_reason(published: LoopbackHub, arguments: list[str], said: str) -> None:
+    out = run(*arguments)
+    assert out.exit_code == 1
+    assert out.output.startswith(f"diffkern hub {arguments[0]}: ") and said in out.output
+    assert len(out.output.strip().splitlines()) == 1
+
+
+def test_nothing_is_asked_when_the_hub_is_switched_off(
+    published: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFKERN_HUB", "0")
+    out = run("lock", "org/norms")
+    assert out.exit_code == 1 and "switched off by DIFFKERN_HUB=0" in out.output
+    assert published.requests == []
+
+
+def test_verify_says_when_there_is_nothing_to_verify(published: LoopbackHub, tmp_path: Path) -> None:
+    (tmp_path / "diffkern.lock").write_text('{"version": 1, "kernels": []}')
+    assert "nothing is downloaded" in run("verify").output

@@ -1,0 +1,115 @@
+"""``train()`` and ``eval()``: what is proven, by whom it is computed, and what happens where gradients are wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffkern import inject_optimized_kernels
+from diffkern.injection import gradients
+from diffkern.injection.state import patch_state
+from tests.transformers.models import build, inputs, logits, step
+
+
+def state(model: Any) -> Any:
+    """What the first norm's patch knows."""
+    return patch_state(model.model.layers[0].input_layernorm)
+
+
+def test_dk49_gradients_are_proven_when_they_are_first_wanted() -> None:
+    model, batch = build("llama"), inputs("llama")
+    stock = step(copy.deepcopy(model).train(), batch)
+    report = inject_optimized_kernels(model)
+    logits(model, batch)
+    assert not state(model).proven_gradients
+    model.train()
+    torch.testing.assert_close(step(model, batch), stock, rtol=1e-4, atol=1e-6)
+    assert len(state(model).proven_gradients) == 1
+    model.eval()
+    logits(model, batch)
+    torch.testing.assert_close(step(model, batch), stock, rtol=1e-4, atol=1e-6)  # also in evaluation, with gradients
+    assert len(state(model).proven_gradients) == 1
+    assert all(count["stock"] == 0 for count in report.calls().values())
+
+
+def test_dk49_wrong_gradients_send_training_to_stock_and_leave_inference_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that computes the right thing and cannot say how it changes."""
+    from diffkern.blocks.gated_mlp import GatedMLP
+
+    right = GatedMLP.fused
+
+    def half_right(self: Any, module: Any, inside: Any, provider: Any) -> Tensor:
+        gate, up = inside
+        return right(self, module, (gate, up.detach() + 0.5 * (up - up.detach())), provider)
+
+    monkeypatch.setattr(GatedMLP, "fused", half_right)
+    model, batch = build("llama"), inputs("llama")
+    stock = step(copy.deepcopy(model), batch)
+    report = inject_optimized_kernels(model)
+    logits(model, batch)
+    assert report.calls()["model.layers.0.mlp"]["fused"] == 1
+    model.train()
+    with pytest.warns(UserWarning, match="LlamaMLP runs stock wherever gradients are wanted: with its gradients"):
+        torch.testing.assert_close(step(model, batch), stock, rtol=1e-4, atol=1e-6)
+    counts = report.calls()["model.layers.0.mlp"]
+    assert counts["fused"] == 1 and counts["stock"] == 1
+    model.eval()
+    logits(model, batch)
+    assert report.calls()["model.layers.0.mlp"]["fused"] == 2
+
+
+def test_the_provider_follows_the_mode() -> None:
+    model, batch = build("llama"), inputs("llama")
+    rule = {"training": "eager", "inference": ""}
+    report = inject_optimized_kernels(model, config={"rms_norm": rule, "glu": None, "rope": None})
+    logits(model, batch)
+    assert {(count["fused"], count["stock"]) for count in report.calls().values()} == {(0, 1)}
+    model.train()
+    step(model, batch)
+    assert {(count["fused"], count["stock"]) for count in report.calls().values()} == {(1, 1)}
+    model.eval()
+    logits(model, batch)
+    assert {(count["fused"], count["stock"]) for count in report.calls().values()} == {(1, 2)}
+
+
+def test_frozen_weights_ask_for_gradients_of_the_input_alone() -> None:
+    model = build("llama").requires_grad_(False)
+    norm = model.model.norm
+    inject_optimized_kernels(model)
+    x = torch.randn(2, 3, 32)
+    assert not gradients.wanted(norm, x) and gradients.wanted(norm, x.clone().requires_grad_())
+    norm(x)
+    assert not patch_state(norm).proven_gradients  # type: ignore[union-attr]
+    norm(x.requires_grad_()).sum().backward()
+    assert patch_state(norm).proven_gradients  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.RMSNorm(16), lambda: nn.LayerNorm(16), lambda: nn.LayerNorm(16, bias=False)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norms_of_torch_prove_their_gradients(make: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = make().to(dtype)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(5, 16, dtype=dtype, requires_grad=True)
+    stock = torch.autograd.grad(norm(x).float().square().sum(), [x, *norm.parameters()])
+    inject_optimized_kernels(norm)
+    fused = torch.autograd.grad(norm(x).float().square().sum(), [x, *norm.parameters()])
+    assert patch_state(norm).no_gradients is None and patch_state(norm).proven_gradients  # type: ignore[union-attr]
+    for ours, theirs in zip(fused, stock, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_exact_holds_for_gradients_too() -> None:
+    """Ours are more accurate than those of the chain in bfloat16, and so not the same."""
+    model, batch = build("llama", torch.bfloat16), inputs("llama")
+    stock = step(copy.deepcopy(model), batch)
+    inject_optimized_kernels(model, numerics="exact")
+    with pytest.warns(UserWarning, match="with its gradients it is not bit-identical to stock"):
+        assert torch.equal(step(model, batch), stock)
