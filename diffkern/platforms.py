@@ -44,8 +44,8 @@ NVIDIA_OLDER = Platform("NVIDIA before Volta", "plain PyTorch", "mapping alone")
 AMD = Platform(
     "AMD CDNA 2 to 4 and RDNA 3 and 4, ROCm",
     "compiled, Triton, Hub",
-    "only compiled, by the tests: hipcc for gfx90a and gfx1030, Triton for gfx942 and gfx1100 and, norms, gfx950 and "
-    f"gfx1201; {_NOT_RUN}",
+    "only compiled, by the tests: hipcc for gfx90a and gfx1030, Triton for gfx942, gfx950, gfx1100 and gfx1201; "
+    f"{_NOT_RUN}",
 )
 APPLE = Platform("Apple M-series, Metal (`mps`)", "Hub, plain PyTorch", "mapping alone")
 INTEL_XPU = Platform("Intel GPU (`xpu`)", "Triton, Hub, plain PyTorch", "mapping alone")

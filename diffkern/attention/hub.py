@@ -12,7 +12,6 @@ from torch import Tensor
 
 from diffkern.attention.backends import Backend, UnavailableError, backend_of
 from diffkern.attention.call import AttentionCall
-from diffkern.hub.loader import load
 from diffkern.hub.policy import HubError, Policy
 from diffkern.hub.reference import KernelReference, is_reference
 
@@ -37,6 +36,8 @@ def find_backend(name: str, device: torch.device, policy: Policy | None = None) 
     """
     if not is_reference(name):
         return backend_of(name)
+    from diffkern.hub.loader import load
+
     reference = KernelReference.parse(name)
     try:
         kernel = load(reference, policy or Policy(), device)

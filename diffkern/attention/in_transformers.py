@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import sys
@@ -48,7 +49,12 @@ def refusal(model: Any) -> str | None:
     asks = getattr(type(model), "_can_set_attn_implementation", None)
     if asks is None or not asks():
         return "its class does not choose its attention by name"
-    source = inspect.getsource(sys.modules[type(model).__module__])
+    if importlib.util.find_spec("transformers.masking_utils") is None:
+        return "this transformers chooses no masks by the name of an attention: update it"
+    try:
+        source = inspect.getsource(sys.modules[type(model).__module__])
+    except (KeyError, OSError, TypeError):
+        return "its code cannot be read, and may ask for its attention by name"
     if _ASKS.search(source):
         return "its code asks for its attention by name, and would not know this one"
     return None

@@ -93,6 +93,7 @@ class Rotary(InnerRecipe):
     def samples(self, module: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         head_dim = getattr(module, "head_dim", 64)
         generator = torch.Generator("cpu").manual_seed(4)
+        rows = rows // 2  # of each sample
         q, k = (torch.randn(2, rows, 3, head_dim, generator=generator).transpose(1, 2) for _ in range(2))
         share = getattr(getattr(module, "config", None), "partial_rotary_factor", None) or 1.0
         angles = torch.rand(2, 1, rows, int(head_dim * share) // 2, generator=generator) * 100

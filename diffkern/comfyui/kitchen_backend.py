@@ -16,13 +16,10 @@ from diffkern.comfyui.kitchen import FUNCTIONS, Kitchen, unfit
 from diffkern.comfyui.kitchen_fusion import KitchenFusion
 from diffkern.injection import InjectionReport
 from diffkern.injection.proof import Verifier
-from diffkern.injection.report import Site
 from diffkern.providers import KERNEL_DTYPES, NoProviderError, select
 
 #: When to serve: where comfy-kitchen has nothing but plain torch, always, never.
 CHOICES = ("auto", "on", "off")
-
-PACKAGE = "comfy_kitchen"
 
 #: Under which the wrapper is known to the model patcher.
 KEY = "diffkern"
@@ -41,7 +38,7 @@ def prepare(
         dtype: The dtype it runs in.
         numerics: ``"fast"`` or ``"exact"``.
         provider: The provider that shall serve, or None to choose.
-        report: Hears of every function.
+        report: Its notes say what is served, and why not the rest.
     """
     if choice == "off":
         return None
@@ -53,11 +50,14 @@ def prepare(
         return None
     kitchen = Kitchen(numerics == "exact", provider)
     verifier = Verifier(numerics)
-    served = [
-        name for name in FUNCTIONS if _is_served(name, kitchen, verifier, choice, device, dtype, registry, report)
-    ]
+    refusals = {name: _refusal(name, kitchen, verifier, choice, device, dtype, registry) for name in FUNCTIONS}
+    served = [name for name, reason in refusals.items() if reason is None]
+    for reason in dict.fromkeys(filter(None, refusals.values())):
+        names = ", ".join(name for name, own in refusals.items() if own == reason)
+        report.notes.append(f"comfy-kitchen keeps {names}: {reason}")
     if not served:
         return None
+    report.notes.append(f"comfy-kitchen is served while this model runs: {', '.join(served)}")
 
     def rule(name: str) -> Callable[[Mapping[str, Any]], Any]:
         def check(arguments: Mapping[str, Any]) -> Any:
@@ -100,7 +100,7 @@ def remove(model: Any) -> None:
     model.remove_wrappers_with_key(_APPLY_MODEL, KEY)
 
 
-def _is_served(
+def _refusal(
     name: str,
     kitchen: Kitchen,
     verifier: Verifier,
@@ -108,28 +108,22 @@ def _is_served(
     device: torch.device,
     dtype: torch.dtype,
     registry: Any,
-    report: InjectionReport,
-) -> bool:
-    """Whether a function shall be served and keeps the contract; the report gets a line for it."""
+) -> str | None:
+    """Says why a function is not served, or None if it shall be and keeps the contract."""
     fusion = KitchenFusion(name, kitchen)
     owner = fusion.owner(registry, device, dtype)
-    if owner is None or (choice == "auto" and owner != "eager"):
-        why = "this comfy-kitchen does not have it" if owner is None else f"its own {owner} backend serves it"
-        report.notes.append(f"{PACKAGE}.{name} stays as it is: {why}")
-        return False
-    site = Site(f"{PACKAGE}.{name}", f"{PACKAGE}.function", op=fusion.op, how="table")
+    if owner is None:
+        return "this comfy-kitchen does not have it"
+    if choice == "auto" and owner != "eager":
+        return f"its own {owner} backend is there"
     try:
-        choice_of_provider = select(fusion.op, device, (dtype,), kitchen.provider)
+        select(fusion.op, device, (dtype,), kitchen.provider)
     except NoProviderError as error:
-        site.reason = str(error)
-        report._rejected.append(site)
-        return False
-    site.provider, site.reason = choice_of_provider.provider, choice_of_provider.describe_declined()
+        return str(error)
+    # Half dtypes are rounded float32: what is equal there bit for bit need not be so for other inputs.
     dtypes = {dtype, torch.float32} if verifier.exact else {dtype}
     proofs = [verifier.prove(nn.Identity(), fusion, kitchen.provider, device, each) for each in dtypes]
-    site.measurements = [proof for proof in proofs if proof is not None]
-    failed = next((proof for proof in site.measurements if not proof.passed), None)
-    if failed is not None:
-        site.reason = failed.reason
-    (report._accepted if failed is None else report._rejected).append(site)
-    return failed is None
+    failed = [proof for proof in proofs if proof is not None and not proof.passed]
+    if not failed:
+        return None
+    return "not bit-identical on this device" if verifier.exact else failed[0].reason

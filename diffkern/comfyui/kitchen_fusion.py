@@ -70,6 +70,20 @@ class KitchenFusion(Fusion):
         return getattr(self.kitchen, self.name)(*call)
 
     @override
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        return (whole,)
+
+    @override
+    def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Nothing: there is no weight."""
+        return None
+
+    @override
+    def trial(self, call: tuple[Tensor, ...]) -> None:
+        """Nothing: the samples say it."""
+        return None
+
+    @override
     def kind(self, module: nn.Module) -> Hashable:
         return self.name, self.kitchen
 

@@ -69,7 +69,7 @@ class Patch:
         """Runs fused where the guards allow it, and the class's own forward everywhere else."""
         call = self.fusion.bind(args, kwargs)
         stock = self._admit(call)
-        if stock is None:
+        if call is None or stock is None:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.fusion.compute(self.module, call, self.provider, stock)
 

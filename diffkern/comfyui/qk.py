@@ -44,17 +44,17 @@ def norm_and_rotate(
         pairing: As in :func:`diffkern.ops.rope`.
         provider: As in :func:`diffkern.ops.qk_norm_rope`.
     """
-    parameters = (readable(q_norm, q), readable(k_norm, k)) if fuse_norms else (None, None)
+    q_parameters, k_parameters = (readable(q_norm, q), readable(k_norm, k)) if fuse_norms else (None, None)
     cos, sin = (None, None) if q_tables is None else q_tables
     cos_k, sin_k = (None, None) if k_tables is None or k_tables is q_tables else k_tables
     rotation: dict[str, Any] = {
         "cos": cos, "sin": sin, "cos_k": cos_k, "sin_k": sin_k,
         "pairing": pairing, "across_heads": across_heads, "provider": provider,
     }  # fmt: skip
-    if parameters[0] is None or parameters[1] is None:
+    if q_parameters is None or k_parameters is None:
         q, k = q_norm(q), k_norm(k)
         return (q, k) if cos is None else qk_norm_rope(q, k, norm=None, **rotation)
-    (q_weight, q_bias), (k_weight, k_bias) = parameters
+    (q_weight, q_bias), (k_weight, k_bias) = q_parameters, k_parameters
     return qk_norm_rope(
         q, k, q_weight, k_weight, eps=q_norm.eps, norm=norm_kind(q_norm), q_bias=q_bias, k_bias=k_bias, **rotation
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,8 +94,10 @@ def _strings(function: Callable[..., Any]) -> Iterator[str]:
 @contextmanager
 def plain_arithmetic() -> Iterator[None]:
     """Makes ComfyUI compute in plain torch ops, which take float64 as well, as it does while it trains."""
-    import comfy.model_management as management
-
+    management = _management()
+    if management is None:
+        yield
+        return
     before = management.in_training
     management.in_training = True
     try:
@@ -105,9 +108,13 @@ def plain_arithmetic() -> Iterator[None]:
 
 def in_training() -> bool:
     """Whether ComfyUI is training, which needs gradients of what it computes."""
-    import comfy.model_management as management
+    management = _management()
+    return management is not None and management.in_training
 
-    return bool(management.in_training)
+
+def _management() -> Any:
+    """ComfyUI's module with that switch; None where no ComfyUI is running."""
+    return sys.modules.get("comfy.model_management")
 
 
 def plain_attention(_: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -128,15 +135,16 @@ class Samples:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._generator = torch.Generator("cpu").manual_seed(20)
-        self._place = {"device": device, "dtype": dtype}
+        self._device, self._dtype = device, dtype
 
     def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Draws from a normal distribution of deviation ``scale``."""
-        return (torch.randn(shape, generator=self._generator, device="cpu") * scale).to(**self._place)  # type: ignore[arg-type]
+        values = torch.randn(shape, generator=self._generator, device="cpu") * scale
+        return values.to(device=self._device, dtype=self._dtype)
 
     def rotations(self, *shape: int) -> Tensor:
         """Draws rotation matrices ``[..., 2, 2]``."""
         angles = torch.randn(shape, generator=self._generator, device="cpu") * 3
         cos, sin = angles.cos(), angles.sin()
-        matrices = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
-        return matrices.to(**self._place)  # type: ignore[arg-type]
+        matrices: Tensor = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+        return matrices.to(device=self._device, dtype=self._dtype)

@@ -12,17 +12,17 @@ from diffkern.blocks import fingerprint
 from diffkern.comfyui.recipe import ComfyRecipe, strange_words
 from diffkern.matching import full_name
 
-#: Full name of a class -> the module of this package with its recipe, and its name there.
+#: Full name of a class -> the module with its recipe, and its name there. That may import ComfyUI.
 _RECIPES = {
-    "comfy.ldm.lightricks.model.CrossAttention": ("ltx_attention", "RECIPE"),
-    "comfy.ldm.lightricks.model.BasicTransformerBlock": ("ltx_block", "RECIPE"),
-    "comfy.ldm.lightricks.av_model.BasicAVTransformerBlock": ("ltx_av_block", "RECIPE"),
-    "comfy.ldm.flux.layers.DoubleStreamBlock": ("flux", "DOUBLE"),
-    "comfy.ldm.flux.layers.SingleStreamBlock": ("flux", "SINGLE"),
-    "comfy.ldm.wan.model.WanSelfAttention": ("wan_attention", "SELF"),
-    "comfy.ldm.wan.model.WanT2VCrossAttention": ("wan_attention", "TEXT"),
-    "comfy.ldm.wan.model.WanI2VCrossAttention": ("wan_attention", "IMAGE"),
-    "comfy.ldm.wan.model.WanAttentionBlock": ("wan_block", "RECIPE"),
+    "comfy.ldm.lightricks.model.CrossAttention": (f"{__package__}.ltx_attention", "RECIPE"),
+    "comfy.ldm.lightricks.model.BasicTransformerBlock": (f"{__package__}.ltx_block", "RECIPE"),
+    "comfy.ldm.lightricks.av_model.BasicAVTransformerBlock": (f"{__package__}.ltx_av_block", "RECIPE"),
+    "comfy.ldm.flux.layers.DoubleStreamBlock": (f"{__package__}.flux", "DOUBLE"),
+    "comfy.ldm.flux.layers.SingleStreamBlock": (f"{__package__}.flux", "SINGLE"),
+    "comfy.ldm.wan.model.WanSelfAttention": (f"{__package__}.wan_attention", "SELF"),
+    "comfy.ldm.wan.model.WanT2VCrossAttention": (f"{__package__}.wan_attention", "TEXT"),
+    "comfy.ldm.wan.model.WanI2VCrossAttention": (f"{__package__}.wan_attention", "IMAGE"),
+    "comfy.ldm.wan.model.WanAttentionBlock": (f"{__package__}.wan_block", "RECIPE"),
 }
 
 
@@ -47,13 +47,18 @@ def find_recipe(module: nn.Module) -> Found | None:
     return _find(full_name(type(module)))
 
 
+def known_recipes() -> dict[str, Found]:
+    """Returns what there is for every class with a recipe, by its full name."""
+    return {name: found for name in _RECIPES if (found := _find(name)) is not None}
+
+
 @cache
 def _find(class_name: str) -> Found | None:
     if class_name not in _RECIPES:
         return None
-    file, name = _RECIPES[class_name]
+    module, name = _RECIPES[class_name]
     try:
-        recipe: ComfyRecipe = getattr(import_module(f"diffkern.comfyui.{file}"), name)
+        recipe: ComfyRecipe = getattr(import_module(module), name)
         sources = recipe.sources()
     except (ImportError, AttributeError) as error:
         return Found(None, None, f"this ComfyUI lacks what its recipe was written against: {error}")

@@ -63,7 +63,8 @@ class WanSelfAttention(WanAttention):
             return reason
         if "attn1_patch" in options.get("patches", {}):
             return "another node patches its attention"
-        return unfit_matrices(freqs, x.device, x.shape[0], x.shape[1], module.num_heads)
+        attention: Any = module
+        return unfit_matrices(freqs, x.device, x.shape[0], x.shape[1], attention.num_heads)
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
@@ -107,10 +108,7 @@ class WanTextAttention(WanAttention):
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
-        x, context = call[:2]
-        if in_training():
-            return "ComfyUI is training"
-        return unfit_input(x) or unfit_input(context)
+        return _refusal(*call[:2])
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
@@ -136,10 +134,11 @@ class WanTextAttention(WanAttention):
         return [(random(2, tokens, attention.dim), context, sample_options())]
 
 
-class WanImageAttention(WanTextAttention):
+class WanImageAttention(WanAttention):
     """``WanI2VCrossAttention``: the first tokens of the context are of an image, and have keys of their own."""
 
     op = "comfy_wan_image_attention"
+    exact_families: ClassVar[frozenset[str]] = frozenset()
     fingerprints = frozenset({"aa5380b8583992a2"})
     words: ClassVar[frozenset[str]] = frozenset({"heads", "low_precision_attention", "transformer_options"})
 
@@ -149,6 +148,10 @@ class WanImageAttention(WanTextAttention):
         x: Tensor, context: Tensor, context_img_len: int, transformer_options: dict[str, Any] | None = None
     ) -> tuple[Any, ...]:
         return x, context, context_img_len, transformer_options or {}
+
+    @override
+    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+        return _refusal(*call[:2])
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
@@ -172,8 +175,14 @@ class WanImageAttention(WanTextAttention):
     def samples(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
-        x, context, options = super().samples(module, tokens, device, dtype)[0]
+        x, context, options = TEXT.samples(module, tokens, device, dtype)[0]
         return [(x, context, tokens // 4, options)]
+
+
+def _refusal(x: Any, context: Any) -> str | None:
+    if in_training():
+        return "ComfyUI is training"
+    return unfit_input(x) or unfit_input(context)
 
 
 SELF, TEXT, IMAGE = WanSelfAttention(), WanTextAttention(), WanImageAttention()

@@ -140,12 +140,13 @@ def upload(
 @contextlib.contextmanager
 def _reasons(command: str, *kinds: type[Exception]) -> Iterator[None]:
     """Ends the program with the reason alone where one of these errors says it all."""
+    expected: tuple[type[Exception], ...] = (HubError, ValueError, *kinds)
     try:
         off = switched_off() if command in ("lock", "download") else None
         if off is not None:
             raise HubError(off)
         yield
-    except (HubError, ValueError, *kinds) as error:
+    except expected as error:
         typer.echo(f"diffkern hub {command}: {error}", err=True)
         raise typer.Exit(1) from None
 

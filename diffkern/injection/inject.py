@@ -72,7 +72,7 @@ class _Candidate:
         if len(self.options) == 1:
             return False
         del self.options[0]
-        self.choice_is_fallback = True
+        self.choice_is_fallback = not self.options[0].names_kernel
         return True
 
 
@@ -345,16 +345,17 @@ def _plan_attention(
 
 
 def _spare_what_config_leaves_alone(candidates: list[_Candidate], report: InjectionReport) -> list[_Candidate]:
-    """Leaves a block alone if it has a norm inside that config leaves alone, which it would compute as well."""
-    spared = [site.path for site in report.skipped if site.reason == _BY_CONFIG]
+    """Leaves a block alone if config says of a part of it what the block, which computes it as well, would not do."""
+    spared = {site.path: "leaves it alone" for site in report.skipped if site.reason == _BY_CONFIG}
+    spared |= {c.site.path: "names a kernel for it" for c in candidates if c.options[0].names_kernel}
     kept = []
     for candidate in candidates:
         path = candidate.site.path
         inside = next((other for other in spared if other.startswith(f"{path}." if path else "")), None)
-        if inside is None or not isinstance(candidate.fusion, BlockFusion):
+        if inside is None or candidate.options[0].names_kernel or not isinstance(candidate.fusion, BlockFusion):
             kept.append(candidate)
         else:
-            candidate.site.reason = f"config leaves {inside} alone, which is inside"
+            candidate.site.reason = f"{inside} is inside, and config {spared[inside]}"
             report.skipped.append(candidate.site)
     return kept
 

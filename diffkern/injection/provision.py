@@ -13,6 +13,7 @@ from diffkern.hub.reference import KernelReference, is_reference
 from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.layer_fusion import LayerFusion
+from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.state import LEFT_ALONE
 from diffkern.providers import hub
 
@@ -24,6 +25,12 @@ class Option:
     fusion: Fusion
     rule: Rule
     how: str | None
+
+    @property
+    def names_kernel(self) -> bool:
+        """Whether the configuration names a kernel of the Hub, for whichever device or mode."""
+        choices = (choice for choice in self.rule.choices() if choice and hub.is_kernel(choice))
+        return any(not choice.startswith(hub.WITH_HUB) for choice in choices)
 
 
 class Provision:
@@ -52,7 +59,9 @@ class Provision:
         layers = [name for choice in named if (name := KernelReference.parse(choice).name)]
         served = (rule or Rule()).map(self._provider)
         options = []
-        if fusion is not None and any(choice != LEFT_ALONE for choice in served.choices()):
+        # A layer that is a norm serves the op, on modules of any class; any other stands in for the module.
+        serves_op = fusion is not None and (not layers or isinstance(fusion, NormFusion))
+        if fusion is not None and serves_op and any(choice != LEFT_ALONE for choice in served.choices()):
             options.append(Option(fusion, served, how))
         if layers:
             options.append(Option(LayerFusion(served, layers[0]), served, "config"))

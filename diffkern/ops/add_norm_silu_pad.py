@@ -170,7 +170,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Expanded to their own shape, so that an argument given twice is differentiated by each by itself.
         wide = [None if tensor is None else tensor.to(dtype).expand_as(tensor) for tensor in ctx.saved_tensors]
         y = kernel(*wide, ctx.eps, ctx.norm, ctx.silu, ctx.front, ctx.back, False)
-    wanted = [tensor for tensor, needed in zip(wide, needs, strict=False) if needed]
+    wanted = [tensor for tensor, needed in zip(wide, needs, strict=False) if needed and tensor is not None]
     found = iter(torch.autograd.grad(y, wanted, grad.to(dtype), create_graph=create_graph))
     grads = (
         next(found).to(tensor.dtype) if needed else None

@@ -25,6 +25,10 @@ _LTX2 = {
     "audio_cross_attention_dim": 32,
     "rope_type": "split",
     "apply_gated_attention": True,
+    "caption_channels": TEXT // 2,  # a text embedding holds one for video and one for audio
+    "connector_attention_head_dim": 8,
+    "connector_num_attention_heads": 2,
+    "connector_num_layers": 1,
 }
 _FLUX = {
     "in_channels": 16,

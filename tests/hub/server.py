@@ -147,7 +147,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None, fault: Fault | None = None) -> None:
+    def _send(
+        self, status: int, body: bytes, headers: dict[str, str] | None = None, fault: Fault | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)

@@ -11,10 +11,10 @@ import torch
 from diffkern import NoProviderError
 from diffkern.hub import contract
 from diffkern.hub.defaults import DEFAULTS
+from diffkern.hub.policy import Policy
 from diffkern.ops import gelu, glu, layer_norm, quick_gelu, rms_norm, rope, silu
 from diffkern.providers import OPS, explain, select, use_provider
 from diffkern.providers.hub import provider_for, refusals_raise, tagged
-from diffkern.hub.policy import Policy
 from tests.hub import kernels
 from tests.hub.kernels import kernel
 from tests.hub.server import Files, LoopbackHub
@@ -55,9 +55,7 @@ def test_the_samples_pass_with_plain_pytorch_and_cover_every_op_of_a_build() -> 
     ],
     ids=["rmsnorm", "mlx-rmsnorm", "layer-norm", "liger", "liger by its layers"],
 )
-def test_rms_norm(
-    hub: LoopbackHub, init: str, layers: str, name: str, rounds: bool, dtype: torch.dtype
-) -> None:
+def test_rms_norm(hub: LoopbackHub, init: str, layers: str, name: str, rounds: bool, dtype: torch.dtype) -> None:
     provider = publish(hub, kernel(init, layers)) + name
     x, weight = torch.randn(7, 64).to(dtype), torch.rand(64).to(dtype)
     reference = rms_norm(x.double(), weight.double(), eps=1e-5)
@@ -67,7 +65,9 @@ def test_rms_norm(
     assert y.dtype == dtype and error(y, reference) <= 1.05 * error(stock, reference) + 1e-6
     assert rms_norm(x.t().contiguous().t(), weight, eps=1e-5, round_dtype=rounding, provider=provider).is_contiguous()
     if rounds and dtype != torch.float32:  # once more than it may
-        with pytest.raises(NoProviderError, match=r"org/kernel.*error \d\.\de-0\d against \d\.\de-0\d of plain PyTorch"):
+        with pytest.raises(
+            NoProviderError, match=r"org/kernel.*error \d\.\de-0\d against \d\.\de-0\d of plain PyTorch"
+        ):
             rms_norm(x, weight, eps=1e-5, provider=provider)
 
 
@@ -169,7 +169,7 @@ def test_a_rotary_kernel_that_reads_the_first_table_for_all_samples_serves_share
     x = torch.randn(2, 7, 3, 16)
     shared, own = torch.randn(1, 7, 1, 8), torch.randn(2, 7, 1, 8)
     rope(x, shared.cos(), shared.sin(), pairing="half", provider=provider)
-    with pytest.raises(NoProviderError, match="error .* against .* of plain PyTorch"):
+    with pytest.raises(NoProviderError, match=r"error .* against .* of plain PyTorch"):
         rope(x, own.cos(), own.sin(), pairing="half", provider=provider)
 
 
@@ -267,9 +267,7 @@ def test_the_environment_switches_the_hub_off(
 
 
 @pytest.mark.parametrize("value", ["1", "ON", "", "auto"])
-def test_other_values_of_the_environment_do_not(
-    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_other_values_of_the_environment_do_not(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("USE_HUB_KERNELS", value)
     monkeypatch.setenv("DIFFKERN_HUB", value)
     rms_norm(torch.randn(3, 8), torch.ones(8), provider=publish(hub, kernel(kernels.RMSNORM)))

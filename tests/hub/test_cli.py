@@ -100,9 +100,7 @@ def test_a_failure_is_one_line_with_the_reason(published: LoopbackHub, arguments
     assert len(out.output.strip().splitlines()) == 1
 
 
-def test_nothing_is_asked_when_the_hub_is_switched_off(
-    published: LoopbackHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_asked_when_the_hub_is_switched_off(published: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFKERN_HUB", "0")
     out = run("lock", "org/norms")
     assert out.exit_code == 1 and "switched off by DIFFKERN_HUB=0" in out.output

@@ -78,8 +78,8 @@ def test_nothing_disables(value: Any) -> None:
 
 
 def test_several_devices_have_their_own_choices() -> None:
-    rules = {"rms_norm": {"cuda": "triton", "rocm": "a/rocm:L", "metal": "a/metal:L", "xpu": "a/xpu:L", "npu": "a/npu:L",
-                          "cpu": "eager"}}  # fmt: skip
+    named = {device: f"a/{device}:L" for device in ("rocm", "metal", "xpu", "npu")}
+    rules = {"rms_norm": {**named, "cuda": "triton", "cpu": "eager"}}
     assert choice(rules, "cpu") == "eager"
     assert choice(rules, "mps") == "a/metal:L"
     assert choice(rules, "xpu") == "a/xpu:L"
@@ -237,7 +237,7 @@ def test_files_say_the_same(config: KernelConfig, tmp_path: Path) -> None:
 
 
 def test_a_file_with_a_word_too_many_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="'rulez' is no part of a configuration.*Did you mean 'rules'"):
+    with pytest.raises(ValueError, match=r"'rulez' is no part of a configuration.*Did you mean 'rules'"):
         KernelConfig.from_dict({"rulez": {}})
 
 

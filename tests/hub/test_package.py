@@ -59,7 +59,14 @@ def published(hub: LoopbackHub, repository: Package) -> LoopbackHub:
 def test_the_repository_is_complete(repository: Package) -> None:
     assert set(repository.variants) == {CPU_VARIANT, *TRITON_VARIANTS}
     root = repository.directory
-    for name in ("build.toml", "flake.nix", "CARD.md", "README.md", "torch-ext/extension.cpp", "torch-ext/diffkern/layers.py"):
+    for name in (
+        "build.toml",
+        "flake.nix",
+        "CARD.md",
+        "README.md",
+        "torch-ext/extension.cpp",
+        "torch-ext/diffkern/layers.py",
+    ):
         assert (root / name).is_file(), name
     sources = {p.relative_to(ROOT / "csrc") for p in (ROOT / "csrc").rglob("*.*") if p.suffix in (".cu", ".cpp", ".h")}
     assert all((root / path).is_file() for path in sources)
@@ -229,7 +236,9 @@ def test_diffkern_itself_takes_it_from_the_hub(published: LoopbackHub) -> None:
     tokens = torch.randint(0, 64, (2, 9))
     with torch.no_grad():
         stock = model(tokens).last_hidden_state
-        report = inject_optimized_kernels(model, config={"RMSNorm": "me/diffkern@v1", "LlamaMLP": "me/diffkern:SwiGLUMLP"})
+        report = inject_optimized_kernels(
+            model, config={"RMSNorm": "me/diffkern@v1", "LlamaMLP": "me/diffkern:SwiGLUMLP"}
+        )
         served = [site.provider for site in report.patched]
         assert served.count("me/diffkern@v1") == 5
         assert served.count("me/diffkern:SwiGLUMLP") == 2

@@ -143,9 +143,7 @@ def test_what_is_not_in_the_lock_does_not_load(hub: LoopbackHub, tmp_path: Path)
     assert fetch("org/tiny", Policy(lock=str(path))) == 1
 
 
-def test_the_environment_names_the_lock(
-    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_names_the_lock(hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(hub)
     lock(tmp_path / "a.lock", "org/tiny")
     monkeypatch.setenv("DIFFKERN_LOCK", str(tmp_path / "a.lock"))
@@ -301,7 +299,7 @@ def test_a_download_that_always_breaks_off_is_refused_and_leaves_no_half_file(
     hub.faults.append(Fault(r"GET .*/resolve/.*__init__\.py", "truncate"))
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # huggingface_hub's patience
-    with pytest.raises(HubError, match="org/tiny at http.* cannot be reached .*without sending complete message body"):
+    with pytest.raises(HubError, match=r"org/tiny at http.* cannot be reached .*without sending complete message body"):
         fetch("org/tiny")
     assert not list((tmp_path / "cache").glob("kernels--org--tiny/snapshots/*/build/*/__init__.py"))
 
@@ -444,7 +442,10 @@ def test_dk67_without_a_build_for_this_machine_every_build_has_its_reason(hub: L
     with pytest.raises(HubError) as error:
         fetch("org/tiny")
     said = str(error.value)
-    assert f"no build of org/tiny ({hub.repositories['org/tiny'].branches['v1'][:7]}) suits torch {torch.__version__}" in said
+    assert (
+        f"no build of org/tiny ({hub.repositories['org/tiny'].branches['v1'][:7]}) suits torch {torch.__version__}"
+        in said
+    )
     assert "torch21-cxx11-cu118-x86_64-linux: Torch version (2.1)" in said
     assert "torch-stable-abi299-cpu-x86_64-linux: Torch stable ABI version (2.99) is too new" in said
     assert "torch-metal: backend (metal)" in said
@@ -457,6 +458,34 @@ def test_a_build_for_another_device_is_not_taken_for_this_one(hub: LoopbackHub, 
         target.write_bytes(data)
     with pytest.raises(HubError, match=r"build for cuda, and this is cpu"):
         fetch(str(tmp_path / "kernel" / "build" / "torch-cuda"))
+
+
+def test_dk72_a_build_for_another_gpu_is_refused_before_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import contextlib
+
+    from diffkern.hub import loader
+
+    backend = {"type": "cuda", "archs": ["8.0", "8.6"]}
+    source = "raise RuntimeError('it was imported')\n"
+    for path, data in kernel(source, variants=("torch-cuda",), backend="cuda").items():
+        target = tmp_path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    directory = tmp_path / "build" / "torch-cuda"
+    metadata = json.loads((directory / "metadata.json").read_text())
+    (directory / "metadata.json").write_text(json.dumps({**metadata, "backend": backend}))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    found = loader.Found(directory, "", "a local path")
+    with pytest.raises(HubError, match=r"CUDA capability 9\.0 of the current device is not supported.*8\.0, 8\.6"):
+        loader._import(found, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+    with pytest.raises(HubError, match="it was imported"):
+        loader._import(found, torch.device("cuda", 0))
 
 
 def test_the_order_of_builds_is_that_of_the_kernels_package() -> None:
@@ -476,7 +505,7 @@ def test_a_kernel_that_needs_other_kernels_is_refused(hub: LoopbackHub) -> None:
 
 def test_a_kernel_that_fails_to_import_gives_its_error(hub: LoopbackHub) -> None:
     hub.repository("org/tiny").commit(kernel("raise OSError('undefined symbol: _ZN3c10')\n"), "v1")
-    with pytest.raises(HubError, match="failed .OSError: undefined symbol: _ZN3c10"):
+    with pytest.raises(HubError, match=r"failed .OSError: undefined symbol: _ZN3c10"):
         fetch("org/tiny")
 
 
@@ -484,7 +513,7 @@ def test_dk42_two_kernels_of_one_name_do_not_meet_in_a_process(hub: LoopbackHub)
     for name, value in (("org/one", 1), ("org/two", 2)):
         hub.repository(name).commit(kernel(f"VALUE = {value}\n", identity="_same_cpu_0000001"), "v1")
     assert fetch("org/one") == 1
-    with pytest.raises(HubError, match="calls itself _same_cpu_0000001, like .*org--one"):
+    with pytest.raises(HubError, match=r"calls itself _same_cpu_0000001, like .*org--one"):
         fetch("org/two")
     assert fetch("org/one") == 1
 
@@ -497,9 +526,10 @@ def test_dk42_two_revisions_of_a_kernel_live_side_by_side_and_a_copy_is_the_same
     assert (fetch("org/tiny@v1"), fetch("org/tiny@v2"), fetch("org/tiny@v1")) == (1, 2, 1)
     copy = tmp_path / "copy"
     shutil.copytree(files_in_cache_of(tmp_path, hub.repositories["org/tiny"].branches["v1"]), copy)
-    assert load(KernelReference.parse(str(copy)), Policy(), CPU).module is load(
-        KernelReference.parse("org/tiny@v1"), Policy(), CPU
-    ).module
+    assert (
+        load(KernelReference.parse(str(copy)), Policy(), CPU).module
+        is load(KernelReference.parse("org/tiny@v1"), Policy(), CPU).module
+    )
 
 
 def files_in_cache_of(tmp_path: Path, commit: str) -> Path:

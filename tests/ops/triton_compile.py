@@ -14,7 +14,13 @@ Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 #: One of each vendor, for which every launch is compiled ...
 MAIN_TARGETS: list[Target] = [("cuda", 90, 32), ("hip", "gfx942", 64)]
 #: ... and those for which one launch of a kernel stands for all of them, since compiling takes its time.
-OTHER_TARGETS: list[Target] = [("cuda", 75, 32), ("cuda", 120, 32), ("hip", "gfx1100", 32)]
+OTHER_TARGETS: list[Target] = [
+    ("cuda", 75, 32),
+    ("cuda", 120, 32),
+    ("hip", "gfx950", 64),
+    ("hip", "gfx1100", 32),
+    ("hip", "gfx1201", 32),
+]
 
 _POINTERS = {
     torch.float64: "*fp64",

@@ -28,8 +28,6 @@ _TARGETS: list[Target] = [
     *OTHER_TARGETS,
     ("cuda", 70, 32),
     ("cuda", 100, 32),
-    ("hip", "gfx950", 64),
-    ("hip", "gfx1201", 32),
 ]
 
 # what it is like: (layout, batch, rows, row length)

@@ -36,8 +36,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [t
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Tensor]]:
-    batch = {key: value.to(DEVICE) for key, value in inputs(name, "right").items()}
-    return build(name, dtype).to(DEVICE).train(), batch
+    return build(name, dtype, DEVICE).train(), inputs(name, "right", DEVICE)
 
 
 def test_liger_is_there() -> None:

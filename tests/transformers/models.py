@@ -52,7 +52,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Any:
     """Builds a model in evaluation."""
     torch.manual_seed(0)
     model = BUILDERS[name](**options)
@@ -62,10 +62,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
             if "norm" in parameter_name and not name.startswith("gemma"):
                 parameter.add_(1)
-    return model.to(dtype).eval()
+    return model.to(device, dtype).eval()
 
 
-def inputs(name: str, padding: str = "") -> dict[str, Tensor]:
+def inputs(name: str, padding: str = "", device: str = "cpu") -> dict[str, Tensor]:
     """Two sequences of ten tokens, of which three of the first are padding, on the ``"left"`` or the ``"right"``."""
     ids = torch.randint(3, 61, (2, 10), generator=torch.Generator().manual_seed(2))
     batch = {"input_ids": ids}
@@ -75,7 +75,7 @@ def inputs(name: str, padding: str = "") -> dict[str, Tensor]:
         batch["attention_mask"] = mask
     if name == "t5":
         batch["decoder_input_ids"] = ids.flip(1)[:, :7]
-    return batch
+    return {key: value.to(device) for key, value in batch.items()}
 
 
 def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:

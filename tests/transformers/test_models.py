@@ -35,8 +35,8 @@ def in_place(model: Any, reference: Any) -> None:
 @models
 @dtypes
 @pytest.mark.parametrize("padding", ["", "right"], ids=["full", "padded"])
-def test_evaluation(name: str, dtype: torch.dtype, padding: str) -> None:
-    model, batch = build(name, dtype), inputs(name, padding)
+def test_evaluation(name: str, dtype: torch.dtype, padding: str, device: str) -> None:
+    model, batch = build(name, dtype, device), inputs(name, padding, device)
     reference = in_float64(model)
     in_place(model, reference)
     exact, stock = logits(reference, batch), logits(model, batch)
@@ -54,8 +54,8 @@ def test_evaluation(name: str, dtype: torch.dtype, padding: str) -> None:
 
 @models
 @dtypes
-def test_training(name: str, dtype: torch.dtype) -> None:
-    model, batch = build(name, dtype).train(), inputs(name, "right")
+def test_training(name: str, dtype: torch.dtype, device: str) -> None:
+    model, batch = build(name, dtype, device).train(), inputs(name, "right", device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -69,8 +69,8 @@ def test_training(name: str, dtype: torch.dtype) -> None:
 
 
 @models
-def test_generation(name: str) -> None:
-    model, batch = build(name), inputs(name, "left")
+def test_generation(name: str, device: str) -> None:
+    model, batch = build(name, device=device), inputs(name, "left", device)
     batch.pop("decoder_input_ids", None)
     options = {"max_new_tokens": 6, "do_sample": False}
     stock = model.generate(**batch, **options)

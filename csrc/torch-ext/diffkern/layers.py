@@ -20,9 +20,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         dtype = hidden_states.dtype
         out_dtype = torch.promote_types(dtype, self.weight.dtype)
-        return ops.rms_norm(
-            hidden_states, self.weight, None, self.variance_epsilon, 0.0, dtype, out_dtype, False, True
-        )
+        return ops.rms_norm(hidden_states, self.weight, None, self.variance_epsilon, 0.0, dtype, out_dtype, False, True)
 
 
 class LayerNorm(nn.Module):

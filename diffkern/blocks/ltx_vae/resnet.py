@@ -77,19 +77,21 @@ class LTXResnetBlock(AutoencoderRecipe):
             modulation = temb.reshape(inputs.shape[0], 4, -1) + block.scale_shift_table
             shift_1, scale_1, shift_2, scale_2 = modulation.unbind(1)
 
-        def convolved(name: str, x: Tensor, *added: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
+        def convolved(
+            name: str, x: Tensor, bias: Tensor | None, noise: Tensor | None, scale: Tensor | None,
+            shift: Tensor | None, eps: float,
+        ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
             """Convolves the activated norm of the sum; also returns the bias that is still to be added."""
             conv = getattr(block, name)
-            is_stock = name in stock
+            pad = (0, 0) if name in stock else padding_of(conv)
             x = add_norm_silu_pad(
-                x, *added, eps, pad=(0, 0) if is_stock else padding_of(conv), memory_format=memory_format,
-                provider=provider,
-            )  # fmt: skip
-            return (conv(x), None) if is_stock else convolve(conv, x, conv.conv.weight, conv.conv.bias)
+                x, bias, noise, scale, shift, eps, pad=pad, memory_format=memory_format, provider=provider
+            )
+            return (conv(x), None) if name in stock else convolve(conv, x, conv.conv.weight, conv.conv.bias)
 
-        h, bias = convolved("conv1", inputs, None, None, scale_1, shift_1, eps=block.norm1.eps)
+        h, bias = convolved("conv1", inputs, None, None, scale_1, shift_1, block.norm1.eps)
         noise = _noise(h, block.per_channel_scale1, generator)
-        h, bias = convolved("conv2", h, bias, noise, scale_2, shift_2, eps=block.norm2.eps)
+        h, bias = convolved("conv2", h, bias, noise, scale_2, shift_2, block.norm2.eps)
         noise = _noise(h, block.per_channel_scale2, generator)
 
         residual = inputs

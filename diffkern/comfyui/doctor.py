@@ -1,0 +1,65 @@
+"""What the node pack finds on this machine and in this ComfyUI, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+from diffkern import __version__
+from diffkern.comfyui.availability import pipelines_unavailable_reason
+from diffkern.comfyui.recipes import known_recipes
+from diffkern.doctor import examine
+
+
+def report() -> str:
+    """Returns versions, the providers of kernels and why each is off, comfy-kitchen's backends, and the recipes."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    checkup = examine()
+    versions = {"ComfyUI": _comfyui_version(), **checkup.versions, "comfy-kitchen": _version("comfy-kitchen")}
+    versions["diffkern"] = __version__  # also of a checkout that is not installed
+    yield ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield from checkup.settings
+    yield "\nKernels:"
+    for row in checkup.rows:
+        yield f"  {row.device}, {row.provider}: {f'serves {len(row.ops)} ops' if row.ops else 'serves nothing'}"
+        if row.reason:
+            yield f"    why not, and what to do: {row.reason}"
+    yield "\nBackends of comfy-kitchen:"
+    yield from _kitchen()
+    yield "\nModules of ComfyUI:"
+    for class_name, found in known_recipes().items():
+        state = {"recipe": "known", "probe": "changed since the recipe was written; proven before use"}
+        yield f"  {class_name.rpartition('.')[2]}: {state[found.how] if found.how else found.reason}"
+    reason = pipelines_unavailable_reason()
+    yield f"\nNodes for diffusers pipelines: {'there' if reason is None else reason}"
+
+
+def _kitchen() -> Iterator[str]:
+    try:
+        import comfy_kitchen
+    except ImportError as error:
+        yield f"  none: {error}"
+        return
+    for name, state in sorted(comfy_kitchen.list_backends().items()):
+        if state["available"] and not state["disabled"]:
+            yield f"  {name}: {len(state['capabilities'])} functions"
+        else:
+            yield f"  {name}: off, {state['unavailable_reason'] or 'disabled by ComfyUI'}"
+
+
+def _comfyui_version() -> str:
+    try:
+        from comfyui_version import __version__
+    except ImportError:
+        return "of unknown version"
+    return str(__version__)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

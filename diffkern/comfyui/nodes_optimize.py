@@ -1,0 +1,157 @@
+"""The nodes "Optimize Model" and "Doctor"."""
+
+from __future__ import annotations
+
+import time
+from io import StringIO
+from typing import Any
+
+from comfy_api.latest import io, ui
+from rich.console import Console
+from typing_extensions import override
+
+from diffkern.comfyui import kitchen_backend
+from diffkern.comfyui.optimize import optimize
+from diffkern.comfyui.recipe import FAMILIES
+from diffkern.injection import InjectionReport
+from diffkern.providers import ORDER
+
+CATEGORY = "diffkern"
+
+_WIDTH = 140
+_NUMERICS = {"auto": "fast", "exact": "exact"}
+
+
+class OptimizeModel(io.ComfyNode):
+    """MODEL in, optimized MODEL and report out."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        """Returns inputs and outputs."""
+        return io.Schema(
+            node_id="DiffkernOptimizeModel",
+            display_name="Optimize Model (diffkern)",
+            category=CATEGORY,
+            description="Runs LTX-Video, LTX-2, Flux, HunyuanVideo and Wan on fused kernels. Every kind of module is "
+            "proven against the native one first. The input model stays as it is: bypass this node and it is gone.",
+            search_aliases=["speed up", "kernels", "fused", "rms norm", "faster"],
+            inputs=[
+                io.Model.Input("model"),
+                io.Combo.Input(
+                    "mode",
+                    options=["auto", "exact", "off"],
+                    default="auto",
+                    tooltip="auto: at least as accurate as the native model. exact: only what gives the very same "
+                    "bits. off: hands the model on as it is.",
+                ),
+                *(
+                    io.Boolean.Input(family, default=True, tooltip=_FAMILY_TOOLTIPS[family], advanced=True)
+                    for family in FAMILIES
+                ),
+                io.Combo.Input(
+                    "comfy_kitchen",
+                    options=list(kitchen_backend.CHOICES),
+                    default="auto",
+                    advanced=True,
+                    tooltip="Also serve the functions of comfy-kitchen that this model calls. auto: where it has plain "
+                    "PyTorch only. on: always. off: never.",
+                ),
+                io.Combo.Input(
+                    "backend",
+                    options=["auto", *(name for name in ORDER if name != "hub")],
+                    default="auto",
+                    advanced=True,
+                    tooltip="Who computes. auto: the first of these that can. eager is plain PyTorch, to compare with.",
+                ),
+                io.String.Input(
+                    "blocks",
+                    default="",
+                    advanced=True,
+                    tooltip="Which blocks: empty for all, numbers and ranges such as 0-9,12, or patterns on their "
+                    "paths such as double_blocks.*",
+                ),
+                io.Combo.Input(
+                    "on_unsupported",
+                    options=["warn", "error"],
+                    default="warn",
+                    advanced=True,
+                    tooltip="What to do if something stays native: say so in the report, or stop.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="The optimized model."),
+                io.String.Output("report", tooltip="What was optimized, and why not elsewhere."),
+            ],
+        )
+
+    @classmethod
+    @override
+    def execute(
+        cls, model: Any, mode: str, comfy_kitchen: str, backend: str, blocks: str, on_unsupported: str, **families: bool
+    ) -> io.NodeOutput:
+        """Runs the node."""
+        if mode == "off":
+            return _with_report("off: the model is handed on as it is", model)
+        optimized, report = optimize(
+            model,
+            numerics=_NUMERICS[mode],
+            families=[family for family in FAMILIES if families[family]],
+            provider=None if backend == "auto" else backend,
+            blocks=blocks,
+            kitchen=comfy_kitchen,
+            strict=on_unsupported == "error",
+        )
+        return _with_report(_as_text(report), optimized)
+
+
+class Doctor(io.ComfyNode):
+    """What is installed, what serves, and why the rest does not."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        """Returns inputs and outputs."""
+        return io.Schema(
+            node_id="DiffkernDoctor",
+            display_name="Doctor (diffkern)",
+            category=CATEGORY,
+            description="Lists versions, every provider of kernels and why it is off, the backends of comfy-kitchen, "
+            "and which modules of this ComfyUI are known.",
+            search_aliases=["diagnose", "version", "why slow"],
+            inputs=[],
+            outputs=[io.String.Output("report")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    @override
+    def fingerprint_inputs(cls, **kwargs: Any) -> float:
+        """Makes the node run every time: what is installed may have changed."""
+        return time.time()
+
+    @classmethod
+    @override
+    def execute(cls, **kwargs: Any) -> io.NodeOutput:
+        """Runs the node."""
+        from diffkern.comfyui.doctor import report
+
+        return _with_report(report())
+
+
+_FAMILY_TOOLTIPS = {
+    "modulation": "Norms with scale and shift, and gated sums.",
+    "qk_norm_rope": "Norms of queries and keys, and the rotary embedding.",
+}
+
+
+def _as_text(report: InjectionReport) -> str:
+    """The report as wide as its lines are: a node scrolls where a terminal wraps."""
+    console = Console(file=StringIO(), width=_WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(report)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _with_report(text: str, *outputs: Any) -> io.NodeOutput:
+    return io.NodeOutput(*outputs, text, ui=ui.PreviewText(text))

@@ -1,0 +1,171 @@
+"""Nodes for diffusers pipelines: load, optimize, generate. Imported only where diffusers is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+from comfy_api.latest import io, ui
+from typing_extensions import override
+
+from diffkern.comfyui import pipelines
+from diffkern.comfyui.nodes_optimize import CATEGORY
+from diffkern.providers import ORDER
+
+_CATEGORY = f"{CATEGORY}/pipeline"
+_MAX_SEED = 0xFFFFFFFFFFFFFFFF
+
+PipelineType: Any = io.Custom("DIFFKERN_PIPELINE")
+
+
+def _available() -> dict[str, str]:
+    return pipelines.find(folder_paths.get_folder_paths("diffusers"))
+
+
+class LoadPipeline(io.ComfyNode):
+    """A pipeline from ``models/diffusers``."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        """Returns inputs and outputs."""
+        return io.Schema(
+            node_id="DiffkernLoadPipeline",
+            display_name="Load Diffusers Pipeline (diffkern)",
+            category=_CATEGORY,
+            description="Loads a diffusers pipeline from a folder in models/diffusers. Downloads nothing.",
+            inputs=[
+                io.Combo.Input(
+                    "pipeline",
+                    options=sorted(_available()),
+                    tooltip="Folders with a model_index.json in models/diffusers.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=list(pipelines.DTYPES),
+                    default="auto",
+                    tooltip="auto: bfloat16 on a GPU, float32 on a CPU.",
+                ),
+                io.Combo.Input(
+                    "offload",
+                    options=list(pipelines.OFFLOADS),
+                    default="none",
+                    tooltip="Where the weights wait: none keeps all on the GPU, model moves one component at a time, "
+                    "sequential one layer at a time.",
+                ),
+            ],
+            outputs=[PipelineType.Output("pipeline")],
+        )
+
+    @classmethod
+    @override
+    def execute(cls, pipeline: str, dtype: str, offload: str) -> io.NodeOutput:
+        """Runs the node."""
+        path = _available().get(pipeline)
+        if path is None:
+            raise ValueError(f"no pipeline {pipeline!r} in models/diffusers: a folder there with a model_index.json")
+        device = comfy.model_management.get_torch_device()
+        comfy.model_management.unload_all_models()
+        return io.NodeOutput(pipelines.load(path, dtype, offload, device))
+
+
+class OptimizePipeline(io.ComfyNode):
+    """What ``inject_optimized_kernels`` does, when the pipeline runs."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        """Returns inputs and outputs."""
+        return io.Schema(
+            node_id="DiffkernOptimizePipeline",
+            display_name="Optimize Diffusers Pipeline (diffkern)",
+            category=_CATEGORY,
+            description="Runs a diffusers pipeline on fused kernels. Takes effect when the pipeline runs: bypass this "
+            "node and it is gone.",
+            inputs=[
+                PipelineType.Input("pipeline"),
+                io.Combo.Input(
+                    "mode",
+                    options=["auto", "exact", "off"],
+                    default="auto",
+                    tooltip="auto: at least as accurate as the stock modules. exact: only what gives the very same "
+                    "bits. off: hands the pipeline on as it is.",
+                ),
+                io.Combo.Input(
+                    "backend",
+                    options=["auto", *(name for name in ORDER if name != "hub")],
+                    default="auto",
+                    advanced=True,
+                    tooltip="Who computes. auto: the first of these that can.",
+                ),
+                io.Combo.Input(
+                    "on_unsupported",
+                    options=["warn", "error"],
+                    default="warn",
+                    advanced=True,
+                    tooltip="What to do if something would fall back: say so in the report, or stop.",
+                ),
+            ],
+            outputs=[PipelineType.Output("pipeline"), io.String.Output("plan", tooltip="What will be optimized.")],
+        )
+
+    @classmethod
+    @override
+    def execute(cls, pipeline: pipelines.Pipeline, mode: str, backend: str, on_unsupported: str) -> io.NodeOutput:
+        """Runs the node."""
+        if mode == "off":
+            text = "off: the pipeline is handed on as it is"
+            return io.NodeOutput(pipeline, text, ui=ui.PreviewText(text))
+        wanted = pipeline.optimized(
+            numerics="exact" if mode == "exact" else "fast",
+            config=None if backend == "auto" else {"*": backend},
+            strict=on_unsupported == "error",
+        )
+        text = str(wanted.plan())
+        return io.NodeOutput(wanted, text, ui=ui.PreviewText(text))
+
+
+class GenerateVideo(io.ComfyNode):
+    """A prompt in, frames out."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        """Returns inputs and outputs."""
+        return io.Schema(
+            node_id="DiffkernGenerateVideo",
+            display_name="Generate Video with Pipeline (diffkern)",
+            category=_CATEGORY,
+            description="Runs a diffusers pipeline for video, such as LTX-Video, and returns its frames.",
+            inputs=[
+                PipelineType.Input("pipeline"),
+                io.String.Input("prompt", multiline=True, default="A lighthouse on a cliff in a storm, film grain"),
+                io.String.Input("negative_prompt", multiline=True, default="worst quality, blurry, distorted"),
+                io.Int.Input("width", default=768, min=32, max=4096, step=32),
+                io.Int.Input("height", default=512, min=32, max=4096, step=32),
+                io.Int.Input("num_frames", default=49, min=1, max=1025, step=8, tooltip="1 more than a multiple of 8."),
+                io.Int.Input("steps", default=30, min=1, max=200),
+                io.Float.Input("guidance_scale", default=3.0, min=0.0, max=30.0, step=0.1),
+                io.Int.Input("seed", default=0, min=0, max=_MAX_SEED, control_after_generate=True),
+            ],
+            outputs=[
+                io.Image.Output("frames"),
+                io.String.Output("report", tooltip="What was optimized, and the calls."),
+            ],
+        )
+
+    @classmethod
+    @override
+    def execute(cls, pipeline: pipelines.Pipeline, steps: int, **video: Any) -> io.NodeOutput:
+        """Runs the node."""
+        bar = comfy.utils.ProgressBar(steps)
+
+        def progress(done: int, total: int) -> None:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            bar.update_absolute(done, total)
+
+        frames, report = pipelines.generate(pipeline, pipelines.Video(num_inference_steps=steps, **video), progress)
+        text = "nothing is injected" if report is None else str(report)
+        return io.NodeOutput(frames, text, ui=ui.PreviewText(text))

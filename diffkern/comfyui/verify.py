@@ -1,0 +1,81 @@
+"""Does an optimized model still say what the native one says? On inputs of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diffkern.bench.measure import relative_error
+from diffkern.comfyui.optimize import native
+from diffkern.comfyui.patcher import patches_of
+from diffkern.comfyui.sampling import denoise
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far the optimized model is from the native one after some steps.
+
+    Attributes:
+        error: Relative L2 distance of the latents; NaN if either is not finite.
+        identical: Whether they are equal bit for bit.
+        finite: Whether all of the optimized latents are finite.
+        native_finite: Whether all of the native latents are.
+        tolerance: The error that is allowed.
+        fused: Calls that ran fused, of all patched modules.
+        stock: Calls that did not.
+    """
+
+    error: float
+    identical: bool
+    finite: bool
+    native_finite: bool
+    tolerance: float
+    fused: int
+    stock: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the optimized model may stand in for the native one."""
+        return self.identical or (self.finite and self.error <= self.tolerance)
+
+    def __str__(self) -> str:
+        if not self.native_finite:
+            state = "the native model itself gives NaN or infinity: nothing can be said"
+        elif not self.finite:
+            state = "the optimized model gives NaN or infinity"
+        elif self.identical:
+            state = "bit for bit the native result"
+        else:
+            state = f"relative error {self.error:.1e}, allowed {self.tolerance:.1e}"
+        calls = (
+            f"{self.fused} calls ran fused, {self.stock} stock" if self.fused or self.stock else "nothing is patched"
+        )
+        return f"{'PASS' if self.passed else 'FAIL'}: {state}; {calls}"
+
+
+def verify(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, seed: int, tolerance: float) -> Verdict:
+    """Denoises the same latent with the native and with the optimized model.
+
+    Args:
+        model: An optimized model.
+        positive: The conditioning.
+        latent: A latent; what is in it takes part as in a sampler.
+        steps: Number of steps; errors grow with them.
+        seed: Of the noise.
+        tolerance: The relative error that is allowed.
+    """
+    expected = denoise(native(model), positive, latent, steps, seed)
+    before = _calls(model)
+    found = denoise(model, positive, latent, steps, seed)
+    fused, stock = (now - then for now, then in zip(_calls(model), before, strict=True))
+    finite, native_finite = (bool(torch.isfinite(result).all()) for result in (found, expected))
+    error = relative_error(found, expected) if finite and native_finite else float("nan")
+    return Verdict(error, torch.equal(found, expected), finite, native_finite, tolerance, fused, stock)
+
+
+def _calls(model: Any) -> tuple[int, int]:
+    patches = patches_of(model).values()
+    return sum(patch.fused_calls for patch in patches), sum(patch.stock_calls.total() for patch in patches)

@@ -1,0 +1,101 @@
+"""Backends on a GPU: whatever is there is right or refused, and nothing raises in the middle of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from diffkern import inject_optimized_kernels
+from diffkern.attention import BACKENDS, AttentionCall, Route, accuracy
+from diffkern.attention.measure import peak_bytes, seconds
+from diffkern.bench import attention
+from tests.injection.models import ltx_inputs, tiny_ltx
+
+pytestmark = pytest.mark.gpu
+
+Make = Callable[..., AttentionCall]
+
+stock = BACKENDS["native"].compute
+
+_HERE = [name for name, backend in BACKENDS.items() if backend.missing() is None and not backend.downloads]
+
+
+@pytest.mark.parametrize("name", _HERE)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"head_dim": head_dim} for head_dim in (40, 64, 72, 96, 128, 160, 192, 256, 512)),
+        {"queries": 1, "keys": 300, "head_dim": 64},
+        {"head_dim": 64, "dtype": torch.float32},
+        {"head_dim": 64, "gradients": True},
+        {"head_dim": 64, "dropout": 0.2, "gradients": True},
+        {"head_dim": 64, "mask": "bool"},
+        {"head_dim": 64, "mask": "additive"},
+        {"head_dim": 64, "queries": 12, "causal": True},
+        {"head_dim": 64, "causal": True},
+    ],
+    ids=str,
+)
+def test_dk78_every_backend_is_right_or_refused(name: str, arguments: dict[str, object], make_call: Make) -> None:
+    call = make_call(**{"dtype": torch.bfloat16, "device": "cuda", "queries": 80, "keys": 130, **arguments})
+    route = Route([BACKENDS[name]])
+    y = route(call, stock)
+    assert y.shape == (*call.query.shape[:3], call.value.shape[3])
+    assert route.fused_calls + sum(route.stock_calls.values()) == 1
+    if call.dropout == 0:
+        error, own = accuracy.errors(call, (lambda call: route(call, stock), stock))
+        assert BACKENDS[name].lossy or error <= 1.06 * own + 1e-6
+
+
+@pytest.mark.parametrize("name", ["_native_cudnn", "_native_efficient", "_native_flash"])
+def test_pytorchs_kernels_serve_plain_calls(name: str, make_call: Make) -> None:
+    call = make_call(dtype=torch.bfloat16, device="cuda", head_dim=64, kv_heads=4, queries=256, keys=256)
+    route = Route([BACKENDS[name]])
+    route(call, stock)
+    if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0):
+        assert route.fused_calls == 1, route.describe()
+
+
+def test_auto_on_a_model() -> None:
+    model = tiny_ltx().to("cuda", torch.bfloat16)
+    inputs = {
+        name: value.to("cuda") if isinstance(value, torch.Tensor) else value
+        for name, value in ltx_inputs(dtype=torch.bfloat16).items()
+    }
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        report = inject_optimized_kernels(model, attention="auto", config={"*": "eager"})
+        torch.testing.assert_close(model(**inputs)[0], expected, rtol=5e-2, atol=5e-2)
+        site = next(site for site in report.patched if site.op == "attention")
+        assert "fastest by measurement" in site.reason and site.measurements
+        report.restore()
+        assert torch.equal(model(**inputs)[0], expected)
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(make_call: Make) -> None:
+    route = Route([BACKENDS["_native_math"]])
+    call = make_call(device="cuda", dtype=torch.bfloat16, head_dim=64)
+    with torch.no_grad():
+        stock(call)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = route(call, stock)
+        graph.replay()
+        torch.testing.assert_close(y, stock(call))
+        assert route.fused_calls == 0 and "while a CUDA graph is captured" in next(iter(route.stock_calls))
+        route(call, stock)
+        assert route.fused_calls == 1
+
+
+def test_time_and_memory(make_call: Make) -> None:
+    call = make_call(device="cuda", dtype=torch.bfloat16, head_dim=64, queries=512, keys=512)
+    scores = call.query.shape[0] * call.query.shape[2] * 512 * 512 * 2
+    assert 0 < seconds(stock, call) < 1
+    assert (peak_bytes(BACKENDS["_native_math"].compute, call) or 0) >= scores
+    shape = attention.Shape.parse("1x512x8x64")
+    results = attention.run(shape.call(torch.device("cuda"), torch.bfloat16), str(shape))
+    measured = [result for result in results if result.milliseconds is not None]
+    assert {"native", "_native_math"} <= {result.backend for result in measured}
+    assert all(result.peak_bytes is not None and result.error is not None for result in measured)

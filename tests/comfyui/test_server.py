@@ -1,0 +1,159 @@
+"""The node pack in a real server: loaded, listed, run, bypassed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.comfyui import checkpoints
+from tests.comfyui.server import PACK, Server
+
+MODEL_NODES = ["DiffkernOptimizeModel", "DiffkernVerify", "DiffkernBenchmark", "DiffkernDoctor"]
+PIPELINE_NODES = ["DiffkernLoadPipeline", "DiffkernOptimizePipeline", "DiffkernGenerateVideo"]
+
+LATENTS = {
+    "ltx": ("EmptyLTXVLatentVideo", {"width": 128, "height": 96, "length": 9, "batch_size": 1}),
+    "flux": ("EmptySD3LatentImage", {"width": 96, "height": 80, "batch_size": 1}),
+    "wan": ("EmptyHunyuanLatentVideo", {"width": 64, "height": 48, "length": 5, "batch_size": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def server(comfyui: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("comfyui"))
+    for kind in LATENTS:
+        checkpoints.write(kind, server.models / f"{kind}.safetensors")
+    with server:
+        yield server
+
+
+def workflow(kind: str, name: str, optimize: dict[str, Any] | None) -> dict[str, Any]:
+    """Loader, sampler, results; with or without the node between them."""
+    latent, size = LATENTS[kind]
+    prompt: dict[str, Any] = {
+        "1": {"class_type": "UNETLoader", "inputs": {"unet_name": f"{kind}.safetensors", "weight_dtype": "default"}},
+        "2": {"class_type": "TinyConditioning", "inputs": {"seed": 1}},
+        "3": {"class_type": "TinyConditioning", "inputs": {"seed": 2}},
+        "4": {"class_type": latent, "inputs": size},
+        "6": {
+            "class_type": "KSampler",
+            "inputs": {
+                "model": ["1", 0], "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0], "seed": 5,
+                "steps": 2, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0,
+            },
+        },
+        "7": {"class_type": "SaveLatent", "inputs": {"samples": ["6", 0], "filename_prefix": name}},
+    }  # fmt: skip
+    if optimize is not None:
+        defaults = {
+            "mode": "auto", "modulation": True, "qk_norm_rope": True, "comfy_kitchen": "auto", "backend": "auto",
+            "blocks": "", "on_unsupported": "warn",
+        }  # fmt: skip
+        prompt["5"] = {"class_type": "DiffkernOptimizeModel", "inputs": {"model": ["1", 0], **defaults, **optimize}}
+        prompt["6"]["inputs"]["model"] = ["5", 0]
+        prompt["8"] = {"class_type": "PreviewAny", "inputs": {"source": ["5", 1]}}
+        prompt["9"] = {
+            "class_type": "DiffkernVerify",
+            "inputs": {
+                "model": ["5", 0], "positive": ["2", 0], "latent_image": ["4", 0], "steps": 2, "seed": 1,
+                "tolerance": 1e-4, "on_failure": "error",
+            },
+        }  # fmt: skip
+    return prompt
+
+
+def result(server: Server, name: str) -> torch.Tensor:
+    (path,) = (server.base / "output").glob(f"{name}_*.latent")
+    return load_file(path)["latent_tensor"]
+
+
+def test_the_nodes_are_listed_with_inputs_tooltips_and_outputs(server: Server) -> None:
+    listed = server.get("/object_info")
+
+    assert {*MODEL_NODES, *PIPELINE_NODES} <= set(listed)
+    optimize = listed["DiffkernOptimizeModel"]
+    assert optimize["output"] == ["MODEL", "STRING"]
+    assert optimize["python_module"] == "custom_nodes.diffkern"
+    inputs = optimize["input"]["required"]
+    assert list(inputs) == [
+        "model", "mode", "modulation", "qk_norm_rope", "comfy_kitchen", "backend", "blocks", "on_unsupported",
+    ]  # fmt: skip
+    assert inputs["mode"][1]["options"] == ["auto", "exact", "off"]
+    assert all(options["tooltip"] for name, (_, options) in inputs.items() if name != "model")
+    assert "Cannot import" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("kind", LATENTS)
+def test_a_workflow_runs_and_a_bypassed_node_leaves_nothing(server: Server, kind: str) -> None:
+    server.run(workflow(kind, f"{kind}_native", None))
+    shown = server.run(workflow(kind, f"{kind}_fast", {}))
+    server.run(workflow(kind, f"{kind}_exact", {"mode": "exact"}))
+    server.run(
+        {**workflow(kind, f"{kind}_again", None), "2": {"class_type": "TinyConditioning", "inputs": {"seed": 9}}}
+    )
+    server.run(workflow(kind, f"{kind}_bypassed", None) | {"10": {"class_type": "DiffkernDoctor", "inputs": {}}})
+
+    native, fast = result(server, f"{kind}_native"), result(server, f"{kind}_fast")
+    assert torch.isfinite(fast).all() and not torch.equal(fast, native)
+    assert (fast - native).norm() <= 1e-5 * native.norm()
+    assert torch.equal(result(server, f"{kind}_exact"), native)
+    assert torch.equal(result(server, f"{kind}_bypassed"), native)
+    assert not torch.equal(result(server, f"{kind}_again"), native)
+    assert "patched" in shown["8"]["text"][0] and "by compiled" in shown["8"]["text"][0]
+    assert shown["9"]["text"][0].startswith("PASS")
+
+
+def test_benchmark_and_doctor_say_what_they_found(server: Server) -> None:
+    prompt = workflow("ltx", "benchmark", {})
+    prompt["9"] = {
+        "class_type": "DiffkernBenchmark",
+        "inputs": {
+            "model": ["5", 0], "positive": ["2", 0], "latent_image": ["4", 0], "steps": 3, "runs": 1, "seed": 1,
+        },
+    }  # fmt: skip
+    prompt["10"] = {"class_type": "DiffkernDoctor", "inputs": {}}
+    shown = server.run(prompt)
+
+    assert "ms a step" in shown["9"]["text"][0] and "times as fast" in shown["9"]["text"][0]
+    assert "comfy-kitchen" in shown["10"]["text"][0] and "BasicTransformerBlock: known" in shown["10"]["text"][0]
+
+
+def test_an_unsupported_choice_is_an_error_that_says_why(server: Server) -> None:
+    with pytest.raises(RuntimeError, match="without changing a bit"):
+        server.run(workflow("wan", "refused", {"mode": "exact", "on_unsupported": "error"}))
+    with pytest.raises(RuntimeError, match="fits none of the 6 modules"):
+        server.run(workflow("wan", "refused", {"blocks": "40-50"}))
+
+
+@pytest.mark.parametrize("path", sorted((PACK / "example_workflows").glob("*.json")), ids=lambda path: path.stem)
+def test_example_workflows_fit_the_nodes_of_this_comfyui(server: Server, path: Path) -> None:
+    listed = server.get("/object_info")
+    graph = json.loads(path.read_text())
+    links = {link[0]: link for link in graph["links"]}
+    types = [node["type"] for node in graph["nodes"]]
+
+    assert "DiffkernOptimizeModel" in types
+    for node in graph["nodes"]:
+        if node["type"] in ("MarkdownNote", "Note"):
+            continue
+        info = listed[node["type"]]
+        known = {**info["input"].get("required", {}), **info["input"].get("optional", {})}
+        assert {entry["name"] for entry in node["inputs"]} <= set(known)
+        for slot, entry in enumerate(node["inputs"]):
+            if entry.get("link") is not None:
+                _, source, output, target, place, kind = links[entry["link"]]
+                assert (target, place) == (node["id"], slot)
+                (origin,) = (other for other in graph["nodes"] if other["id"] == source)
+                assert listed[origin["type"]]["output"][output] == kind
+        required = {name for name, spec in info["input"].get("required", {}).items() if not _is_widget(spec)}
+        assert required <= {entry["name"] for entry in node["inputs"] if entry.get("link") is not None}
+
+
+def _is_widget(spec: list[Any]) -> bool:
+    return isinstance(spec[0], list) or spec[0] in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
