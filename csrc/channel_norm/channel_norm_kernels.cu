@@ -8,6 +8,10 @@
 #include <iterator>
 #include <utility>
 
+#if defined(DIFFKERN_BENCH)
+#include <cstdlib>
+#endif
+
 #include "../common/gpu_samples.h"
 #include "channel_norm.h"
 #include "channel_norm_config.h"
@@ -49,16 +53,61 @@ __device__ __forceinline__ float finish(const ChannelNormParams& p, const Channe
   return p.silu ? silu<T>(value) : value;
 }
 
+// The parameters of all channels of a block, in shared memory. Where nothing is rounded in between, they are one
+// multiplication and one addition: value * affine[0].x + affine[0].y.
+template <int kChannels>
+struct Parameters {
+  float2 affine[kChannels];
+  float2 modulation[kChannels];  // used where there is rounding alone
+
+  __device__ __forceinline__ void gather(const ChannelNormParams& p, int64_t sample, int thread, int threads) {
+    const bool rounds = p.round_dtype != Dtype::kNone;
+    for (int c = thread; c < static_cast<int>(p.shape.channels); c += threads) {
+      const Channel channel = channel_of(p, sample, c);
+      if (rounds) {
+        affine[c] = {channel.weight, channel.bias};
+        modulation[c] = {channel.scale, channel.shift};
+      } else {
+        affine[c] = {channel.weight * channel.scale, fmaf(channel.bias, channel.scale, channel.shift)};
+      }
+    }
+  }
+
+  // All that follows the multiplication by the factor, for kCount values: of channels side by side from c on, or
+  // without kWide all of channel c.
+  template <typename T, int kCount, bool kWide>
+  __device__ __forceinline__ void finish_all(const ChannelNormParams& p, int c, float* values) const {
+    if (p.round_dtype != Dtype::kNone) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const float2 a = affine[kWide ? c + j : c];
+        const float2 m = modulation[kWide ? c + j : c];
+        values[j] = finish<T>(p, {a.x, a.y, m.x, m.y}, values[j]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float2 a = affine[kWide ? c + j : c];
+      values[j] = fmaf(values[j], a.x, a.y);
+    }
+    if (!p.silu) return;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[j] = silu<T>(values[j]);
+  }
+};
+
 // --- column kernel -------------------------------------------------------------------------------------
 
 // threadIdx.x: packet of positions; threadIdx.y: lane along the channels. blockIdx.x: tile of positions of a sample.
-template <typename T, int kLanes, int kPackets>
-__global__ void __launch_bounds__(kColumnPackets* kLanes) column_kernel(const ChannelNormParams p, const uint32_t tiles) {
+template <typename T, int kWidth, int kLanes, int kPackets>
+__global__ void __launch_bounds__(kWidth* kLanes) column_kernel(const ChannelNormParams p, const uint32_t tiles) {
   constexpr int kCount = kPacketSize<T>;
-  constexpr int kTile = kColumnPackets * kCount;
-  constexpr int kWaves = kColumnPackets * kLanes / kWaveSize;
+  constexpr int kTile = kWidth * kCount;
+  constexpr int kWaves = kWidth * kLanes / kWaveSize;
   __shared__ float sums[kWaves][kTile];
   __shared__ float factors[kTile];
+  __shared__ Parameters<kLanes * kPackets> parameters;
 
   const uint32_t sample = blockIdx.x / tiles;
   const int64_t position = static_cast<int64_t>(blockIdx.x - sample * tiles) * kTile + threadIdx.x * kCount;
@@ -66,6 +115,7 @@ __global__ void __launch_bounds__(kColumnPackets* kLanes) column_kernel(const Ch
   const T* x = static_cast<const T*>(p.x) + sample * p.x_steps.batch + position;
   T* out = static_cast<T*>(p.out) + sample * p.out_steps.batch + position;
   const int channels = inside ? static_cast<int>(p.shape.channels) : 0;
+  const int thread = threadIdx.y * kWidth + threadIdx.x;
 
   uint4 held[kPackets];
 #pragma unroll
@@ -73,6 +123,7 @@ __global__ void __launch_bounds__(kColumnPackets* kLanes) column_kernel(const Ch
     const int c = threadIdx.y + i * kLanes;
     if (c < channels) held[i] = load_once(x + c * p.x_steps.channel);
   }
+  parameters.gather(p, sample, thread, kWidth * kLanes);
   float squares[kCount] = {};
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
@@ -82,22 +133,21 @@ __global__ void __launch_bounds__(kColumnPackets* kLanes) column_kernel(const Ch
 #pragma unroll
     for (int j = 0; j < kCount; ++j) squares[j] += values[j] * values[j];
   }
-  const int thread = threadIdx.y * kColumnPackets + threadIdx.x;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
 #pragma unroll
-    for (int mask = kColumnPackets; mask < kWaveSize; mask *= 2) squares[j] += shuffle_xor(squares[j], mask);
+    for (int mask = kWidth; mask < kWaveSize; mask *= 2) squares[j] += shuffle_xor(squares[j], mask);
   }
-  if (thread % kWaveSize < kColumnPackets) {
+  if (thread % kWaveSize < kWidth) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) sums[thread / kWaveSize][threadIdx.x * kCount + j] = squares[j];
   }
   __syncthreads();
-  if (thread < kTile) {
+  for (int at = thread; at < kTile; at += kWidth * kLanes) {
     float sum = 0.0f;
 #pragma unroll
-    for (int wave = 0; wave < kWaves; ++wave) sum += sums[wave][thread];
-    factors[thread] = factor_of(p, sum);
+    for (int wave = 0; wave < kWaves; ++wave) sum += sums[wave][at];
+    factors[at] = factor_of(p, sum);
   }
   __syncthreads();
   float factor[kCount];
@@ -107,68 +157,71 @@ __global__ void __launch_bounds__(kColumnPackets* kLanes) column_kernel(const Ch
   for (int i = 0; i < kPackets; ++i) {
     const int c = threadIdx.y + i * kLanes;
     if (c >= channels) continue;
-    const Channel channel = channel_of(p, sample, c);
     float values[kCount];
+    forget_unpacked(held[i]);
     unpack<T>(held[i], values);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) values[j] = finish<T>(p, channel, values[j] * factor[j]);
+    for (int j = 0; j < kCount; ++j) values[j] *= factor[j];
+    parameters.template finish_all<T, kCount, false>(p, c, values);
     *reinterpret_cast<uint4*>(out + c * p.out_steps.channel) = pack_packet<T>(values);
   }
 }
 
 // --- row kernel ----------------------------------------------------------------------------------------
 
-// kCount parameters side by side; absent ones change nothing.
-template <int kCount>
-__device__ __forceinline__ void parameters(const void* base, Dtype dtype, int64_t at, float absent, float* to) {
-  if (base != nullptr) return load_elements<kCount>(base, dtype, at, to);
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) to[j] = absent;
-}
-
-// threadIdx.x: lane along the channels; threadIdx.y: position.
-template <typename T, int kLanes, int kPackets>
-__global__ void __launch_bounds__(128) row_kernel(const ChannelNormParams p, const uint32_t tiles) {
+// threadIdx.x: lane along the channels; threadIdx.y: position, or kRows positions blockDim.y apart.
+template <typename T, int kLanes, int kPackets, int kThreads, int kRows>
+__global__ void __launch_bounds__(kThreads) row_kernel(const ChannelNormParams p, const uint32_t tiles) {
   constexpr int kCount = kPacketSize<T>;
+  __shared__ Parameters<kLanes * kPackets * kCount> parameters;
   const uint32_t sample = blockIdx.x / tiles;
-  const int64_t position = static_cast<int64_t>(blockIdx.x - sample * tiles) * blockDim.y + threadIdx.y;
-  const T* x = static_cast<const T*>(p.x) + sample * p.x_steps.batch + position * p.x_steps.position;
-  T* out = static_cast<T*>(p.out) + sample * p.out_steps.batch + position * p.out_steps.position;
+  const int64_t first = static_cast<int64_t>(blockIdx.x - sample * tiles) * (blockDim.y * kRows) + threadIdx.y;
+  const T* x = static_cast<const T*>(p.x) + sample * p.x_steps.batch;
+  T* out = static_cast<T*>(p.out) + sample * p.out_steps.batch;
   // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
-  const int packets = position < p.shape.positions ? static_cast<int>(p.shape.channels) / kCount : 0;
-
-  uint4 held[kPackets];
+  const int packets = static_cast<int>(p.shape.channels) / kCount;
+  const auto each_packet = [&](int r, auto&& body) {
+    const int64_t position = first + r * blockDim.y;
+    if (position >= p.shape.positions) return;
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    const int packet = threadIdx.x + i * kLanes;
-    if (packet < packets) held[i] = load_once(x + packet * kCount);
-  }
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    if (static_cast<int>(threadIdx.x) + i * kLanes >= packets) continue;
-    float values[kCount];
-    unpack<T>(held[i], values);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) squares += values[j] * values[j];
-  }
-  const float factor = factor_of(p, group_sum<kLanes>(squares));
-#pragma unroll
-  for (int i = 0; i < kPackets; ++i) {
-    const int packet = threadIdx.x + i * kLanes;
-    if (packet >= packets) continue;
-    const int64_t at = packet * kCount;
-    float values[kCount], weights[kCount], biases[kCount], scales[kCount], shifts[kCount];
-    unpack<T>(held[i], values);
-    parameters<kCount>(p.weight, p.weight_dtype, at, 1.0f, weights);
-    parameters<kCount>(p.bias, p.bias_dtype, at, 0.0f, biases);
-    parameters<kCount>(p.scale, p.scale_dtype, sample * p.scale_steps[0] + at, 0.0f, scales);
-    parameters<kCount>(p.shift, p.shift_dtype, sample * p.shift_steps[0] + at, 0.0f, shifts);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      values[j] = finish<T>(p, {weights[j], biases[j], 1.0f + scales[j], shifts[j]}, values[j] * factor);
+    for (int i = 0; i < kPackets; ++i) {
+      const int packet = threadIdx.x + i * kLanes;
+      if (packet < packets) body(i, packet, position);
     }
-    *reinterpret_cast<uint4*>(out + at) = pack_packet<T>(values);
+  };
+
+  uint4 held[kRows][kPackets];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    each_packet(r, [&](int i, int packet, int64_t position) {
+      held[r][i] = load_once(x + position * p.x_steps.position + packet * kCount);
+    });
+  }
+  parameters.gather(p, sample, threadIdx.y * kLanes + threadIdx.x, kThreads);
+  float factors[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float squares = 0.0f;
+    each_packet(r, [&](int i, int, int64_t) {
+      float values[kCount];
+      unpack<T>(held[r][i], values);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) squares += values[j] * values[j];
+    });
+    factors[r] = factor_of(p, group_sum<kLanes>(squares));
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    each_packet(r, [&](int i, int packet, int64_t position) {
+      float values[kCount];
+      forget_unpacked(held[r][i]);
+      unpack<T>(held[r][i], values);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[j] *= factors[r];
+      parameters.template finish_all<T, kCount, true>(p, packet * kCount, values);
+      *reinterpret_cast<uint4*>(out + position * p.out_steps.position + packet * kCount) = pack_packet<T>(values);
+    });
   }
 }
 
@@ -224,21 +277,27 @@ Grid grid_for(const ChannelNormParams& p, int64_t positions_per_block) {
 
 template <typename T, int kIndex>
 bool try_columns(const ChannelNormParams& p, GpuStream stream) {
+#if defined(DIFFKERN_BENCH)
+  if (const char* chosen = std::getenv("DIFFKERN_COLUMN_CONFIG"); chosen && std::atoi(chosen) != kIndex) return false;
+#endif
   constexpr ColumnConfig config = kColumnConfigs[kIndex];
   if (p.shape.channels > config.lanes * config.packets) return false;
-  const Grid grid = grid_for(p, kColumnPackets * kPacketSize<T>);
-  column_kernel<T, config.lanes, config.packets>
-      <<<grid.blocks, dim3(kColumnPackets, config.lanes), 0, stream>>>(p, grid.tiles);
+  const Grid grid = grid_for(p, config.width * kPacketSize<T>);
+  column_kernel<T, config.width, config.lanes, config.packets>
+      <<<grid.blocks, dim3(config.width, config.lanes), 0, stream>>>(p, grid.tiles);
   return true;
 }
 
 template <typename T, int kIndex>
 bool try_rows(const ChannelNormParams& p, GpuStream stream) {
+#if defined(DIFFKERN_BENCH)
+  if (const char* chosen = std::getenv("DIFFKERN_ROW_CONFIG"); chosen && std::atoi(chosen) != kIndex) return false;
+#endif
   constexpr RowConfig config = kRowConfigs[kIndex];
   if (!config.fits(p.shape.channels / kPacketSize<T>)) return false;
   constexpr int kPositions = config.threads / config.lanes;
-  const Grid grid = grid_for(p, kPositions);
-  row_kernel<T, config.lanes, config.packets>
+  const Grid grid = grid_for(p, kPositions * config.rows);
+  row_kernel<T, config.lanes, config.packets, config.threads, config.rows>
       <<<grid.blocks, dim3(config.lanes, kPositions), 0, stream>>>(p, grid.tiles);
   return true;
 }

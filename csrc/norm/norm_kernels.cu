@@ -91,25 +91,72 @@ __device__ __forceinline__ void round_to(float* values) {
   for (int j = 0; j < kCount; ++j) values[j] = rounded<T>(values[j]);
 }
 
-// A row per kLanes threads, several rows per block; kLanes 0: a row per block. Input, output and round_dtype
-// are T, weight and bias are Param, which is T or float32.
-template <typename T, typename Param, int kLanes, int kPackets, int kThreads>
-__global__ void __launch_bounds__(kThreads) register_kernel(const NormParams p) {
+// Where a row begins, for fewer than 2^31 rows.
+__device__ __forceinline__ RowOffsets locate_row(const RowMap& map, uint32_t row) {
+  RowOffsets offsets{0, 0};
+  int dim = 0;
+#pragma unroll 1
+  for (; dim + 1 < map.dims; ++dim) {
+    const uint32_t size = static_cast<uint32_t>(map.sizes[dim]);
+    const uint32_t quotient = row / size;
+    offsets.x += (row - quotient * size) * map.x_strides[dim];
+    offsets.out += (row - quotient * size) * map.out_strides[dim];
+    row = quotient;
+  }
+  return {offsets.x + row * map.x_strides[dim], offsets.out + row * map.out_strides[dim]};
+}
+
+// The statistics of one wave's share of a row: its mean is mean + rest / count, its squares are around `mean`.
+struct WaveSums {
+  float count;
+  float mean;
+  float rest;
+  float squares;
+};
+
+// Merges the waves' shares of a row, in one synchronisation; kWaves is a power of two, no less than the waves there
+// are. `partials` may be used again only after the block has been synchronised in between.
+template <int kWaves>
+__device__ __forceinline__ WaveSums block_merge(const WaveSums& mine, WaveSums* partials, float inverse_size) {
+  if (threadIdx.x % kWaveSize == 0) partials[threadIdx.x / kWaveSize] = mine;
+  __syncthreads();
+  const unsigned wave = threadIdx.x % kWaves;
+  WaveSums share{};
+  if (wave < blockDim.x / kWaveSize) share = partials[wave];
+  const float pivot = partials[0].mean;
+  const float delta = share.count > 0.0f ? share.mean - pivot : 0.0f;
+  const float rest = group_sum<kWaves>(share.rest + share.count * delta);
+  const float centred = delta - rest * inverse_size;
+  const float squares = share.squares + centred * (2.0f * share.rest + share.count * centred);
+  return {0.0f, pivot, rest, group_sum<kWaves>(squares)};
+}
+
+// The power of two that is kValue or the next above it.
+template <int kValue>
+constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(kValue + 1) / 2>;
+template <>
+constexpr int kPowerOfTwo<1> = 1;
+
+// kRows rows per kLanes threads, several such groups per block; kLanes 0: kRows rows per block. Input, output and
+// round_dtype are T, weight and bias are Param, which is T or float32.
+template <typename T, typename Param, bool kLayerNorm, int kLanes, int kPackets, int kThreads, int kRows>
+__global__ void __launch_bounds__(kThreads) register_kernel(const NormParams p, const float inverse_size) {
   constexpr int kCount = kPacketSize<T>;
+  constexpr int kGroup = kLanes == 0 ? kWaveSize : kLanes;  // lanes that sum up by shuffles
+  constexpr int kWaves = kPowerOfTwo<kThreads / kWaveSize>;
   // With more packets the registers would not hold the parameters as well.
   constexpr bool kAhead = kPackets <= 4;
-  __shared__ float singles[kMaxWaves];
-  __shared__ float2 pairs[kMaxWaves];
+  __shared__ WaveSums partials[kRows][kLanes == 0 ? kWaves : 1];
 
   // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
-  const int64_t row = kLanes == 0 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool inside = kLanes == 0 || row < p.map.rows;
+  const uint32_t step = kLanes == 0 ? 1 : blockDim.y;
+  const uint32_t first = blockIdx.x * (step * kRows) + threadIdx.y;
+  const uint32_t rows = static_cast<uint32_t>(p.map.rows);
   const unsigned lanes = kLanes == 0 ? blockDim.x : kLanes;
-  const unsigned packets = inside ? static_cast<unsigned>(p.size / kCount) : 0;
-  const RowOffsets offsets = locate(p.map, inside ? row : 0);
-  const uint4* const x = packets_of<T>(p.x, offsets.x);
+  const unsigned packets = static_cast<unsigned>(p.size) / kCount;
   const uint4* const weight = packets_of<Param>(p.weight, 0);
   const uint4* const bias = packets_of<Param>(p.bias, 0);
+  const auto inside = [&](int r) { return (kLanes == 0 && kRows == 1) || first + r * step < rows; };
   const auto each_packet = [&](auto&& body) {
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
@@ -118,8 +165,16 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const NormParams p) 
     }
   };
 
-  uint4 held[kPackets];
-  each_packet([&](int i, unsigned packet) { held[i] = load_once(x + packet); });
+  uint4 held[kRows][kPackets];
+  T* outs[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const RowOffsets offsets = locate_row(p.map, inside(r) ? first + r * step : 0);
+    const uint4* const x = packets_of<T>(p.x, offsets.x);
+    outs[r] = static_cast<T*>(p.out) + offsets.out;
+    if (!inside(r)) continue;
+    each_packet([&](int i, unsigned packet) { held[r][i] = load_once(x + packet); });
+  }
   // Before the sums, so that these loads are in flight while the threads wait for each other.
   Raw<T, Param> weights[kAhead ? kPackets : 1];
   Raw<T, Param> biases[kAhead ? kPackets : 1];
@@ -130,50 +185,120 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const NormParams p) 
     });
   }
 
-  const auto sum = [&](auto value) {
-    if constexpr (kLanes != 0) {
-      return group_sum<kLanes>(value);
-    } else if constexpr (std::is_same_v<decltype(value), float>) {
-      return block_sum(value, singles);
-    } else {
-      return block_sum(value, pairs);
-    }
-  };
-  const auto fold = [&](auto&& add, auto&&) {
+  // Every value of a row that this thread holds.
+  const auto each_value = [&](int r, auto&& body) {
+    if (!inside(r)) return;
     each_packet([&](int i, unsigned) {
       float values[kCount];
-      forget_unpacked(held[i]);
-      unpack<T>(held[i], values);
+      forget_unpacked(held[r][i]);
+      unpack<T>(held[r][i], values);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) add(values[j]);
+      for (int j = 0; j < kCount; ++j) body(values[j]);
     });
   };
-  const Normaliser normalise = normaliser_of(p, sum, fold);
+  WaveSums sums[kRows];
+  if constexpr (kLayerNorm) {
+    // How many values the lanes hold that shuffle together.
+    float count = static_cast<float>(p.size);
+    float inverse_count = inverse_size;
+    if constexpr (kLanes == 0) {
+      int held_packets = 0;
+      const int before = static_cast<int>(threadIdx.x / kWaveSize * kWaveSize);
+#pragma unroll
+      for (int i = 0; i < kPackets; ++i) {
+        const int left = static_cast<int>(packets) - before - i * static_cast<int>(lanes);
+        held_packets += max(0, min(left, kWaveSize));
+      }
+      count = static_cast<float>(held_packets * kCount);
+      inverse_count = 1.0f / fmaxf(count, 1.0f);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float sum = 0.0f;
+      each_value(r, [&](float value) { sum += value; });
+      sums[r] = {count, group_sum<kGroup>(sum) * inverse_count, 0.0f, 0.0f};
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // What rounding left out of the mean comes to light as the mean of x - mean.
+      float2 around{0.0f, 0.0f};
+      each_value(r, [&](float value) {
+        const float centred = value - sums[r].mean;
+        around.x += centred;
+        around.y += centred * centred;
+      });
+      around = group_sum<kGroup>(around);
+      sums[r].rest = around.x;
+      sums[r].squares = around.y;
+      if constexpr (kLanes == 0) {
+        sums[r] = block_merge<kWaves>(sums[r], partials[r], inverse_size);
+      } else {
+        sums[r].squares -= around.x * around.x * inverse_size;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float sum = 0.0f;
+      each_value(r, [&](float value) { sum += value * value; });
+      sums[r] = {0.0f, 0.0f, 0.0f, group_sum<kGroup>(sum)};
+    }
+    if constexpr (kLanes == 0) {
+      if (threadIdx.x % kWaveSize == 0) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) partials[r][threadIdx.x / kWaveSize].squares = sums[r].squares;
+      }
+      __syncthreads();
+      const unsigned wave = threadIdx.x % kWaves;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        sums[r].squares = group_sum<kWaves>(wave < blockDim.x / kWaveSize ? partials[r][wave].squares : 0.0f);
+      }
+    }
+  }
 
   const bool rounds = p.round_dtype != Dtype::kNone;
-  uint4* const out = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + offsets.out);
-  each_packet([&](int i, unsigned packet) {
-    float values[kCount], params[kCount];
-    forget_unpacked(held[i]);
-    unpack<T>(held[i], values);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) values[j] = normalise(values[j]);
-    if (rounds) round_to<T, kCount>(values);
-    if (p.weight != nullptr) {
-      if constexpr (!kAhead) weights[0].load(weight, packet);
-      weights[kAhead ? i : 0].unpack_to(params);
+  for (int r = 0; r < kRows; ++r) {
+    if (!inside(r)) continue;
+    const float rest = sums[r].rest * inverse_size;
+    const float centre = sums[r].mean + rest;
+    const float scale = scale_of(p, sums[r].squares);
+    uint4* const out = reinterpret_cast<uint4*>(outs[r]);
+    each_packet([&](int i, unsigned packet) {
+      float values[kCount], params[kCount];
+      forget_unpacked(held[r][i]);
+      unpack<T>(held[r][i], values);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] *= params[j] + p.weight_offset;
-    }
-    if (p.bias != nullptr) {
-      if constexpr (!kAhead) biases[0].load(bias, packet);
-      biases[kAhead ? i : 0].unpack_to(params);
+      for (int j = 0; j < kCount; ++j) {
+        if constexpr (kLayerNorm) {
+          // In a half dtype x - mean is no finer than that the mean as one float would do.
+          values[j] = sizeof(T) == sizeof(float) ? (values[j] - sums[r].mean) - rest : values[j] - centre;
+        }
+        values[j] *= scale;
+      }
       if (rounds) round_to<T, kCount>(values);
+      if (p.weight != nullptr) {
+        if constexpr (!kAhead) weights[0].load(weight, packet);
+        weights[kAhead ? i : 0].unpack_to(params);
+        if constexpr (kLayerNorm) {
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] += params[j];
-    }
-    out[packet] = pack_packet<T>(values);
-  });
+          for (int j = 0; j < kCount; ++j) values[j] *= params[j];
+        } else {
+#pragma unroll
+          for (int j = 0; j < kCount; ++j) values[j] *= params[j] + p.weight_offset;
+        }
+      }
+      if (p.bias != nullptr) {
+        if constexpr (!kAhead) biases[0].load(bias, packet);
+        biases[kAhead ? i : 0].unpack_to(params);
+        if (rounds) round_to<T, kCount>(values);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) values[j] += params[j];
+      }
+      out[packet] = pack_packet<T>(values);
+    });
+  }
 }
 
 // --- loop kernel ---------------------------------------------------------------------------------------
@@ -334,7 +459,7 @@ bool has_wide_parameters(const NormParams& p) {
   return p.x_dtype != Dtype::kFloat32 && (p.weight_dtype == Dtype::kFloat32 || p.bias_dtype == Dtype::kFloat32);
 }
 
-template <int kIndex, typename T, typename Param>
+template <int kIndex, typename T, typename Param, bool kLayerNorm>
 bool launch_register_kernel(const NormParams& p, int index, int64_t row_packets, GpuStream stream) {
   if (index != kIndex) return false;
   constexpr RowConfig config = kRowConfigs[kIndex];
@@ -344,15 +469,19 @@ bool launch_register_kernel(const NormParams& p, int index, int64_t row_packets,
   } else {
     block = dim3(config.lanes, config.threads / config.lanes);
   }
-  register_kernel<T, Param, config.lanes, config.packets, config.threads>
-      <<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
+  register_kernel<T, Param, kLayerNorm, config.lanes, config.packets, config.threads, config.rows>
+      <<<blocks_for(p.map.rows, block.y * config.rows), block, 0, stream>>>(p, 1.0f / static_cast<float>(p.size));
   return true;
 }
 
 template <typename T, typename Param, int... kIndices>
 void launch_register_kernel(const NormParams& p, int index, std::integer_sequence<int, kIndices...>, GpuStream stream) {
   const int64_t row_packets = p.size / kPacketSize<T>;
-  (launch_register_kernel<kIndices, T, Param>(p, index, row_packets, stream) || ...);
+  if (p.layer_norm) {
+    (launch_register_kernel<kIndices, T, Param, true>(p, index, row_packets, stream) || ...);
+  } else {
+    (launch_register_kernel<kIndices, T, Param, false>(p, index, row_packets, stream) || ...);
+  }
 }
 
 constexpr int kRowConfigCount = static_cast<int>(std::size(kRowConfigs));

@@ -11,6 +11,8 @@ namespace {
 
 // Elements that are worth a thread of their own on the CPU.
 constexpr int64_t kGrain = 16384;
+// The longest head that one wave of a GPU normalises.
+constexpr int64_t kLongHead = 256;
 
 using Dims = std::array<int64_t, kMaxRank + 1>;
 using Tables = std::vector<Tensor>;
@@ -342,6 +344,10 @@ std::tuple<Tensor, Tensor> qk_norm_rope(
     double weight_offset, std::optional<ScalarType> round_dtype, bool round_norm, bool half, int64_t arithmetic,
     int64_t rotary_dim, int64_t seq_dim, int64_t start, int64_t length) {
   const char* op = "qk_norm_rope";
+  // A single long head is a row of one head, which several waves normalise together; full tables would need a dimension
+  // for the heads.
+  const bool full_tables = !cos.empty() && !coords.has_value() && grid.empty();
+  if (heads == 0 && norm != 0 && !full_tables && q.dim() >= 1 && q.size(q.dim() - 1) > kLongHead) heads = 1;
   STD_TORCH_CHECK(q.dim() >= 1 && k.dim() >= 1, op, ": q and k must have at least one dimension");
   STD_TORCH_CHECK(q.scalar_type() == k.scalar_type(), op, ": q and k must have one dtype");
   check_beside(k, q, op, "k");

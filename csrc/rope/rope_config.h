@@ -31,52 +31,51 @@ constexpr int kStreams = 2;
 template <int kShape, bool kHalf>
 constexpr int kStreamRows = kHeadShapes[kShape].packets / (kStreams * (kHalf ? 2 : 1));
 
-// Of the kernel that normalises all heads of a token together, a block to a few tokens.
+// Of the kernel that takes all heads of a token, a block to a few tokens.
 struct TokenShape {
   int packets;  // of a row that a thread holds, of q and as many of k
   int threads;  // of a block, at most
   int blocks;   // of that size on a multiprocessor, at least: what bounds the registers
+  int tokens;   // of a block, one after the other, at most: what does not change from token to token is kept
   bool ahead;   // loads the next token while it computes one
   bool keeps;   // keeps the weights in registers from token to token
 };
 
-// The first is for heads that have the same angles, which are then read for one packet and serve all of a thread.
-// The second is for heads that differ, the third for float32.
+// A call takes the first shape of its kind that holds its rows.
+enum TokenKind { kSharedTokens, kWideSharedTokens, kOwnTokens, kWideOwnTokens, kFloatTokens, kAloneTokens, kWideAloneTokens };
 constexpr TokenShape kTokenShapes[] = {
-    {4, 384, 1, false, false},
-    {2, 384, 1, false, true},
-    {4, 384, 1, false, false},
+    {5, 128, 5, 2, false, false},   // heads that have the same angles: read for one packet, they serve all of a thread
+    {4, 384, 1, 8, false, false},   // the same for long rows
+    {2, 128, 6, 4, false, false},   // heads that differ in their angles
+    {2, 384, 1, 8, false, true},    // the same for long rows
+    {4, 384, 1, 8, false, false},   // float32
+    {3, 128, 5, 2, false, true},    // heads that are normalised alone and have the same angles
+    {4, 384, 1, 8, false, true},    // the same for long rows
 #if defined(DIFFKERN_BENCH)
-    {1, 256, 4, false, true},
-    {1, 640, 1, false, true},
-    {1, 256, 5, false, false},
-    {2, 128, 5, false, true},
-    {2, 128, 6, false, false},
-    {2, 128, 7, false, false},
-    {2, 128, 5, true, false},
-    {2, 128, 4, true, true},
-    {2, 320, 2, false, true},
-    {2, 320, 3, false, false},
-    {3, 224, 3, false, false},
-    {3, 224, 4, false, false},
-    {4, 160, 4, false, false},
-    {4, 160, 5, false, false},
-    {5, 128, 4, false, false},
-    {5, 128, 5, false, false},
-    {8, 96, 5, false, false},
-    {4, 64, 8, false, false},
-    {4, 64, 12, false, false},
-    {4, 160, 3, true, false},
+    {3, 128, 4, 2, false, true},
+    {3, 128, 6, 2, false, true},
+    {3, 128, 6, 2, false, false},
+    {2, 192, 4, 2, false, true},
+    {2, 192, 5, 2, false, false},
+    {4, 96, 6, 2, false, true},
+    {6, 64, 8, 2, false, true},
+    {1, 384, 3, 2, false, true},
+    {3, 128, 4, 4, true, true},
+    {2, 192, 4, 4, true, true},
+    {2, 128, 5, 8, true, true},
+    {2, 128, 7, 4, false, false},
+    {2, 128, 6, 4, false, true},
+    {1, 256, 3, 8, true, true},
+    {5, 128, 4, 2, false, false},
+    {4, 160, 4, 2, false, false},
+    {3, 64, 10, 2, false, false},
 #endif
 };
-
-template <int kElementBytes, bool kShared>
-constexpr int kTokenShape = kElementBytes == 4 ? 2 : kShared ? 0 : 1;
 
 template <int kShape, bool kHalf>
 constexpr int kTokenUnits = kTokenShapes[kShape].packets / (kHalf ? 2 : 1);
 
-constexpr int kMinTokenBlocks = 4096;  // before a block gets a second token
-constexpr int kMaxTokens = 8;  // of a block, one after the other: what does not change from token to token is kept
+constexpr int kMinTokenBlocks = 1300;  // before a block gets a second token
+constexpr int kMaxTokens = 8;
 
 }  // namespace diffkern

@@ -2,8 +2,8 @@
 //
 //  head kernel:    heads normalised alone or not at all, in packets. A few lanes to a head; they load several heads of
 //                  q and k at once that share their angles, and read those once.
-//  token kernel:   all heads of a token normalised together, in packets. A block to a few tokens, one after the other;
-//                  q and k side by side, so that the angles are read once for both.
+//  token kernel:   all heads of a token, normalised together or alone, in packets. A block to a few tokens, one after
+//                  the other; q and k side by side, so that the angles are read once for both.
 //  general kernel: any dtypes, alignment, strides and sizes, and float64; a wave to a row, which it reads again, from
 //                  the caches, after the sums.
 #include <algorithm>
@@ -203,7 +203,7 @@ bool launch_head_kernel(const RopeParams& p, GpuStream stream) {
 
 // Whether the token kernel can address an operand in packets of `count` elements.
 bool fits_tokens(const RopeParams& p, const RopeOperand& o, int64_t count) {
-  if (!p.across || (p.half && p.rotary != p.head_dim) || !fits_packets(p, o, count)) return false;
+  if (p.norm == RopeNorm::kNone || (p.half && p.rotary != p.head_dim) || !fits_packets(p, o, count)) return false;
   if (o.inner > 1 && (o.inner_strides[kX] != p.head_dim || o.inner_strides[kOut] != p.head_dim)) return false;
   if (o.inner > INT32_MAX / p.head_dim || o.inner_strides[kToken] != 0 || o.outer.rows > kMaxBlocks) return false;
   // Where a head's angles begin in those of its token is kept in 32 bits.
@@ -223,11 +223,13 @@ bool heads_share_angles(const RopeParams& p) {
 }
 
 // Launches the token kernel if a block can hold the rows.
-template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared>
+template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kAlone>
 bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
   constexpr TokenShape shape = kTokenShapes[kShape];
   constexpr int kCount = kPacketSize<T>;
+  if (kTokenUnits<kShape, kHalf> == 0) return false;
   const int64_t head_units = units_of_head(p, kCount);
+  if (kAlone && (head_units > kMaxLanes || (head_units & (head_units - 1)) != 0)) return false;
   int64_t units = 0;
   int64_t tokens = 0;
   TokenGrid grid{};
@@ -237,45 +239,67 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
     tokens = std::max(tokens, o.outer.rows);
     grid.vectors[i] = table_vectors(p, o, kCount);
   }
-  int64_t threads = round_up(ceil_div(units, kTokenUnits<kShape, kHalf>), kWaveMultiple);
+  constexpr int64_t kHeld = std::max(1, kTokenUnits<kShape, kHalf>);
+  int64_t threads = round_up(ceil_div(units, kHeld), kWaveMultiple);
   if (kShared) {  // the units of a thread begin at the same element of their heads
     threads = round_up(threads, std::lcm(head_units, int64_t{kWaveMultiple}));
   }
   if (threads > shape.threads) return false;
   grid.both = twins(p);
-  grid.tokens = static_cast<int>(std::clamp<int64_t>(tokens / kMinTokenBlocks, 1, kMaxTokens));
+  grid.tokens = static_cast<int>(std::clamp<int64_t>(tokens / kMinTokenBlocks, 1, shape.tokens));
 #if defined(DIFFKERN_BENCH)
   grid.tokens = tuned("DIFFKERN_ROPE_TOKENS", grid.tokens);
 #endif
   grid.head_dim = make_divisor(static_cast<uint32_t>(p.head_dim));
   grid.head_units = make_divisor(static_cast<uint32_t>(head_units));
   const dim3 blocks(static_cast<unsigned>(ceil_div(tokens, grid.tokens)), grid.both ? 1 : p.count);
-  token_kernel<T, kShape, kPlain, kHalf, kTables, kShared><<<blocks, static_cast<unsigned>(threads), 0, stream>>>(p, grid);
+  token_kernel<T, kShape, kPlain, kHalf, kTables, kShared, kAlone><<<blocks, static_cast<unsigned>(threads), 0, stream>>>(p, grid);
   return true;
 }
+
+template <int kNumber>
+constexpr std::integral_constant<int, kNumber> number{};
 
 template <typename T>
 bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
   for (int i = 0; i < p.count; ++i) {
     if (!fits_tokens(p, p.operands[i], kPacketSize<T>)) return false;
   }
+  const bool shared = heads_share_angles(p);
   bool done = false;
   with_known<T, true>(p, [&](auto plain, auto half, auto tables) {
+    const auto launch = [&](auto shape, auto shares, auto alone) {
+      if (!done) done = launch_token_kernel<T, shape, plain, half, tables, shares, alone>(p, stream);
+    };
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
 #if defined(DIFFKERN_BENCH)
     if constexpr (plain && !half && std::is_same_v<T, BFloat16>) {
       with_shape<std::size(kTokenShapes)>(tuned("DIFFKERN_ROPE_TOKEN", -1), [&](auto shape) {
-        if (heads_share_angles(p)) done = launch_token_kernel<T, shape, plain, half, tables, true>(p, stream);
-        if constexpr (kTokenShapes[shape].packets <= 4) {
-          if (!done) done = launch_token_kernel<T, shape, plain, half, tables, false>(p, stream);
+        if (!p.across) {
+          if (shared) launch(shape, yes, yes);
+        } else {
+          if (shared) launch(shape, yes, no);
+          if constexpr (kTokenShapes[shape].packets <= 4) launch(shape, no, no);
         }
       });
       if (done) return;
     }
 #endif
-    if (heads_share_angles(p)) {
-      done = launch_token_kernel<T, kTokenShape<sizeof(T), true>, plain, half, tables, true>(p, stream);
+    // Elsewhere the shapes with few registers would spill them.
+    constexpr bool kTuned = plain && !half && sizeof(T) < sizeof(float);
+    if (!p.across) {
+      if (!shared) return;
+      if constexpr (kTuned) launch(number<kAloneTokens>, yes, yes);
+      launch(number<kWideAloneTokens>, yes, yes);
+      return;
     }
-    if (!done) done = launch_token_kernel<T, kTokenShape<sizeof(T), false>, plain, half, tables, false>(p, stream);
+    if (shared) {
+      if constexpr (kTuned) launch(number<kSharedTokens>, yes, no);
+      launch(number<kWideSharedTokens>, yes, no);
+    }
+    if constexpr (kTuned && tables == KnownTables::kAxes) launch(number<kOwnTokens>, no, no);
+    launch(number<sizeof(T) < sizeof(float) ? kWideOwnTokens : kFloatTokens>, no, no);
   });
   return done;
 }

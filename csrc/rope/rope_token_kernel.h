@@ -1,4 +1,4 @@
-// The kernel that normalises all heads of a token together, in packets.
+// The kernel that takes all heads of a token, normalised together or each alone, in packets.
 #pragma once
 
 #include "rope_angles.h"
@@ -85,8 +85,9 @@ __device__ __forceinline__ float2 token_sums(float2 values, float2* partials) {
   return total;
 }
 
-// kShared: all units of a thread have the same angles.
-template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared>
+// kShared: all units of a thread have the same angles. kAlone: each head is normalised alone, by lanes side by side, a
+// power of two of them.
+template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kAlone>
 __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kShape].blocks)
     token_kernel(const RopeParams p, const TokenGrid grid) {
   constexpr int kCount = kPacketSize<T>;
@@ -109,6 +110,7 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
   const int64_t first = static_cast<int64_t>(blockIdx.x) * grid.tokens;
   const int64_t left = angles_of.outer.rows - first;
   const int tokens = static_cast<int>(left < grid.tokens ? left : grid.tokens);
+  if (tokens <= 0) return;  // k may have fewer tokens than q
   if (threadIdx.x < kMaxTokens * kMaxAxes) places.fill(p, operand(0), operand(1), first, tokens);
 
   const int size = static_cast<int>(angles_of.inner) * p.head_dim;
@@ -145,13 +147,22 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
       sin_at[set] = static_cast<int>(head * angles_of.inner_strides[kSecond] + full_offset<kHalf>(column, angles_of.second_step, angles_of.compact_sin));
     }
   }
-  UnitNorm<T, kCount, kHalf, kPlain> kept[2][kKeepsWeights ? kUnits : 1];
+  // Heads that are normalised alone have their weights in common, and those of a thread begin at the same element.
+  constexpr int kKept = !kKeepsWeights || kAlone ? 1 : kUnits;
+  UnitNorm<T, kCount, kHalf, kPlain> kept[2][kKept];
+  const auto parameters_at = [&](int i, int (&to)[2]) {
+    const int head_begins = kAlone ? static_cast<int>(grid.head_dim.divide(at[i][0])) * p.head_dim : 0;
+    to[0] = at[i][0] - head_begins;
+    to[1] = at[i][1] - (kHalf ? head_begins : 0);
+  };
   if constexpr (kKeepsWeights) {
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
+    for (int i = 0; i < kKept; ++i) {
+      int from[2];
+      parameters_at(i, from);
 #pragma unroll
       for (int stream = 0; stream < 2; ++stream) {
-        if (live(i) && stream < streams) kept[stream][i].load_ahead(operand(stream), at[i]);
+        if (live(i) && stream < streams) kept[stream][i].load_ahead(operand(stream), from);
       }
     }
   }
@@ -200,13 +211,21 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
       }
     }
 
-    Normaliser norms[2];
+    constexpr int kNorms = kAlone ? kUnits : 1;  // of a stream
+    Normaliser norms[2 * kNorms];
     normalise(
-        p, static_cast<float>(size), norms,
-        [&](float(&values)[2]) {
-          const float2 total = token_sums({values[0], values[1]}, partials[sums++ & 1]);
-          values[0] = total.x;
-          values[1] = total.y;
+        p, static_cast<float>(kAlone ? p.head_dim : size), norms,
+        [&](float(&values)[2 * kNorms]) {
+          if constexpr (kAlone) {
+            for (int mask = static_cast<int>(grid.head_units.value) / 2; mask > 0; mask /= 2) {
+#pragma unroll
+              for (int row = 0; row < 2 * kNorms; ++row) values[row] += shuffle_xor(values[row], mask);
+            }
+          } else {
+            const float2 total = token_sums({values[0], values[1]}, partials[sums++ & 1]);
+            values[0] = total.x;
+            values[1] = total.y;
+          }
         },
         [&](auto&& add) {
 #pragma unroll
@@ -219,7 +238,9 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
                   held[stream][i].forget_unpacked();
                   held[stream][i].unpack_to(values);
 #pragma unroll
-                  for (int j = 0; j < 2 * kPairs; ++j) add(stream, values[j / kPairs][j % kPairs]);
+                  for (int j = 0; j < 2 * kPairs; ++j) {
+                    add(stream * kNorms + (kAlone ? i : 0), values[j / kPairs][j % kPairs]);
+                  }
                 }
               }
             }
@@ -234,14 +255,16 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
           if (live(i)) {
-            auto& norm = kept[stream][kKeepsWeights ? i : 0];
-            if constexpr (!kKeepsWeights) norm.load_ahead(o, at[i]);
-            norm.load(p, o, at[i]);
+            auto& norm = kept[stream][kKept > 1 ? i : 0];
+            int from[2];
+            parameters_at(i, from);
+            if constexpr (!kKeepsWeights) norm.load_ahead(o, from);
+            norm.load(p, o, from);
             Elements& elements = held[stream][i];
             elements.forget_unpacked();
             Values values;
             elements.unpack_to(values);
-            norm.apply(p, o, norms[stream], values);
+            norm.apply(p, o, norms[stream * kNorms + (kAlone ? i : 0)], values);
             const int set = kShared ? 0 : i;
             if (turns_here && turned[set]) rotate<T, kPlain>(p, angles[set], values);
             elements.pack_from(values);

@@ -202,6 +202,7 @@ def _qk_norm_rope_ltx(draw: _Draw, batch: int, grid: tuple[int, int, int], heads
         cos_axes,
         sin_axes,
         1e-5,
+        across_heads=heads,
         provider=provider,
         **options,  # type: ignore[arg-type]
     )

@@ -54,12 +54,14 @@ class BlockRecipe(ABC):
             anew, only remembered.
         fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
         versions: The versions of the library that these sources are from.
+        covers: Other recipes, by their ops, whose modules are no sites of their own inside such a block.
     """
 
     op: str
     ops: tuple[str, ...]
     fingerprints: frozenset[str]
     versions: str
+    covers: frozenset[str] = frozenset()
 
     def exactly(self) -> BlockRecipe | None:
         """Returns the recipe that aims at the bits of the stock forward, this one if it may; None if there is none."""

@@ -112,13 +112,6 @@ class KernelConfig:
         key = self._key(path, class_name, op, layer_name)
         return None if key is None else Rule.of(self.rules[key], self.mode)
 
-    def choose(self, path: str, class_name: str, op: str) -> str | None:
-        """Returns the choice for a module on the CPU in inference, ``"auto"`` if no rule speaks of it, or None."""
-        import torch
-
-        rule = self.rule(path, class_name, op)
-        return "auto" if rule is None else rule.at(torch.device("cpu"), False)
-
     def names_kernels(self) -> bool:
         """Whether any rule names a kernel of the Hub or of this machine, or the Hub may be asked anyway."""
         choices = (choice for value in self.rules.values() for choice in Rule.of(value, self.mode).choices())

@@ -260,8 +260,19 @@ def _channel_rms_norm_silu(random: Random, dtype: torch.dtype) -> list[tuple[Any
     return [(x, weight, bias, None, None, 1e-6, clamp, silu, None) for clamp in (False, True) for silu in (False, True)]
 
 
+def _add_norm_silu_pad(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    x, residual, bias = random(2, 16, 3, 5, 7), random(2, 16, 3, 5, 7), random(16)
+    scale, shift = random(2, 16), random(2, 16)
+    return [
+        (x, bias, residual, *modulation, 1e-6, norm, norm, 2, 1, last)
+        for norm, modulation in ((True, (scale, shift)), (True, (None, None)), (False, (None, None)))
+        for last in (False, True)
+    ]
+
+
 _SAMPLES: Mapping[str, Callable[[Random, torch.dtype], list[tuple[Any, ...]]]] = {
     "activation": _activation,
+    "add_norm_silu_pad": _add_norm_silu_pad,
     "channel_rms_norm_silu": _channel_rms_norm_silu,
     "gate_residual": _gate_residual,
     "gate_residual_norm_modulate": _gate_residual_norm_modulate,

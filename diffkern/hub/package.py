@@ -157,7 +157,7 @@ def _write_sources(output: Path, sources: Path, repository: str, version: int) -
     shutil.copyfile(sources / "CARD.md", output / "CARD.md")
     card = (sources / "CARD.md").read_text(encoding="utf-8")
     for name, value in (("repo_id", repository), ("version", str(version))):
-        card = card.replace(f"{{{{ {name} }}}}", value)
+        card = re.sub(rf"{{{{ ?{name} ?}}}}", value, card)
     (output / "README.md").write_text(card, encoding="utf-8")
     config = (sources / "build.toml").read_text(encoding="utf-8")
     config = re.sub(r"(?m)^version = \d+$", f"version = {version}", config, count=1)

@@ -70,9 +70,9 @@ class BlockFusion(Fusion):
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
-        classes = tuple(full_name(type(child)) for child in module.modules())
+        children = tuple((full_name(type(child)), _settings(child)) for child in module.modules())
         parameters = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
-        return self.op, classes, parameters
+        return self.op, children, parameters
 
     @override
     def choose(
@@ -127,6 +127,17 @@ class BlockFusion(Fusion):
         copy = block_stand_in(module, call[0].device, lambda tensor: torch.float64)
         self.recipe.make_plain(copy)
         return self.stock(copy, _doubled(call))
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """The plain attributes of a module itself, which may decide what it computes: strides, say, or a mode."""
+    return tuple((name, value) for name, value in vars(module).items() if _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _doubled(value: Any) -> Any:

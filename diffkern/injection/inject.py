@@ -264,7 +264,7 @@ def _plan(
                 _likely_devices(module, component)[: 1 if isinstance(fusion, BlockFusion) else None],
             )
         )
-    candidates = _spare_what_config_leaves_alone(candidates, report)
+    candidates = _drop_what_blocks_cover(_spare_what_config_leaves_alone(candidates, report), report)
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
     config.check((site.path for site in seen), class_names, BLOCK_OPS, layers)
     already = sum(site.reason == _ALREADY for site in report.skipped)
@@ -360,6 +360,27 @@ def _spare_what_config_leaves_alone(candidates: list[_Candidate], report: Inject
     return kept
 
 
+def _drop_what_blocks_cover(candidates: list[_Candidate], report: InjectionReport) -> list[_Candidate]:
+    """Drops what a block computes itself, and what would have a turn of its own only where the block runs stock."""
+    fusions = {candidate.site.path: candidate.fusion for candidate in candidates}
+    for site in report.skipped:
+        module = site._module() if site.reason == _ALREADY and site._module is not None else None
+        state = None if module is None else patch_state(module)
+        if state is not None:
+            fusions[site.path] = state.fusion
+    covered = [
+        (f"{path}." if path else "", fusion.recipe.covers)
+        for path, fusion in fusions.items()
+        if isinstance(fusion, BlockFusion) and fusion.recipe.covers
+    ]
+    return [
+        candidate
+        for candidate in candidates
+        if candidate.options[0].names_kernel
+        or not any(candidate.site.path.startswith(path) and candidate.fusion.op in ops for path, ops in covered)
+    ]
+
+
 def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str) -> str | None:
     if not options:
         return _BY_CONFIG
@@ -397,7 +418,7 @@ def _likely_devices(module: nn.Module, component: nn.Module) -> tuple[torch.devi
 
     Weights on the CPU or on meta may be offloaded, or not moved yet: then the GPU is likelier still.
     """
-    tensors = (*module.parameters(), *component.parameters(), *component.buffers())
+    tensors = itertools.chain(module.parameters(), component.parameters(), component.buffers())
     home = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     if home.type == "cpu" and torch.cuda.is_available():
         return (torch.device("cuda", torch.cuda.current_device()), home)

@@ -65,7 +65,8 @@ def linear_gelu(
         ValueError: ``approximate`` is neither of the two.
     """
     function = gelu_name(approximate)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    # The first question is quick: the name of a device takes long to form.
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     call = _linear_gelu_op if needs_dispatcher(x, weight, bias) else _linear_gelu

@@ -151,7 +151,8 @@ def qk_norm_rope(
         seq_dim,
     )  # fmt: skip
     parameters = (q_weight, k_weight, q_bias, k_bias)
-    tables = [table for tables in lists for table in tables]
+    # Those of the axes serve q and k alike.
+    tables = [table for tables in (lists[:2] if grid or coords is not None else lists) for table in tables]
     others = [tensor for tensor in (k, *parameters, *tables) if tensor is not None]
     plain = not (needs_dispatcher(q, *others) or any(tensor.is_neg() for tensor in others))
     call: Callable[..., tuple[Tensor, Tensor]] = _qk_norm_rope if plain else _qk_norm_rope_op
@@ -237,7 +238,7 @@ def _rotation(
                 "with a grid or coordinates cos and sin are sequences, one table per axis, for q and k alike"
             )
         found: list[int] = []
-        for x in rotated:
+        for x in rotated[:1] if q.shape == k.shape else rotated:
             rotary = check_choices(x, pairing, arithmetic, rotary_dim)
             count = x.shape[3 - dim] if x.ndim == 4 and dim in (1, 2) else 0
             found = check_axes(x, cos, sin, grid, coords, order, front_pad, rotary, count, dim, length)

@@ -109,6 +109,7 @@ class LoopbackHub:
 class _Handler(BaseHTTPRequestHandler):
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
+    _fault: Fault | None = None
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -122,6 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length) if length else self._chunked()
+        self._fault = None  # a connection serves many requests
         fault = self.hub.take_fault(f"{self.command} {path}")
         if fault is not None and fault.kind == "slow":
             time.sleep(0.5)
@@ -132,7 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
         for pattern, handle in _ROUTES:
             match = re.fullmatch(pattern, path)
             if match is not None:
-                handle(self, *match.groups(), body=body, fault=fault)
+                self._fault = fault
+                handle(self, *match.groups(), body=body)
                 return
         self._send(404, b"{}")
 
@@ -147,9 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
-    def _send(
-        self, status: int, body: bytes, headers: dict[str, str] | None = None, fault: Fault | None = None
-    ) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        fault = self._fault
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
@@ -232,7 +234,7 @@ class _Handler(BaseHTTPRequestHandler):
                     entries[path]["lfs"] = {"oid": _sha256(data), "size": len(data), "pointerSize": 130}
         self._json(list(entries.values()))
 
-    def resolve(self, name: str, revision: str, path: str, fault: Fault | None = None, **_: Any) -> None:
+    def resolve(self, name: str, revision: str, path: str, **_: Any) -> None:
         found = self._files(name, revision)
         if found is None:
             return
@@ -241,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = found[1][path]
         tag = _sha256(data) if _is_large(path) else _blob(data)
-        self._send(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": found[0], "Accept-Ranges": "none"}, fault)
+        self._send(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": found[0], "Accept-Ranges": "none"})
 
     # --- writing ---------------------------------------------------------------------------------------------
 

@@ -98,6 +98,8 @@ def test_a_call_of_an_injection_that_has_no_room_runs_plainly_and_is_told_of_onc
     assert sum(provider_for(provider).refused_calls.values()) == 2  # type: ignore[union-attr]
     with refusals_raise(), pytest.raises(NoProviderError, match="it has no bias"):
         rms_norm(x, bias, bias, provider=provider)
+    with pytest.raises(NoProviderError, match="it has no bias"):
+        rms_norm(x, bias, bias, provider=tagged("org/kernel", Policy(strict=True)))
 
 
 def test_layer_norm(hub: LoopbackHub) -> None:

@@ -155,6 +155,13 @@ def test_a_path_wins_over_a_class_over_a_layer_over_an_op() -> None:
     assert config.rule("x", "y", "layer_norm") is None
 
 
+def test_of_two_patterns_the_later_one_wins() -> None:
+    for order in (("a.*", "*.norm"), ("*.norm", "a.*")):
+        config = KernelConfig(dict(zip(order, ("eager", "triton"), strict=True)))
+        rule = config.rule("a.norm", "RMSNorm", "rms_norm")
+        assert rule is not None and rule.otherwise == "triton"
+
+
 def test_the_name_of_a_layer_of_transformers_means_its_norms() -> None:
     transformers = pytest.importorskip("transformers.models.llama.modeling_llama")
     model = nn.Sequential(transformers.LlamaRMSNorm(8), nn.RMSNorm(8))

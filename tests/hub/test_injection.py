@@ -152,6 +152,19 @@ def test_a_block_does_not_compute_around_a_kernel_that_is_named_for_a_part_of_it
     assert reasons["transformer_blocks.0"] == "transformer_blocks.0.norm2 is inside, and config leaves it alone"
 
 
+def test_a_module_that_the_kernel_has_no_room_for_is_not_said_to_be_served_by_it(
+    published: LoopbackHub, x: Tensor
+) -> None:
+    model = nn.Sequential(nn.RMSNorm(16, elementwise_affine=False), nn.RMSNorm(16))
+    report = inject_optimized_kernels(model, config={"rms_norm": "org/norms"})
+    weightless, weighted = report.patched
+    assert weighted.provider == "org/norms"
+    assert weightless.provider != "org/norms" and "it needs a weight" in weightless.reason
+    with pytest.raises(InjectionError, match="it needs a weight"):
+        fresh = nn.RMSNorm(16, elementwise_affine=False)
+        inject_optimized_kernels(fresh, config={"rms_norm": "org/norms"}, strict=True)
+
+
 def test_a_local_path(hub: LoopbackHub, model: Model, x: Tensor, tmp_path: Any) -> None:
     for path, data in kernel(kernels.RMSNORM).items():
         target = tmp_path / "kernel" / path

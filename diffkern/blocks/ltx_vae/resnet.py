@@ -31,6 +31,7 @@ class LTXResnetBlock(AutoencoderRecipe):
 
     op = "ltx_vae_resnet"
     fingerprints = frozenset({"b5e082e37f834ffe"})
+    covers = frozenset({"ltx_vae_conv"})
 
     @staticmethod
     @override

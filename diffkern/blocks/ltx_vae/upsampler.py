@@ -27,6 +27,7 @@ class LTXUpsampler(AutoencoderRecipe):
 
     op = "ltx_vae_upsampler"
     fingerprints = frozenset({"5cad8a82b2238388"})
+    covers = frozenset({"ltx_vae_conv"})
 
     @staticmethod
     @override
