@@ -30,7 +30,7 @@ struct GroupNormParams {
 // results do not depend on what else is in the batch, nor on the machine.
 constexpr int64_t kPartElements = 8192;
 constexpr int64_t kMaxPlaneParts = 64;    // which every block merges for itself
-constexpr int64_t kMaxPixelParts = 4096;  // which are merged once
+constexpr int64_t kMaxPixelParts = 1024;  // which are merged once
 constexpr int64_t kPixelTile = 256;       // channels that a part has, or so
 
 inline int64_t parts_for(const GroupNormParams& p) {
@@ -51,10 +51,7 @@ void group_norm_normalise_cpu(const GroupNormParams& params, int64_t begin, int6
 // Whether the GPU kernels know this layout; if not, contiguous tensors will do.
 bool group_norm_gpu_fits(const GroupNormParams& params);
 
-// How many floats of memory the GPU kernels need at `partials`, aligned to 16 bytes.
-int64_t group_norm_gpu_floats(const GroupNormParams& params);
-
-// Enqueues everything on a CUDA or HIP stream of the current device; returns the runtime's error code.
+// Enqueues both passes on a CUDA or HIP stream of the current device; returns the runtime's error code.
 int group_norm_gpu(const GroupNormParams& params, void* stream);
 
 }  // namespace diffkern

@@ -6,16 +6,27 @@
 // position are (pixels) a block has many groups of many parts, which a small kernel merges in between.
 //
 // Values are taken relative to the first element of their group, so that a mean far from zero costs no accuracy.
-#include <algorithm>
-
 #include "../common/gpu_samples.h"
 #include "group_norm.h"
-#include "group_norm_coefficients.h"
 #include "group_norm_config.h"
-#include "group_norm_resident.h"
 
 namespace diffkern {
 namespace {
+
+struct Statistics {
+  float count;
+  float mean;
+  float squares;  // sum of squares around the mean
+
+  __device__ __forceinline__ void merge(const Statistics& other) {
+    const float total = count + other.count;
+    const float share = total > 0.0f ? other.count / total : 0.0f;
+    const float delta = other.mean - mean;
+    mean += delta * share;
+    squares += other.squares + delta * delta * (count * share);
+    count = total;
+  }
+};
 
 // Merges over the block, which has kGroupThreads threads; the result is that of thread 0.
 __device__ __forceinline__ Statistics block_merge(Statistics mine, Statistics* waves) {
@@ -33,11 +44,6 @@ __device__ __forceinline__ Statistics block_merge(Statistics mine, Statistics* w
   return merge_lanes(threadIdx.x < kGroupThreads / kWaveSize ? waves[threadIdx.x] : Statistics{0.0f, 0.0f, 0.0f});
 }
 
-// Floats of all partial statistics, in whole packets: the coefficients follow.
-__host__ __device__ __forceinline__ int64_t partial_floats(const GroupNormParams& p) {
-  return (p.shape.samples * p.groups * p.parts * 3 + 3) / 4 * 4;
-}
-
 __device__ __forceinline__ float* partial_of(const GroupNormParams& p, int64_t sample, int64_t group) {
   return static_cast<float*>(p.partials) + (sample * p.groups + group) * p.parts * 3;
 }
@@ -48,15 +54,21 @@ __device__ __forceinline__ void write(float* to, const Statistics& value) {
   to[2] = value.squares;
 }
 
-// Merges the few parts of a group of planes. All threads of a wave take part, and all have the result; `pivot` is what
-// the means are relative to.
-__device__ __forceinline__ Normaliser normaliser_of(const GroupNormParams& p, int64_t sample, int64_t group,
-                                                    float pivot) {
+struct Normaliser {
+  float mean;  // relative to the first element of the group
+  float rate;
+};
+
+// Merges the parts of a group. All threads of a wave take part, and all have the result. The loop is unrolled if
+// the most parts there may be are known to be few.
+template <int64_t kMaxParts>
+__device__ __forceinline__ Normaliser normaliser_of(const GroupNormParams& p, int64_t sample, int64_t group) {
   const float* partials = partial_of(p, sample, group);
   const int lane = threadIdx.x % kWaveSize;
   const auto each = [&](auto&& body) {
-#pragma unroll
-    for (int first = 0; first < kMaxPlaneParts; first += kWaveSize) {
+    constexpr int kUnroll = kMaxParts <= kMaxPlaneParts ? static_cast<int>(kMaxParts) / kWaveSize : 1;
+#pragma unroll kUnroll
+    for (int first = 0; first < kMaxParts; first += kWaveSize) {
       const int part = first + lane;
       if (part < p.parts) body(Statistics{partials[part * 3], partials[part * 3 + 1], partials[part * 3 + 2]});
     }
@@ -74,7 +86,7 @@ __device__ __forceinline__ Normaliser normaliser_of(const GroupNormParams& p, in
     const float delta = part.mean - mean;
     squares += part.squares + part.count * delta * delta;
   });
-  return Normaliser(p, pivot, mean, group_sum<kWaveSize>(squares) / count);
+  return {mean, rsqrtf(group_sum<kWaveSize>(squares) / count + p.eps)};
 }
 
 // kCount neighbours as they are in memory; a single element is held as a float.
@@ -92,21 +104,12 @@ struct Held<T, 1> {
   __device__ __forceinline__ void unpack_to(float* to) const { to[0] = value; }
 };
 
-// The output of two passes over a large input: it should not drive out of the cache what is yet to be read again.
-__device__ __forceinline__ void store_past(void* to, const uint4& packet) {
-#if DIFFKERN_HIP
-  *static_cast<uint4*>(to) = packet;
-#else
-  __stcs(static_cast<uint4*>(to), packet);
-#endif
-}
-
 template <typename T, int kCount>
 __device__ __forceinline__ void store(const float* from, T* to) {
   if constexpr (kCount == 1) {
     *to = from_float<T>(from[0]);
   } else {
-    store_past(to, pack_packet<T>(from));
+    *reinterpret_cast<uint4*>(to) = pack_packet<T>(from);
   }
 }
 
@@ -203,18 +206,20 @@ __global__ void __launch_bounds__(kGroupThreads)
     const uint32_t channel = item / items_per_channel;
     held[i].load(x + channel * p.x_steps.channel + static_cast<int64_t>(item - channel * items_per_channel) * kCount);
   }
-  const Normaliser norm = normaliser_of(p, block.sample, block.group, to_float(*x));
+  const float pivot = to_float(*x);
+  const Normaliser norm = normaliser_of<kMaxPlaneParts>(p, block.sample, block.group);
 #pragma unroll
   for (int i = 0; i < kNormPackets; ++i) {
     const uint32_t item = begin + i * kGroupThreads;
     if (item >= items) continue;
     const uint32_t channel = item / items_per_channel;
-    const Coefficients<T> coefficients(p, norm, first_channel + channel);
+    const float factor = norm.rate * parameter(p.weight, p.weight_dtype, first_channel + channel, 1.0f);
+    const float offset = parameter(p.bias, p.bias_dtype, first_channel + channel, 0.0f);
     float values[kCount];
     held[i].unpack_to(values);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      values[j] = coefficients(values[j]);
+      values[j] = ((values[j] - pivot) - norm.mean) * factor + offset;
       if (p.silu) values[j] = silu<T>(values[j]);
     }
     store<T, kCount>(values, out + channel * p.out_steps.channel +
@@ -262,52 +267,62 @@ __global__ void __launch_bounds__(kGroupThreads) pixels_statistics(const GroupNo
   const int64_t begin = p.shape.positions * block.part / p.parts;
   const int64_t end = row < t.height ? p.shape.positions * (block.part + 1) / p.parts : begin;
 
-  // Sums around the first value of this thread in each channel: the parts are small enough for that to be robust.
-  const int64_t stride = static_cast<int64_t>(t.height) * p.x_steps.position;
-  int left = static_cast<int>(max(end - begin - row + t.height - 1, int64_t{0}) / t.height);
-  const float count = static_cast<float>(left);
-  const T* from = x + (begin + row) * p.x_steps.position;
   float pivots[kCount];
-  if (left > 0) {
-    Held<T, kCount> held;
-    held.load(from);
-    held.unpack_to(pivots);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const int channel = column * kCount + j;
+    pivots[j] = to_float(tile[channel - channel % of_group]);
   }
-  float sums[kCount] = {};
-  float around[kCount] = {};
-  const auto add = [&](const Held<T, kCount>& held) {
-    float values[kCount];
-    held.unpack_to(values);
+  float count = 0.0f;
+  float mean[kCount] = {};
+  float square[kCount] = {};
+  for (int64_t at = begin + row; at < end; at += static_cast<int64_t>(t.height) * kSumPackets) {
+    Held<T, kCount> held[kSumPackets];
+    float here = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kSumPackets; ++i) {
+      const int64_t position = at + i * t.height;
+      if (position >= end) continue;
+      held[i].load(x + position * p.x_steps.position);
+      here += 1.0f;
+    }
+    float values[kSumPackets][kCount];
+    float sums[kCount] = {};
+#pragma unroll
+    for (int i = 0; i < kSumPackets; ++i) {
+      if (at + i * t.height >= end) continue;
+      held[i].unpack_to(values[i]);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        values[i][j] -= pivots[j];
+        sums[j] += values[i][j];
+      }
+    }
+    const float total = count + here;
+    const float part = 1.0f / here;
+    const float share = here / total;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const float value = values[j] - pivots[j];
-      sums[j] += value;
-      around[j] = fmaf(value, value, around[j]);
+      const float batch_mean = sums[j] * part;
+#pragma unroll
+      for (int i = 0; i < kSumPackets; ++i) {
+        if (at + i * t.height >= end) continue;
+        const float centred = values[i][j] - batch_mean;
+        square[j] += centred * centred;
+      }
+      const float delta = batch_mean - mean[j];
+      mean[j] += delta * share;
+      square[j] += delta * delta * (count * share);
     }
-  };
-  for (; left >= kSumPackets; left -= kSumPackets) {
-    Held<T, kCount> held[kSumPackets];
-#pragma unroll
-    for (int i = 0; i < kSumPackets; ++i, from += stride) held[i].load(from);
-#pragma unroll
-    for (int i = 0; i < kSumPackets; ++i) add(held[i]);
-  }
-  for (; left > 0; --left, from += stride) {
-    Held<T, kCount> held;
-    held.load(from);
-    add(held);
+    count = total;
   }
 
   // Over the rows of the block, as a tree. Threads past the last row have counted nothing.
   counts[threadIdx.x] = count;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    const int channel = column * kCount + j;
-    const float rest = count > 0.0f ? sums[j] / count : 0.0f;
-    const float square = around[j] - sums[j] * rest;
-    means[threadIdx.x * kCount + j] =
-        count > 0.0f ? (pivots[j] - to_float(tile[channel - channel % of_group])) + rest : 0.0f;
-    squares[threadIdx.x * kCount + j] = square < 0.0f ? 0.0f : square;  // lets NaN through
+    means[threadIdx.x * kCount + j] = mean[j];
+    squares[threadIdx.x * kCount + j] = square[j];
   }
   int rows = 1;
   while (rows < t.height) rows *= 2;
@@ -344,96 +359,69 @@ __global__ void __launch_bounds__(kGroupThreads) pixels_statistics(const GroupNo
   }
 }
 
-template <typename T>
-__device__ __forceinline__ Coefficients<T>* coefficients_of(const GroupNormParams& p, int64_t sample) {
-  return reinterpret_cast<Coefficients<T>*>(static_cast<float*>(p.partials) + partial_floats(p)) +
-         sample * p.shape.channels;
-}
-
-// Sum over a block of kGroupThreads threads, in each thread.
-__device__ __forceinline__ float2 threads_sum(float2 value) {
-  __shared__ float2 waves[kMaxWaves];
-  __syncthreads();  // the previous sums have been read
-  return block_sum(value, waves);
-}
-
-// Merges the parts of a group and leaves the coefficients of its channels. A block for each group.
-template <typename T>
+// Leaves mean and 1 / deviation in the place of a group's first part; a wave for each group.
 __global__ void __launch_bounds__(kGroupThreads) merge_parts(const GroupNormParams p) {
-  const int64_t sample = blockIdx.x / static_cast<uint32_t>(p.groups);
-  const int64_t group = blockIdx.x - sample * p.groups;
-  const int64_t of_group = p.shape.channels / p.groups;
-  const float* partials = partial_of(p, sample, group);
-  const float pivot = to_float(
-      static_cast<const T*>(p.x)[sample_offset(p.shape, p.x_steps, sample) + group * of_group * p.x_steps.channel]);
-  const float first = partials[1];
-  float count = 0.0f;
-  float2 sums{0.0f, 0.0f};
-#pragma unroll 4
-  for (int part = threadIdx.x; part < static_cast<int>(p.parts); part += kGroupThreads) {
-    const Statistics share{partials[part * 3], partials[part * 3 + 1], partials[part * 3 + 2]};
-    const float delta = share.mean - first;
-    count += share.count;
-    sums.x += share.count * delta;
-    sums.y += share.squares + share.count * delta * delta;
-  }
-  count = threads_sum({count, 0.0f}).x;
-  sums = threads_sum(sums);
-  const float rest = sums.x / count;
-  const Normaliser norm(p, pivot, first + rest, (sums.y - sums.x * rest) / count);
-  for (int64_t c = threadIdx.x; c < of_group; c += kGroupThreads) {
-    const int64_t channel = group * of_group + c;
-    coefficients_of<T>(p, sample)[channel] = Coefficients<T>(p, norm, channel);
-  }
+  const int64_t group = (static_cast<int64_t>(blockIdx.x) * kGroupThreads + threadIdx.x) / kWaveSize;
+  if (group >= p.shape.samples * p.groups) return;
+  const Normaliser norm = normaliser_of<kMaxPixelParts>(p, 0, group);
+  if (threadIdx.x % kWaveSize != 0) return;
+  float* to = partial_of(p, 0, group);
+  to[0] = norm.mean;
+  to[1] = norm.rate;
 }
 
 // kNormRounds * kNormPackets positions per thread, for all groups of a tile.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kGroupThreads)
     pixels_normalise(const GroupNormParams p, const PixelTile t, const uint32_t blocks_per_tile) {
-  // Backwards: what the first pass read last is still in the cache.
   const PixelBlock block = pixel_block(t, gridDim.x - 1 - blockIdx.x, blocks_per_tile);
+  const int of_group = t.channels / t.groups;
   const int column = threadIdx.x % t.width;
   const int row = threadIdx.x / t.width;
   if (row >= t.height) return;
-  const int64_t first = block.tile * t.channels + column * kCount;
-  const int64_t begin = block.part * (static_cast<int64_t>(t.height) * kNormPackets * kNormRounds) + row;
-  const T* x = static_cast<const T*>(p.x) + sample_offset(p.shape, p.x_steps, block.sample) + first +
-               begin * p.x_steps.position;
-  T* out = static_cast<T*>(p.out) + sample_offset(p.shape, p.out_steps, block.sample) + first +
-           begin * p.out_steps.position;
-  const int64_t x_stride = t.height * p.x_steps.position;
-  const int64_t out_stride = t.height * p.out_steps.position;
-  int left = static_cast<int>(
-      min((p.shape.positions - begin + t.height - 1) / t.height, static_cast<int64_t>(kNormPackets * kNormRounds)));
+  const int64_t first_channel = block.tile * t.channels;
+  const T* tile = static_cast<const T*>(p.x) + sample_offset(p.shape, p.x_steps, block.sample) + first_channel;
+  T* out = static_cast<T*>(p.out) + sample_offset(p.shape, p.out_steps, block.sample) + first_channel + column * kCount;
 
-  Coefficients<T> coefficients[kCount];
-  const Coefficients<T>* const from = coefficients_of<T>(p, block.sample) + first;
+  float pivots[kCount], means[kCount], factors[kCount], offsets[kCount];
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) coefficients[j] = from[j];
+  for (int j = 0; j < kCount; ++j) {
+    const int channel = column * kCount + j;
+    const int group = channel / of_group;
+    pivots[j] = to_float(tile[group * of_group]);
+    const float* norm = partial_of(p, block.sample, block.tile * t.groups + group);
+    means[j] = norm[0];
+    factors[j] = norm[1] * parameter(p.weight, p.weight_dtype, first_channel + channel, 1.0f);
+    offsets[j] = parameter(p.bias, p.bias_dtype, first_channel + channel, 0.0f);
+  }
+  int64_t at = block.part * (static_cast<int64_t>(t.height) * kNormPackets * kNormRounds) + row;
 #pragma unroll 1
-  for (; left > 0; left -= kNormPackets) {
+  for (int round = 0; round < kNormRounds; ++round, at += static_cast<int64_t>(t.height) * kNormPackets) {
     Held<T, kCount> held[kNormPackets];
 #pragma unroll
-    for (int i = 0; i < kNormPackets; ++i, x += x_stride) {
-      if (i < left) held[i].load(x);
+    for (int i = 0; i < kNormPackets; ++i) {
+      const int64_t position = at + i * t.height;
+      if (position < p.shape.positions) held[i].load(tile + column * kCount + position * p.x_steps.position);
     }
 #pragma unroll
-    for (int i = 0; i < kNormPackets; ++i, out += out_stride) {
-      if (i >= left) continue;
+    for (int i = 0; i < kNormPackets; ++i) {
+      const int64_t position = at + i * t.height;
+      if (position >= p.shape.positions) continue;
       float values[kCount];
       held[i].unpack_to(values);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        values[j] = coefficients[j](values[j]);
+        values[j] = ((values[j] - pivots[j]) - means[j]) * factors[j] + offsets[j];
         if (p.silu) values[j] = silu<T>(values[j]);
       }
-      store<T, kCount>(values, out);
+      store<T, kCount>(values, out + position * p.out_steps.position);
     }
   }
 }
 
 // --- launches ------------------------------------------------------------------------------------------
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The plan of the planes kernels. Statistics may walk several channels as one run.
 struct PlanePlan {
@@ -508,7 +496,9 @@ void launch_pixels(const GroupNormParams& p, GpuStream stream) {
   const int64_t rows = p.shape.samples * tile.tiles;
   const int64_t per_tile = ceil_div(p.shape.positions, static_cast<int64_t>(tile.height) * kNormPackets * kNormRounds);
   pixels_statistics<T, kCount><<<static_cast<unsigned>(rows * p.parts), kGroupThreads, 0, stream>>>(p, tile);
-  merge_parts<T><<<static_cast<unsigned>(p.shape.samples * p.groups), kGroupThreads, 0, stream>>>(p);
+  // The host does not know the size of a wave; the wider one makes enough of them.
+  merge_parts<<<static_cast<unsigned>(ceil_div(p.shape.samples * p.groups, kGroupThreads / kWaveMultiple)), kGroupThreads,
+                0, stream>>>(p);
   pixels_normalise<T, kCount><<<static_cast<unsigned>(rows * per_tile), kGroupThreads, 0, stream>>>(
       p, tile, static_cast<uint32_t>(per_tile));
 }
@@ -516,9 +506,6 @@ void launch_pixels(const GroupNormParams& p, GpuStream stream) {
 template <typename T>
 void launch(const GroupNormParams& p, GpuStream stream) {
   constexpr int kCount = kPacketSize<T>;
-#if !DIFFKERN_HIP
-  if (launch_resident<T>(p, stream)) return;
-#endif
   if (channels_are_neighbours(p.x_steps, p.out_steps)) {
     pixels_in_packets(p) ? launch_pixels<T, kCount>(p, stream) : launch_pixels<T, 1>(p, stream);
     return;
@@ -537,15 +524,6 @@ bool group_norm_gpu_fits(const GroupNormParams& p) {
   if (channels_are_neighbours(p.x_steps, p.out_steps)) return pixels_in_packets(p) || plan_pixels(p, 1).width != 0;
   return p.x_steps.position == 1 && p.out_steps.position == 1 &&
          p.shape.channels / p.groups * p.shape.positions <= kMost;
-}
-
-int64_t group_norm_gpu_floats(const GroupNormParams& p) {
-  const int64_t two_passes = partial_floats(p) + p.shape.samples * p.shape.channels * kCoefficientFloats;
-#if DIFFKERN_HIP
-  return two_passes;
-#else
-  return std::max(two_passes, resident_floats(p));
-#endif
 }
 
 int group_norm_gpu(const GroupNormParams& p, void* stream_pointer) {
