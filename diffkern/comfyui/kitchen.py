@@ -14,7 +14,7 @@ from diffkern.ops import norm_modulate, qk_norm_rope, rope
 
 _INTERLEAVED, _HALF = "interleaved", "half"
 
-#: Function -> the op that computes it, and its tensors. The first of these is the one that is normalised or rotated.
+#: Function -> the op that computes it, and its tensors.
 FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rms_adaln": ("norm_modulate", ("x", "scale", "shift")),
     "adaln": ("norm_modulate", ("x", "scale", "shift")),
@@ -25,6 +25,10 @@ FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rms_rope": ("qk_norm_rope", ("q", "k", "freqs_cis", "q_scale", "k_scale")),
     "rms_rope_split_half": ("qk_norm_rope", ("q", "k", "freqs_cis", "q_scale", "k_scale")),
 }
+
+
+#: The tensors that are normalised or rotated.
+INPUTS = ("x", "q", "k", "xq", "xk")
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def unfit(name: str, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
     matrices = arguments.get("freqs_cis")
     if matrices is None:
         return None
-    for parameter in FUNCTIONS[name][1][: 1 if "xq" not in arguments and "q" not in arguments else 2]:
+    for parameter in (parameter for parameter in FUNCTIONS[name][1] if parameter in INPUTS):
         x = arguments[parameter]
         reason = unfit_matrices(_trimmed(matrices, x), x.device, *x.shape[:-1])
         if reason is not None:

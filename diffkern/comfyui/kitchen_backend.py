@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffkern.comfyui.kitchen import FUNCTIONS, Kitchen, unfit
+from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, Kitchen, unfit
 from diffkern.comfyui.kitchen_fusion import KitchenFusion
 from diffkern.injection import InjectionReport
 from diffkern.injection.proof import Verifier
@@ -66,14 +66,19 @@ def prepare(
 
         return check
 
-    plain = ParamConstraint(dtypes=KERNEL_DTYPES)
-    backend = f"diffkern {numerics} {choice} {provider or 'auto'} {device}"
+    def parameters(name: str) -> dict[str, Any]:
+        return {
+            parameter: ParamConstraint(dtypes=_dtypes(parameter, dtype, kitchen.exact))
+            for parameter in FUNCTIONS[name][1]
+        }
+
+    backend = f"diffkern {numerics} {choice} {provider or 'auto'} {device} {dtype}"
     registry.register(
         backend,
         kitchen,
         {
             name: FunctionConstraints(
-                params=dict.fromkeys(FUNCTIONS[name][1], plain),
+                params=parameters(name),
                 default_devices=frozenset({device.type}),
                 call_rules=(rule(name),),
             )
@@ -100,6 +105,14 @@ def remove(model: Any) -> None:
     model.remove_wrappers_with_key(_APPLY_MODEL, KEY)
 
 
+def _dtypes(parameter: str, dtype: torch.dtype, exact: bool) -> frozenset[torch.dtype]:
+    """The dtypes that are served, of which the proof has spoken."""
+    if parameter == "freqs_cis":
+        # The package rotates in the dtype of the matrices; exactly, only float32 is the same.
+        return frozenset({torch.float32}) if exact else frozenset({torch.float32, dtype})
+    return frozenset({dtype}) if exact or parameter in INPUTS else KERNEL_DTYPES
+
+
 def _refusal(
     name: str,
     kitchen: Kitchen,
@@ -117,9 +130,11 @@ def _refusal(
     if choice == "auto" and owner != "eager":
         return f"its own {owner} backend is there"
     try:
-        select(fusion.op, device, (dtype,), kitchen.provider)
+        provider = select(fusion.op, device, (dtype,), kitchen.provider).provider
     except NoProviderError as error:
         return str(error)
+    if choice == "auto" and provider == "eager" and kitchen.provider is None:
+        return "diffkern has nothing but plain PyTorch here, either"
     # Half dtypes are rounded float32: what is equal there bit for bit need not be so for other inputs.
     dtypes = {dtype, torch.float32} if verifier.exact else {dtype}
     proofs = [verifier.prove(nn.Identity(), fusion, kitchen.provider, device, each) for each in dtypes]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.comfyui.kitchen import FUNCTIONS, Kitchen
+from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, Kitchen
 from diffkern.comfyui.recipe import Samples
 from diffkern.injection.fusion import Fusion
 from diffkern.providers import Choice, select
@@ -105,11 +105,14 @@ class KitchenFusion(Fusion):
         if self.op == "norm_modulate":
             x = random(_BATCH, tokens, _SIZE)
             return [(x, *(random(_BATCH, rows, _SIZE, scale=0.5) for _ in range(2))) for rows in (1, tokens)]
-        matrices = Samples(device, torch.float32).rotations(1, 1, tokens, _SIZE // 2)
-        heads = [random(_BATCH, _HEADS, tokens, _SIZE) for name in FUNCTIONS[self.name][1] if name[:1] in "xqk"]
-        if self.op == "rope":
-            return [(*heads, matrices)]
-        return [(*heads[:2], matrices, *(random(_SIZE, scale=0.2) + 1 for _ in range(2)))]
+        kinds = (torch.float32,) if exact else dict.fromkeys((torch.float32, dtype))
+        calls = []
+        for kind in kinds:
+            matrices = Samples(device, kind).rotations(1, 1, tokens, _SIZE // 2)
+            heads = [random(_BATCH, _HEADS, tokens, _SIZE) for name in FUNCTIONS[self.name][1] if name in INPUTS]
+            scales = [random(_SIZE, scale=0.2) + 1 for name in FUNCTIONS[self.name][1] if name.endswith("_scale")]
+            calls.append((*heads, matrices, *scales))
+        return calls
 
     @override
     def misunderstood(self, module: nn.Module) -> None:

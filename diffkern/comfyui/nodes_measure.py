@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from typing_extensions import override
 
 from diffkern.comfyui.benchmark import benchmark
-from diffkern.comfyui.nodes_optimize import CATEGORY
+from diffkern.comfyui.node_parts import CATEGORY, seed_input, with_text
 from diffkern.comfyui.verify import verify
 
-_MAX_SEED = 0xFFFFFFFFFFFFFFFF
+_SEED = "Of the noise, the same for both models."
 
 
 def _inputs() -> list[io.Input]:
@@ -22,10 +22,6 @@ def _inputs() -> list[io.Input]:
         io.Conditioning.Input("positive", tooltip="The prompt to try it with. Runs without guidance."),
         io.Latent.Input("latent_image", tooltip="The size to try it at; use that of your workflow."),
     ]
-
-
-def _seed() -> io.Input:
-    return io.Int.Input("seed", default=0, min=0, max=_MAX_SEED, tooltip="Of the noise, the same for both models.")
 
 
 class VerifyModel(io.ComfyNode):
@@ -47,7 +43,7 @@ class VerifyModel(io.ComfyNode):
                 io.Int.Input(
                     "steps", default=2, min=1, max=100, tooltip="Steps to compare after; errors grow with them."
                 ),
-                _seed(),
+                seed_input(_SEED),
                 io.Float.Input(
                     "tolerance",
                     default=0.02,
@@ -76,7 +72,7 @@ class VerifyModel(io.ComfyNode):
         verdict = verify(model, positive, latent_image, steps=steps, seed=seed, tolerance=tolerance)
         if on_failure == "error" and not verdict.passed:
             raise RuntimeError(str(verdict))
-        return io.NodeOutput(verdict.passed, str(verdict), ui=ui.PreviewText(str(verdict)))
+        return with_text(str(verdict), verdict.passed)
 
 
 class BenchmarkModel(io.ComfyNode):
@@ -99,7 +95,7 @@ class BenchmarkModel(io.ComfyNode):
                 io.Int.Input(
                     "runs", default=3, min=1, max=20, tooltip="Timed runs of each model, after one to warm up."
                 ),
-                _seed(),
+                seed_input(_SEED),
             ],
             outputs=[io.Float.Output("speedup"), io.String.Output("report")],
             is_output_node=True,
@@ -116,4 +112,4 @@ class BenchmarkModel(io.ComfyNode):
     def execute(cls, model: Any, positive: Any, latent_image: Any, steps: int, runs: int, seed: int) -> io.NodeOutput:
         """Runs the node."""
         comparison = benchmark(model, positive, latent_image, steps=steps, runs=runs, seed=seed)
-        return io.NodeOutput(comparison.speedup, str(comparison), ui=ui.PreviewText(str(comparison)))
+        return with_text(str(comparison), comparison.speedup)

@@ -6,20 +6,26 @@ import time
 from io import StringIO
 from typing import Any
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from rich.console import Console
 from typing_extensions import override
 
 from diffkern.comfyui import kitchen_backend
+from diffkern.comfyui.node_parts import (
+    CATEGORY,
+    OFF,
+    backend_input,
+    mode_input,
+    numerics_of,
+    unsupported_input,
+    with_text,
+)
 from diffkern.comfyui.optimize import optimize
 from diffkern.comfyui.recipe import FAMILIES
 from diffkern.injection import InjectionReport
-from diffkern.providers import ORDER
 
-CATEGORY = "diffkern"
-
+#: Columns of the report: a node scrolls where a terminal wraps.
 _WIDTH = 140
-_NUMERICS = {"auto": "fast", "exact": "exact"}
 
 
 class OptimizeModel(io.ComfyNode):
@@ -38,13 +44,7 @@ class OptimizeModel(io.ComfyNode):
             search_aliases=["speed up", "kernels", "fused", "rms norm", "faster"],
             inputs=[
                 io.Model.Input("model"),
-                io.Combo.Input(
-                    "mode",
-                    options=["auto", "exact", "off"],
-                    default="auto",
-                    tooltip="auto: at least as accurate as the native model. exact: only what gives the very same "
-                    "bits. off: hands the model on as it is.",
-                ),
+                mode_input("model"),
                 *(
                     io.Boolean.Input(family, default=True, tooltip=_FAMILY_TOOLTIPS[family], advanced=True)
                     for family in FAMILIES
@@ -57,13 +57,7 @@ class OptimizeModel(io.ComfyNode):
                     tooltip="Also serve the functions of comfy-kitchen that this model calls. auto: where it has plain "
                     "PyTorch only. on: always. off: never.",
                 ),
-                io.Combo.Input(
-                    "backend",
-                    options=["auto", *(name for name in ORDER if name != "hub")],
-                    default="auto",
-                    advanced=True,
-                    tooltip="Who computes. auto: the first of these that can. eager is plain PyTorch, to compare with.",
-                ),
+                backend_input(),
                 io.String.Input(
                     "blocks",
                     default="",
@@ -71,13 +65,7 @@ class OptimizeModel(io.ComfyNode):
                     tooltip="Which blocks: empty for all, numbers and ranges such as 0-9,12, or patterns on their "
                     "paths such as double_blocks.*",
                 ),
-                io.Combo.Input(
-                    "on_unsupported",
-                    options=["warn", "error"],
-                    default="warn",
-                    advanced=True,
-                    tooltip="What to do if something stays native: say so in the report, or stop.",
-                ),
+                unsupported_input(),
             ],
             outputs=[
                 io.Model.Output(tooltip="The optimized model."),
@@ -91,18 +79,18 @@ class OptimizeModel(io.ComfyNode):
         cls, model: Any, mode: str, comfy_kitchen: str, backend: str, blocks: str, on_unsupported: str, **families: bool
     ) -> io.NodeOutput:
         """Runs the node."""
-        if mode == "off":
-            return _with_report("off: the model is handed on as it is", model)
+        if mode == OFF:
+            return with_text("off: the model is handed on as it is", model)
         optimized, report = optimize(
             model,
-            numerics=_NUMERICS[mode],
+            numerics=numerics_of(mode),
             families=[family for family in FAMILIES if families[family]],
             provider=None if backend == "auto" else backend,
             blocks=blocks,
             kitchen=comfy_kitchen,
             strict=on_unsupported == "error",
         )
-        return _with_report(_as_text(report), optimized)
+        return with_text(_as_text(report), optimized)
 
 
 class Doctor(io.ComfyNode):
@@ -136,7 +124,7 @@ class Doctor(io.ComfyNode):
         """Runs the node."""
         from diffkern.comfyui.doctor import report
 
-        return _with_report(report())
+        return with_text(report())
 
 
 _FAMILY_TOOLTIPS = {
@@ -146,12 +134,8 @@ _FAMILY_TOOLTIPS = {
 
 
 def _as_text(report: InjectionReport) -> str:
-    """The report as wide as its lines are: a node scrolls where a terminal wraps."""
+    """The report, wider than on a terminal."""
     console = Console(file=StringIO(), width=_WIDTH, color_system=None)
     with console.capture() as capture:
         console.print(report)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _with_report(text: str, *outputs: Any) -> io.NodeOutput:
-    return io.NodeOutput(*outputs, text, ui=ui.PreviewText(text))

@@ -7,15 +7,22 @@ from typing import Any
 import comfy.model_management
 import comfy.utils
 import folder_paths
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 from typing_extensions import override
 
 from diffkern.comfyui import pipelines
-from diffkern.comfyui.nodes_optimize import CATEGORY
-from diffkern.providers import ORDER
+from diffkern.comfyui.node_parts import (
+    CATEGORY,
+    OFF,
+    backend_input,
+    mode_input,
+    numerics_of,
+    seed_input,
+    unsupported_input,
+    with_text,
+)
 
 _CATEGORY = f"{CATEGORY}/pipeline"
-_MAX_SEED = 0xFFFFFFFFFFFFFFFF
 
 PipelineType: Any = io.Custom("DIFFKERN_PIPELINE")
 
@@ -86,27 +93,9 @@ class OptimizePipeline(io.ComfyNode):
             "node and it is gone.",
             inputs=[
                 PipelineType.Input("pipeline"),
-                io.Combo.Input(
-                    "mode",
-                    options=["auto", "exact", "off"],
-                    default="auto",
-                    tooltip="auto: at least as accurate as the stock modules. exact: only what gives the very same "
-                    "bits. off: hands the pipeline on as it is.",
-                ),
-                io.Combo.Input(
-                    "backend",
-                    options=["auto", *(name for name in ORDER if name != "hub")],
-                    default="auto",
-                    advanced=True,
-                    tooltip="Who computes. auto: the first of these that can.",
-                ),
-                io.Combo.Input(
-                    "on_unsupported",
-                    options=["warn", "error"],
-                    default="warn",
-                    advanced=True,
-                    tooltip="What to do if something would fall back: say so in the report, or stop.",
-                ),
+                mode_input("pipeline"),
+                backend_input(),
+                unsupported_input(),
             ],
             outputs=[PipelineType.Output("pipeline"), io.String.Output("plan", tooltip="What will be optimized.")],
         )
@@ -115,16 +104,14 @@ class OptimizePipeline(io.ComfyNode):
     @override
     def execute(cls, pipeline: pipelines.Pipeline, mode: str, backend: str, on_unsupported: str) -> io.NodeOutput:
         """Runs the node."""
-        if mode == "off":
-            text = "off: the pipeline is handed on as it is"
-            return io.NodeOutput(pipeline, text, ui=ui.PreviewText(text))
+        if mode == OFF:
+            return with_text("off: the pipeline is handed on as it is", pipeline)
         wanted = pipeline.optimized(
-            numerics="exact" if mode == "exact" else "fast",
+            numerics=numerics_of(mode),
             config=None if backend == "auto" else {"*": backend},
             strict=on_unsupported == "error",
         )
-        text = str(wanted.plan())
-        return io.NodeOutput(wanted, text, ui=ui.PreviewText(text))
+        return with_text(str(wanted.plan()), wanted)
 
 
 class GenerateVideo(io.ComfyNode):
@@ -148,7 +135,7 @@ class GenerateVideo(io.ComfyNode):
                 io.Int.Input("num_frames", default=49, min=1, max=1025, step=8, tooltip="1 more than a multiple of 8."),
                 io.Int.Input("steps", default=30, min=1, max=200),
                 io.Float.Input("guidance_scale", default=3.0, min=0.0, max=30.0, step=0.1),
-                io.Int.Input("seed", default=0, min=0, max=_MAX_SEED, control_after_generate=True),
+                seed_input("Of the noise."),
             ],
             outputs=[
                 io.Image.Output("frames"),
@@ -167,5 +154,4 @@ class GenerateVideo(io.ComfyNode):
             bar.update_absolute(done, total)
 
         frames, report = pipelines.generate(pipeline, pipelines.Video(num_inference_steps=steps, **video), progress)
-        text = "nothing is injected" if report is None else str(report)
-        return io.NodeOutput(frames, text, ui=ui.PreviewText(text))
+        return with_text("nothing is injected" if report is None else str(report), frames)

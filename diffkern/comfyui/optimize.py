@@ -103,17 +103,17 @@ def selects(blocks: str, path: str) -> bool:
     if not parts:
         return True
     number = next((int(part) for part in path.split(".") if part.isdigit()), None)
-    inside = path.removeprefix(f"{DENOISER}.")
-    for part in parts:
-        limits = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
-        if limits is None:
-            if not re.search(r"[A-Za-z*]", part):
-                raise ValueError(f"blocks: {part!r} is no number, no range such as 0-9, and no pattern on paths")
-            if fnmatchcase(inside, part):
-                return True
-        elif number is not None and int(limits[1]) <= number <= int(limits[2] or limits[1]):
-            return True
-    return False
+    return any([_means(part, number, path.removeprefix(f"{DENOISER}.")) for part in parts])
+
+
+def _means(part: str, number: int | None, inside: str) -> bool:
+    """Whether one part of such a list means the module at ``inside``, in the block of this number."""
+    limits = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+    if limits is not None:
+        return number is not None and int(limits[1]) <= number <= int(limits[2] or limits[1])
+    if not re.search(r"[A-Za-z*]", part):
+        raise ValueError(f"blocks: {part!r} is no number, no range such as 0-9, and no pattern on paths")
+    return fnmatchcase(inside, part)
 
 
 def inference_dtype(model: Any) -> torch.dtype:

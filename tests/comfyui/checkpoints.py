@@ -47,6 +47,17 @@ _FLUX = {
     "guidance_embed": True,
     "txt_ids_dims": [],
 }
+_HUNYUAN = {
+    **{name: value for name, value in _FLUX.items() if name != "txt_ids_dims"},
+    "vec_in_dim": None,
+    "theta": 256,
+    "patch_size": [1, 2, 2],
+    "byt5": False,
+    "meanflow": False,
+    "use_cond_type_embedding": False,
+    "vision_in_dim": None,
+    "meanflow_sum": False,
+}
 _WAN = {
     "model_type": "t2v",
     "dim": 256,
@@ -76,13 +87,17 @@ def _model(kind: str, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
         from comfy.ldm.flux.model import Flux
 
         return Flux(**_FLUX, **options), {}
+    if kind == "hunyuan":
+        from comfy.ldm.hunyuan_video.model import HunyuanVideo
+
+        return HunyuanVideo(**_HUNYUAN, **options), {}
     from comfy.ldm.wan.model import WanModel
 
     return WanModel(**_WAN, **options), {"text_dim": TEXT}
 
 
 def write(kind: str, path: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Writes a checkpoint of ``"ltx"``, ``"ltx2"``, ``"flux"`` or ``"wan"`` and returns its path."""
+    """Writes a checkpoint of ``"ltx"``, ``"ltx2"``, ``"flux"``, ``"hunyuan"`` or ``"wan"`` and returns its path."""
     from safetensors.torch import save_file
 
     model, config = _model(kind, dtype)
@@ -94,4 +109,26 @@ def write(kind: str, path: Path, dtype: torch.dtype = torch.float32) -> Path:
         is_norm = tensor.ndim == 1 and "norm" in name and name.endswith("weight")
         state[name] = (values + 1 if is_norm else values).to(tensor.dtype).contiguous()
     save_file(state, path, metadata={"config": json.dumps({"transformer": config})})
+    return path
+
+
+def quantise(source: Path, path: Path, storage: torch.dtype) -> Path:
+    """Writes a checkpoint again, the linear layers of its blocks in int8 or float8 with one scale for each."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(source, "pt") as file:
+        metadata, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    layers = {}
+    for name in [name for name, tensor in state.items() if "blocks." in name and tensor.ndim == 2]:
+        if not name.endswith(".weight"):  # tables of modulation
+            continue
+        layer, weight = name.removesuffix(".weight"), state[name]
+        limit = 127.0 if storage == torch.int8 else torch.finfo(storage).max
+        scale = weight.abs().max() / limit
+        scaled = weight / scale
+        state[name] = (scaled.round() if storage == torch.int8 else scaled).to(storage)
+        state[f"{layer}.weight_scale"] = scale
+        layers[layer] = {"format": "int8_tensorwise" if storage == torch.int8 else "float8_e4m3fn"}
+    save_file(state, path, metadata={**metadata, "_quantization_metadata": json.dumps({"layers": layers})})
     return path

@@ -6,6 +6,10 @@ import pytest
 
 from tests.comfyui import native
 
+if native.ROOT:
+    # Before any test imports diffusers, which imports torchvision if it is there, as ComfyUI needs it.
+    native.declare_torchvision()
+
 
 @pytest.fixture(scope="session")
 def comfyui() -> None:

@@ -27,12 +27,13 @@ class TinyConditioning(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="TinyConditioning",
-            inputs=[io.Int.Input("seed", default=1)],
+            # Another number makes everything after the node run again, on the very same values.
+            inputs=[io.Int.Input("seed", default=1), io.Int.Input("run", default=0)],
             outputs=[io.Conditioning.Output()],
         )
 
     @classmethod
-    def execute(cls, seed):
+    def execute(cls, seed, run):
         return io.NodeOutput(conditioning(seed))
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.comfyui import checkpoints
 from tests.comfyui.server import PACK, Server
+from tests.pipelines import tiny
 
 MODEL_NODES = ["DiffkernOptimizeModel", "DiffkernVerify", "DiffkernBenchmark", "DiffkernDoctor"]
 PIPELINE_NODES = ["DiffkernLoadPipeline", "DiffkernOptimizePipeline", "DiffkernGenerateVideo"]
@@ -33,13 +34,13 @@ def server(comfyui: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-def workflow(kind: str, name: str, optimize: dict[str, Any] | None) -> dict[str, Any]:
+def workflow(kind: str, name: str, optimize: dict[str, Any] | None, run: int = 0) -> dict[str, Any]:
     """Loader, sampler, results; with or without the node between them."""
     latent, size = LATENTS[kind]
     prompt: dict[str, Any] = {
         "1": {"class_type": "UNETLoader", "inputs": {"unet_name": f"{kind}.safetensors", "weight_dtype": "default"}},
-        "2": {"class_type": "TinyConditioning", "inputs": {"seed": 1}},
-        "3": {"class_type": "TinyConditioning", "inputs": {"seed": 2}},
+        "2": {"class_type": "TinyConditioning", "inputs": {"seed": 1, "run": run}},
+        "3": {"class_type": "TinyConditioning", "inputs": {"seed": 2, "run": run}},
         "4": {"class_type": latent, "inputs": size},
         "6": {
             "class_type": "KSampler",
@@ -94,17 +95,15 @@ def test_a_workflow_runs_and_a_bypassed_node_leaves_nothing(server: Server, kind
     server.run(workflow(kind, f"{kind}_native", None))
     shown = server.run(workflow(kind, f"{kind}_fast", {}))
     server.run(workflow(kind, f"{kind}_exact", {"mode": "exact"}))
-    server.run(
-        {**workflow(kind, f"{kind}_again", None), "2": {"class_type": "TinyConditioning", "inputs": {"seed": 9}}}
-    )
-    server.run(workflow(kind, f"{kind}_bypassed", None) | {"10": {"class_type": "DiffkernDoctor", "inputs": {}}})
+    server.run(workflow(kind, f"{kind}_bypassed", None, run=1))
+    server.run(workflow(kind, f"{kind}_optimized_again", {}, run=2))
 
     native, fast = result(server, f"{kind}_native"), result(server, f"{kind}_fast")
     assert torch.isfinite(fast).all() and not torch.equal(fast, native)
     assert (fast - native).norm() <= 1e-5 * native.norm()
     assert torch.equal(result(server, f"{kind}_exact"), native)
     assert torch.equal(result(server, f"{kind}_bypassed"), native)
-    assert not torch.equal(result(server, f"{kind}_again"), native)
+    assert torch.equal(result(server, f"{kind}_optimized_again"), fast)
     assert "patched" in shown["8"]["text"][0] and "by compiled" in shown["8"]["text"][0]
     assert shown["9"]["text"][0].startswith("PASS")
 
@@ -122,6 +121,33 @@ def test_benchmark_and_doctor_say_what_they_found(server: Server) -> None:
 
     assert "ms a step" in shown["9"]["text"][0] and "times as fast" in shown["9"]["text"][0]
     assert "comfy-kitchen" in shown["10"]["text"][0] and "BasicTransformerBlock: known" in shown["10"]["text"][0]
+
+
+def test_a_diffusers_pipeline_is_loaded_optimized_and_run(server: Server) -> None:
+    tiny.build("ltx")[0].save_pretrained(server.base / "models" / "diffusers" / "tiny-ltx")
+    listed = server.get("/object_info")["DiffkernLoadPipeline"]["input"]["required"]
+    assert listed["pipeline"][1]["options"] == ["tiny-ltx"]
+    video = {
+        "prompt": "a fox", "negative_prompt": "blurry", "width": 32, "height": 32, "num_frames": 9, "steps": 2,
+        "guidance_scale": 3.0, "seed": 1,
+    }  # fmt: skip
+    loader = {"pipeline": "tiny-ltx", "dtype": "auto", "offload": "none"}
+    prompt = {
+        "1": {"class_type": "DiffkernLoadPipeline", "inputs": loader},
+        "2": {
+            "class_type": "DiffkernOptimizePipeline",
+            "inputs": {"pipeline": ["1", 0], "mode": "auto", "backend": "auto", "on_unsupported": "warn"},
+        },
+        "3": {"class_type": "DiffkernGenerateVideo", "inputs": {"pipeline": ["2", 0], **video}},
+        "4": {"class_type": "DiffkernGenerateVideo", "inputs": {"pipeline": ["1", 0], **video}},
+        "5": {"class_type": "PreviewAny", "inputs": {"source": ["3", 1]}},
+        "6": {"class_type": "PreviewAny", "inputs": {"source": ["4", 1]}},
+        "7": {"class_type": "SaveImage", "inputs": {"images": ["3", 0], "filename_prefix": "pipeline"}},
+    }
+    shown = server.run(prompt)
+
+    assert "modules of LTXPipeline" in shown["5"]["text"][0] and shown["6"]["text"] == ["nothing is injected"]
+    assert len(list((server.base / "output").glob("pipeline_*.png"))) == 9
 
 
 def test_an_unsupported_choice_is_an_error_that_says_why(server: Server) -> None:
@@ -156,4 +182,5 @@ def test_example_workflows_fit_the_nodes_of_this_comfyui(server: Server, path: P
 
 
 def _is_widget(spec: list[Any]) -> bool:
-    return isinstance(spec[0], list) or spec[0] in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+    plain = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")
+    return isinstance(spec[0], list) or spec[0] in plain

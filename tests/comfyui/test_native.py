@@ -1,0 +1,379 @@
+"""Recipes, LoRA, low-VRAM mode, compiling, quantised weights, training: in ComfyUI itself, on tiny random models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffkern.comfyui.optimize import native as without
+from diffkern.comfyui.optimize import optimize
+from diffkern.comfyui.patcher import patches_of
+from tests.comfyui import checkpoints, native
+
+KINDS = ["ltx", "ltx2", "flux", "hunyuan", "wan"]
+
+#: A linear layer and a norm of each model, for adapters.
+ADAPTED = {
+    "ltx": ("transformer_blocks.0.attn1.to_q", "transformer_blocks.0.attn1.q_norm"),
+    "ltx2": ("transformer_blocks.0.audio_to_video_attn.to_q", "transformer_blocks.0.audio_attn1.k_norm"),
+    "flux": ("double_blocks.0.img_attn.qkv", "single_blocks.1.norm.query_norm"),
+    "hunyuan": ("double_blocks.0.txt_attn.qkv", "double_blocks.0.img_attn.norm.key_norm"),
+    "wan": ("blocks.0.self_attn.q", "blocks.1.cross_attn.norm_k"),
+}
+
+
+@pytest.fixture(scope="module")
+def files(comfyui: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: checkpoints.write(kind, folder / f"{kind}.safetensors") for kind in KINDS}
+
+
+@pytest.fixture(autouse=True)
+def as_comfyui_runs_nodes(comfyui: None) -> Iterator[None]:
+    """In inference mode, from loading to unloading."""
+    import comfy.model_management
+
+    with torch.inference_mode():
+        yield
+        comfy.model_management.unload_all_models()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def model(files: dict[str, Path], kind: str) -> Any:
+    return native.load(files[kind])
+
+
+def near(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool(torch.isfinite(a).all() and (a - b).norm() <= tolerance * b.norm())
+
+
+def adapted(model: Any, kind: str) -> Any:
+    """A clone with an adapter on a linear layer and on a norm."""
+    generator = torch.Generator().manual_seed(4)
+    keys = [f"diffusion_model.{name}.weight" for name in ADAPTED[kind]]
+    weights = model.model.state_dict()
+    patches = {key: ("diff", (torch.randn(weights[key].shape, generator=generator) * 0.3,)) for key in keys}
+    clone = model.clone()
+    assert set(clone.add_patches(patches, 1.0)) == set(keys)
+    return clone
+
+
+def test_the_names_of_events_are_those_of_comfyui() -> None:
+    from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+    from diffkern.comfyui import kitchen_backend, patcher
+
+    assert (patcher._ON_CLONE, patcher._ON_CLEANUP) == (CallbacksMP.ON_CLONE, CallbacksMP.ON_CLEANUP)
+    assert WrappersMP.APPLY_MODEL == kitchen_backend._APPLY_MODEL
+
+
+def test_every_recipe_fits_this_comfyui() -> None:
+    from diffkern.comfyui.recipe import strange_words
+    from diffkern.comfyui.recipes import known_recipes
+
+    found = known_recipes()
+    assert len(found) == 9
+    assert {name: each.how for name, each in found.items()} == dict.fromkeys(found, "recipe")
+    assert all(each.recipe is not None and not strange_words(each.recipe) for each in found.values())
+
+
+def test_everything_runs_fused_and_bypassing_gives_the_native_bits(model: Any, kind: str) -> None:
+    before = native.sample(model, kind)
+    optimized, report = optimize(model)
+    after = native.sample(optimized, kind)
+    calls = report.calls()
+
+    assert near(after, before) and not torch.equal(after, before)
+    assert report.patched and not report.failed and not report.skipped
+    blocks = [count for path, count in calls.items() if "connector" not in path]
+    assert all(count["fused"] >= 2 and not count["stock"] and not count["stock_pieces"] for count in blocks)
+    assert torch.equal(native.sample(model, kind), before)
+    assert torch.equal(native.sample(without(optimized), kind), before)
+
+
+def test_exact_mode_gives_the_native_bits(model: Any, kind: str) -> None:
+    before = native.sample(model, kind)
+    optimized, report = optimize(model, numerics="exact")
+
+    assert torch.equal(native.sample(optimized, kind), before)
+    assert all(m.bit_identical for site in report.patched for m in site.measurements)
+    if kind in ("ltx", "flux", "hunyuan"):
+        assert sum(count["fused"] for count in report.calls().values()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(model: Any, kind: str, dtype: torch.dtype) -> None:
+    half = model.clone()
+    half.set_model_compute_dtype(dtype)
+    optimized, report = optimize(half)
+    exact, _ = optimize(half, numerics="exact")
+    expected = native.sample(half, kind)
+
+    assert report.patched and {site.measurements[0].dtype for site in report.patched} == {str(dtype)[6:]}
+    assert near(native.sample(optimized, kind), expected, 0.03)
+    assert torch.equal(native.sample(exact, kind), expected)
+
+
+def test_a_lora_has_its_effect_before_and_after_the_node(model: Any, kind: str) -> None:
+    plain, expected = native.sample(model, kind), native.sample(adapted(model, kind), kind)
+    optimized, _ = optimize(model)
+
+    assert not near(expected, plain, 1e-4)
+    assert near(native.sample(adapted(optimized, kind), kind), expected)
+    assert near(native.sample(optimize(adapted(model, kind))[0], kind), expected)
+    assert near(native.sample(optimized, kind), plain)
+
+
+def test_a_lora_after_a_deep_clone_has_its_effect(model: Any, kind: str) -> None:
+    expected = native.sample(adapted(model, kind), kind)
+    deep = optimize(model)[0].clone(force_deepcopy=True)
+
+    assert deep.model is not model.model and patches_of(deep)
+    assert near(native.sample(adapted(deep, kind), kind), expected)
+    assert all(patch.fused_calls for path, patch in patches_of(deep).items() if "connector" not in path)
+
+
+def test_low_vram_mode_with_a_lora(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters are functions of the weights then, which only ComfyUI's cast calls."""
+    import comfy.model_management
+
+    expected = native.sample(adapted(model, kind), kind)
+    optimized = adapted(optimize(model)[0], kind)
+    comfy.model_management.unload_all_models()
+    optimized.patch_model(torch.device("cpu"), lowvram_model_memory=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.model_management, "load_models_gpu", lambda *_, **__: None)
+        functions = [module for module in optimized.model.modules() if getattr(module, "weight_function", None)]
+        result = native.sample(optimized, kind)
+    optimized.unpatch_model()
+
+    assert len(functions) == 2
+    assert near(result, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["compiled last", "compiled first"])
+@pytest.mark.parametrize("kind", ["ltx", "flux", "wan"])
+def test_torch_compile_on_either_side(files: dict[str, Path], kind: str, order: str) -> None:
+    from comfy_extras.nodes_torch_compile import TorchCompileModel
+    from torch._dynamo.utils import counters
+
+    model = native.load(files[kind])
+    expected = native.sample(model, kind)
+    counters.clear()
+    if order == "compiled last":
+        both = TorchCompileModel.execute(optimize(model)[0], "inductor")[0]
+    else:
+        both = optimize(TorchCompileModel.execute(model, "inductor")[0])[0]
+    result = native.sample(both, kind)
+    ours = [name for name in counters["graph_break"] if "diffkern" in name]
+
+    assert patches_of(both) and near(result, expected)
+    assert not ours
+    assert torch.equal(native.sample(model, kind), expected)
+    torch._dynamo.reset()
+
+
+def test_linear_layers_of_any_storage_format_are_called(model: Any, kind: str) -> None:
+    """A GGUF checkpoint has layers that hold packed bytes and unpack them in their own forward."""
+    import comfy.ops
+
+    class Packed(comfy.ops.manual_cast.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.packed.float() * self.scale
+            return torch.nn.functional.linear(x, weight, self.bias)
+
+    expected = None
+    for _, module in model.model.diffusion_model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.scale = module.weight.abs().max() / 127
+            module.packed = (module.weight / module.scale).round().to(torch.int8)
+            module.weight = torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
+            module.__class__ = Packed
+    expected = native.sample(model, kind)
+    optimized, report = optimize(model)
+
+    assert not report.failed and near(native.sample(optimized, kind), expected)
+    assert sum(count["fused"] for count in report.calls().values()) > 0
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan"])
+def test_norms_of_a_class_that_is_not_known_are_called(model: Any, kind: str) -> None:
+    """Loaders of other formats bring norms of their own."""
+    import comfy.ops
+
+    class LayerNorm(comfy.ops.manual_cast.LayerNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y * 1.5
+
+    for module in model.model.diffusion_model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.__class__ = LayerNorm
+    expected = native.sample(model, kind)
+    optimized, report = optimize(model)
+
+    assert near(native.sample(optimized, kind), expected)
+    pieces = {piece for count in report.calls().values() for piece in count["stock_pieces"]}
+    assert {"img_norm1", "pre_norm"} <= pieces if kind == "flux" else pieces == {"norm1", "norm2", "norm3"}
+
+
+def test_a_float8_checkpoint(files: dict[str, Path], kind: str) -> None:
+    """Weights that ComfyUI casts at every call, the norms' among them."""
+    model = native.load(files[kind], dtype=torch.float8_e4m3fn)
+    expected = native.sample(model, kind)
+    optimized, report = optimize(model)
+
+    assert report.patched and near(native.sample(optimized, kind), expected)
+
+
+@pytest.mark.parametrize("storage", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantised_checkpoint(files: dict[str, Path], kind: str, storage: torch.dtype, tmp_path: Path) -> None:
+    """Layers with tensors of a layout of their own are called as they are."""
+    path = checkpoints.quantise(files[kind], tmp_path / "quantised.safetensors", storage)
+    model = native.load(path)
+    layers = [m for m in model.model.diffusion_model.modules() if hasattr(m, "layout_type")]
+    expected = native.sample(model, kind)
+    optimized, report = optimize(model)
+
+    assert layers and expected.isfinite().all() and report.patched and not report.failed
+    # Inputs are quantised too, which makes a rounding into a step.
+    assert near(native.sample(optimized, kind), expected, 0.03)
+    assert near(native.sample(adapted(optimized, kind), kind), native.sample(adapted(model, kind), kind), 0.03)
+
+
+def test_training_runs_the_native_forwards(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.model_management
+
+    optimized, report = optimize(model)
+    monkeypatch.setattr(comfy.model_management, "in_training", True)
+    expected = native.sample(model, kind)
+
+    assert torch.equal(native.sample(optimized, kind), expected)
+    reasons = {reason for count in report.calls().values() for reason in count["stock_reasons"]}
+    assert reasons == {"ComfyUI is training"}
+    assert not any(count["fused"] for count in report.calls().values())
+
+
+def test_an_attention_override_of_another_node_is_respected(model: Any, kind: str) -> None:
+    seen: list[int] = []
+
+    def override(attend: Any, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(1)
+        result: Tensor = attend(*args, **kwargs)
+        return result
+
+    results = []
+    for each in (model, optimize(model)[0]):
+        clone = each.clone()
+        clone.model_options["transformer_options"]["optimized_attention_override"] = override
+        seen.clear()
+        results.append((native.sample(clone, kind), len(seen)))
+
+    assert near(results[1][0], results[0][0]) and results[1][1] == results[0][1] > 0
+
+
+@pytest.mark.parametrize(("kind", "patch"), [("flux", "attn1_patch"), ("wan", "attn1_patch"), ("wan", "attn2_patch")])
+def test_patches_inside_the_attention_see_what_they_expect(files: dict[str, Path], kind: str, patch: str) -> None:
+    def flux(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"q": q * 1.1, "k": k, "v": v}
+
+    def wan(values: dict[str, Any]) -> Tensor:
+        result: Tensor = values["x"] * 0.9
+        return result
+
+    model = native.load(files[kind])
+    results = []
+    optimized, report = optimize(model)
+    for each in (model, optimized):
+        clone = each.clone()
+        clone.set_model_patch(flux if kind == "flux" else wan, patch)
+        results.append(native.sample(clone, kind))
+
+    assert near(results[1], results[0])
+    assert any("another node patches" in reason for c in report.calls().values() for reason in c["stock_reasons"])
+
+
+def test_a_block_that_another_node_wraps_is_called_as_before(files: dict[str, Path]) -> None:
+    model = native.load(files["ltx"])
+
+    def wrap(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        result = extra["original_block"](arguments)
+        return {"img": result["img"] * 0.5}
+
+    results = []
+    for each in (model, optimize(model)[0]):
+        clone = each.clone()
+        clone.set_model_patch_replace(wrap, "dit", "double_block", 0)
+        results.append(native.sample(clone, "ltx"))
+
+    assert near(results[1], results[0])
+
+
+def test_guidance_that_skips_an_attention(files: dict[str, Path]) -> None:
+    model = native.load(files["ltx"])
+    optimized, report = optimize(model)
+    results = []
+    for each in (model, optimized):
+        clone = each.clone()
+        clone.model_options["transformer_options"]["stg_skip_self_attn"] = True
+        results.append(native.sample(clone, "ltx"))
+
+    assert near(results[1], results[0])
+    assert any("guidance" in reason for c in report.calls().values() for reason in c["stock_reasons"])
+
+
+def test_a_dtype_that_changes_after_the_node_runs_native(files: dict[str, Path]) -> None:
+    optimized, report = optimize(native.load(files["flux"]))
+    changed = optimized.clone()
+    changed.set_model_compute_dtype(torch.bfloat16)
+    plain = without(changed)
+
+    assert torch.equal(native.sample(changed, "flux"), native.sample(plain, "flux"))
+    reasons = {reason for count in report.calls().values() for reason in count["stock_reasons"]}
+    assert len(reasons) == 1 and "optimize after the node that changes the dtype" in reasons.pop()
+
+
+def test_verify_and_benchmark(files: dict[str, Path]) -> None:
+    from diffkern.comfyui.benchmark import benchmark
+    from diffkern.comfyui.verify import verify
+
+    model, latent = native.load(files["wan"]), {"samples": torch.zeros(native.LATENTS["wan"])}
+    optimized, _ = optimize(model)
+    exact, _ = optimize(model, numerics="exact")
+    options = {"positive": native.conditioning(), "latent": latent, "seed": 0}
+    good = verify(optimized, **options, steps=2, tolerance=1e-4)
+    same = verify(exact, **options, steps=1, tolerance=0.0)
+    strict = verify(optimized, **options, steps=1, tolerance=0.0)
+    times = benchmark(exact, **options, steps=3, runs=2)
+    optimized.model.diffusion_model.blocks[0].modulation.data.fill_(float("nan"))
+    broken = verify(optimized, **options, steps=1, tolerance=1.0)
+
+    assert good.passed and 0 < good.error < 1e-4 and good.fused == 12 and str(good).startswith("PASS")
+    assert same.passed and same.identical and "bit for bit" in str(same)
+    assert not strict.passed and str(strict).startswith("FAIL")
+    assert not broken.passed and "native model itself" in str(broken)
+    assert len(times.native.milliseconds) == 2 and times.native.memory is None and "CPU" in str(times)
+
+
+def test_another_model_is_handed_on_and_may_use_the_kitchen(comfyui: None) -> None:
+    import comfy.ops
+    from comfy.ldm.lumina.model import FeedForward
+
+    from tests.comfyui import double
+
+    plain = double.Model(FeedForward(32, 64, 32, None, operation_settings={"operations": comfy.ops.manual_cast}))
+    _, report = optimize(double.ModelPatcher(plain, torch.device("cpu"), torch.device("cpu")))
+
+    assert "FeedForward has no module that diffkern knows" in report.notes[0]
+    assert any("comfy-kitchen is served" in note for note in report.notes)

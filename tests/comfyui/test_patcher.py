@@ -1,0 +1,303 @@
+"""Object patches on clones of a model: with a double of ComfyUI's model patcher, and with the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffkern.comfyui import recipes
+from diffkern.comfyui.optimize import native, optimize, selects
+from diffkern.comfyui.patcher import patches_of
+from diffkern.injection import InjectionError
+from tests.comfyui import double, toy
+
+CPU = torch.device("cpu")
+BLOCK = "tests.comfyui.toy.Block"
+
+
+@pytest.fixture(autouse=True)
+def toy_recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """The recipe of the toy, and what chooses another one."""
+
+    def choose(name: str) -> None:
+        monkeypatch.setitem(recipes._RECIPES, BLOCK, ("tests.comfyui.toy", name))
+        recipes._find.cache_clear()
+
+    choose("RECIPE")
+    yield choose
+    recipes._find.cache_clear()
+
+
+class Host:
+    """A model patcher, and how it is loaded: the double's way, or ComfyUI's."""
+
+    def __init__(self, patcher: Any) -> None:
+        self.patcher = patcher
+
+    @staticmethod
+    def run(patcher: Any, seed: int = 0, **options: Any) -> Tensor:
+        """Loads a clone as a sampler does, runs it, and takes its patches off as the next load does."""
+        patcher.patch_model()
+        try:
+            with torch.no_grad():
+                result: Tensor = patcher.model.diffusion_model(*toy.inputs(seed), **options)
+                return result
+        finally:
+            patcher.unpatch_model()
+
+    @staticmethod
+    def deep_clone(patcher: Any) -> Any:
+        if isinstance(patcher, double.ModelPatcher):
+            return patcher.deep_clone()
+        pristine = double.Model(toy.Denoiser())
+        pristine.load_state_dict(patcher.model.state_dict())
+        return patcher.clone(model_override=(pristine, ({}, {}, {}, set())))
+
+
+@pytest.fixture(params=["double", "comfyui"])
+def host(request: pytest.FixtureRequest) -> Host:
+    torch.manual_seed(0)
+    model = double.Model(toy.Denoiser())
+    if request.param == "double":
+        return Host(double.ModelPatcher(model, CPU, CPU))
+    request.getfixturevalue("comfyui")
+    from comfy.model_patcher import ModelPatcher
+
+    return Host(ModelPatcher(model, CPU, CPU))
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).norm() <= 1e-6 * b.norm())
+
+
+def test_dk79_a_patch_belongs_to_the_clone_and_leaves_nothing_on_the_model(host: Host) -> None:
+    before = host.run(host.patcher)
+    keys, attributes = list(host.patcher.model.state_dict()), [vars(m).keys() - {"forward"} for m in _modules(host)]
+    optimized, report = optimize(host.patcher)
+
+    after = host.run(optimized)
+    assert len(report.patched) == 3 and report.patched[0].how == "probe"
+    assert close(after, before)
+    assert torch.equal(host.run(host.patcher), before)
+    assert not patches_of(host.patcher)
+    assert list(host.patcher.model.state_dict()) == keys
+    assert [vars(m).keys() - {"forward"} for m in _modules(host)] == attributes
+    assert all(patch.fused_calls == 1 and not patch.stock_calls for patch in patches_of(optimized).values())
+
+
+def test_dk79_two_branches_from_one_loader_do_not_see_each_other(host: Host) -> None:
+    plain, optimized = host.patcher.clone(), optimize(host.patcher)[0]
+    expected = host.run(plain, 1)
+
+    first = host.run(optimized, 1)
+    assert torch.equal(host.run(plain, 1), expected)
+    assert torch.equal(host.run(optimized, 1), first)
+    assert torch.equal(host.run(native(optimized), 1), expected)
+
+
+def test_dk79_an_error_while_sampling_leaves_nothing_behind(host: Host) -> None:
+    before = host.run(host.patcher)
+    optimized, _ = optimize(host.patcher)
+    with pytest.raises(TypeError):
+        host.run(optimized, nonsense=1)
+
+    assert torch.equal(host.run(host.patcher), before)
+
+
+def test_a_clone_with_a_model_of_its_own_runs_on_its_own_weights(host: Host) -> None:
+    optimized, _ = optimize(host.patcher)
+    deep = host.deep_clone(optimized)
+    with torch.no_grad():
+        deep.model.diffusion_model.blocks[0].linear.weight.mul_(-1.0)
+    expected = host.run(native(deep))
+
+    assert deep.model is not optimized.model
+    assert {patch.module for patch in patches_of(deep).values()} <= set(deep.model.modules())
+    assert close(host.run(deep), expected)
+    assert not close(host.run(optimized), expected)
+
+
+def test_exact_mode_gives_the_very_same_bits(host: Host) -> None:
+    optimized, report = optimize(host.patcher, numerics="exact")
+
+    assert len(report.patched) == 3 and all(m.bit_identical for site in report.patched for m in site.measurements)
+    assert torch.equal(host.run(optimized), host.run(host.patcher))
+
+
+def test_an_option_that_the_recipe_does_not_serve_runs_stock_and_is_counted(host: Host) -> None:
+    optimized, report = optimize(host.patcher)
+    options = {"transformer_options": {"negate": True}}
+
+    assert torch.equal(host.run(optimized, **options), host.run(host.patcher, **options))
+    calls = report.calls()["diffusion_model.blocks.0"]
+    assert calls["fused"] == 0 and calls["stock_reasons"] == {"an option turns its sign": 1}
+
+
+def test_an_argument_that_a_newer_forward_has_runs_stock(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimized, report = optimize(host.patcher)
+    stock = toy.Block.forward
+
+    def newer(self: Any, x: Tensor, modulation: Tensor, transformer_options: Any = None, factor: float = 1.0) -> Tensor:
+        return stock(self, x, modulation, transformer_options or {}) * factor
+
+    monkeypatch.setattr(toy.Block, "forward", newer)
+    expected = host.run(host.patcher, factor=2.0)
+
+    assert torch.equal(host.run(optimized, factor=2.0), expected)
+    reasons = report.calls()["diffusion_model.blocks.0"]["stock_reasons"]
+    assert reasons == {"it is called with other arguments than the recipe knows": 1}
+
+
+def test_a_call_in_another_dtype_than_the_proof_runs_stock(host: Host) -> None:
+    optimized, report = optimize(host.patcher)
+    block = optimized.model.diffusion_model.blocks[0].bfloat16()
+    x, modulation = (tensor.bfloat16() for tensor in toy.inputs())
+    patch = patches_of(optimized)["diffusion_model.blocks.0"]
+
+    assert torch.equal(patch.forward(x.clone(), modulation), block(x.clone(), modulation))
+    (reason,) = report.calls()["diffusion_model.blocks.0"]["stock_reasons"]
+    assert "bfloat16" in reason and "float32" in reason
+
+
+def test_a_second_optimizer_finds_the_first_and_changes_nothing(host: Host) -> None:
+    first, _ = optimize(host.patcher)
+    second, report = optimize(first, numerics="exact")
+
+    assert [site.reason for site in report.skipped] == ["already optimized by diffkern"] * 3
+    assert torch.equal(host.run(second), host.run(first))
+    with pytest.raises(InjectionError, match="already optimized"):
+        optimize(first, strict=True)
+
+
+def test_patches_of_other_nodes_are_left_and_named(host: Host) -> None:
+    theirs = host.patcher.clone()
+    block = theirs.model.diffusion_model.blocks[1]
+    theirs.add_object_patch("diffusion_model.blocks.1.forward", lambda x, *_, **__: x)
+    theirs.add_object_patch("diffusion_model.blocks.2", nn.Identity())
+    assert block is theirs.model.diffusion_model.blocks[1]
+    optimized, report = optimize(theirs)
+
+    assert [site.path for site in report.patched] == ["diffusion_model.blocks.0"]
+    reasons = {site.path[-1]: site.reason for site in report.skipped}
+    assert reasons["1"].startswith("another node patches its forward: tests.comfyui.test_patcher")
+    assert reasons["2"].startswith("another node replaces diffusion_model.blocks.2")
+    assert optimized.object_patches["diffusion_model.blocks.1.forward"] is theirs.object_patches[
+        "diffusion_model.blocks.1.forward"
+    ]  # fmt: skip
+
+
+def test_the_original_is_seen_under_the_patch_of_a_clone_that_is_loaded(host: Host) -> None:
+    first, _ = optimize(host.patcher)
+    first.patch_model()
+    _, report = optimize(host.patcher.clone())
+    first.unpatch_model()
+
+    assert len(report.patched) == 3
+
+
+def test_a_forward_that_was_replaced_on_the_class_object_is_left(host: Host) -> None:
+    block = host.patcher.model.diffusion_model.blocks[0]
+    block.forward = lambda x, *_, **__: x
+    _, report = optimize(host.patcher)
+
+    assert [site.reason.partition(":")[0] for site in report.skipped] == ["its forward was replaced"]
+
+
+def test_a_module_that_breaks_the_contract_is_refused(host: Host, toy_recipe: Callable[[str], None]) -> None:
+    toy_recipe("WRONG")
+    optimized, report = optimize(host.patcher)
+
+    assert len(report.failed) == 3 and "against stock's" in report.failed[0].reason
+    assert not patches_of(optimized)
+
+
+def test_a_forward_that_knows_a_new_word_is_not_trusted_to_a_proof(
+    host: Host, toy_recipe: Callable[[str], None]
+) -> None:
+    toy_recipe("IGNORANT")
+    _, report = optimize(host.patcher)
+
+    assert {site.reason for site in report.skipped} == {
+        "its forward is not that of the toy, and knows 'negate': update diffkern"
+    }
+
+
+def test_a_model_without_known_modules_is_handed_on_with_a_reason(host: Host) -> None:
+    plain = type(host.patcher)(double.Model(nn.Linear(2, 2)), CPU, CPU)
+    optimized, report = optimize(plain)
+
+    assert "Linear has no module that diffkern knows" in report.notes[0]
+    assert optimized is not plain and not optimized.object_patches
+    with pytest.raises(InjectionError, match="no module that diffkern knows"):
+        optimize(plain, strict=True)
+
+
+def test_a_dtype_that_no_kernel_serves_is_named(host: Host) -> None:
+    wide = host.patcher.clone()
+    wide.add_object_patch("manual_cast_dtype", torch.float64)
+    _, report = optimize(wide)
+
+    assert not report.patched and "float64" in report.notes[0]
+
+
+def test_families_and_blocks_choose_what_is_patched(host: Host) -> None:
+    assert not optimize(host.patcher, families=["qk_norm_rope"])[1].patched
+    _, report = optimize(host.patcher, blocks="0, 2-5")
+    assert [site.path for site in report.patched] == ["diffusion_model.blocks.0", "diffusion_model.blocks.2"]
+    with pytest.raises(ValueError, match="fits none of the 3 modules"):
+        optimize(host.patcher, blocks="7")
+    for options in ({"numerics": "fp8"}, {"families": ["norms"]}, {"kitchen": "maybe"}):
+        with pytest.raises(ValueError, match="choose"):
+            optimize(host.patcher, **options)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "path", "selected"),
+    [
+        ("", "diffusion_model.double_blocks.3", True),
+        ("3", "diffusion_model.double_blocks.3", True),
+        ("0-2,4 - 6", "diffusion_model.double_blocks.3", False),
+        ("0-3", "diffusion_model.transformer_blocks.2.attn1", True),
+        ("double_blocks.*", "diffusion_model.double_blocks.3", True),
+        ("single_blocks.*", "diffusion_model.double_blocks.3", False),
+        ("1", "diffusion_model.norm", False),
+    ],
+)
+def test_blocks_are_numbers_ranges_and_patterns(blocks: str, path: str, selected: bool) -> None:
+    assert selects(blocks, path) is selected
+
+
+def test_a_part_that_is_none_of_these_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'3-'"):
+        selects("1, 3-", "diffusion_model.blocks.1")
+
+
+def test_no_more_graphs_than_the_unpatched_model_has(host: Host) -> None:
+    """DK41: the traced forward keeps nothing that differs from block to block."""
+    from torch._dynamo.testing import CompileCounter
+
+    def graphs(patcher: Any) -> int:
+        counter = CompileCounter()
+        torch._dynamo.reset()
+        patcher.patch_model()
+        try:
+            with torch.no_grad():
+                for block in patcher.model.diffusion_model.blocks:
+                    compiled = torch.compile(block, backend=counter, fullgraph=True)
+                    x, modulation = toy.inputs()
+                    compiled(x.clone(), modulation)
+                    compiled(x.clone(), modulation)
+        finally:
+            patcher.unpatch_model()
+        return int(counter.frame_count)
+
+    assert graphs(optimize(host.patcher)[0]) <= graphs(host.patcher)
+    torch._dynamo.reset()
+
+
+def _modules(host: Host) -> list[nn.Module]:
+    return list(host.patcher.model.diffusion_model.modules())

@@ -1,0 +1,158 @@
+"""The small parts of the node pack: casts, norms, rotary tables, stand-ins. No ComfyUI needed."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffkern.comfyui import rope as rope_module
+from diffkern.comfyui.cast import weight_and_bias
+from diffkern.comfyui.norms import NORMS, norm_kind, readable
+from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
+from diffkern.comfyui.recipe import Samples, in_training, plain_arithmetic, strange_words
+from diffkern.comfyui.rope import rotary_tables, unfit_matrices
+from diffkern.comfyui.stand_in import Pick, input_size, shell
+from diffkern.ops import rope
+from tests.comfyui import toy
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm(8), nn.RMSNorm(8, elementwise_affine=False), nn.LayerNorm(8)])
+def test_dk81_a_norm_that_knows_no_casting_has_plain_weights(norm: Any) -> None:
+    weight, bias = weight_and_bias(norm, torch.randn(2, 8))
+
+    assert weight is norm.weight and bias is getattr(norm, "bias", None)
+    assert norm_kind(norm) == ("layer" if isinstance(norm, nn.LayerNorm) else "rms")
+
+
+def test_dk81_a_norm_of_another_class_is_no_norm_that_is_known() -> None:
+    class Scaled(nn.RMSNorm):
+        pass
+
+    assert norm_kind(Scaled(8)) is None and norm_kind(nn.Identity()) is None and norm_kind(None) is None
+    assert norm_kind(nn.LayerNorm((2, 8))) is None
+    assert set(NORMS.values()) == {"rms", "layer"}
+
+
+def test_a_norm_that_is_watched_or_replaced_is_called_as_a_module() -> None:
+    watched, replaced = nn.RMSNorm(8), nn.RMSNorm(8)
+    watched.register_forward_hook(lambda *_: None)
+    replaced.forward = lambda x: x
+
+    assert norm_kind(watched) is None and norm_kind(replaced) is None
+    assert not norms_fuse(nn.RMSNorm(8), watched)
+    assert not norms_fuse(nn.RMSNorm(8, eps=1e-5), nn.RMSNorm(8, eps=1e-6))
+    assert norms_fuse(nn.RMSNorm(8), nn.RMSNorm(8))
+
+
+def test_weights_elsewhere_or_in_storage_formats_are_not_read() -> None:
+    norm = nn.RMSNorm(8)
+    norm.weight = nn.Parameter(torch.ones(8).to(torch.float8_e4m3fn), requires_grad=False)
+    assert readable(norm, torch.randn(2, 8)) is None
+    norm.weight = nn.Parameter(torch.ones(8, device="meta"), requires_grad=False)
+    assert readable(norm, torch.randn(2, 8)) is None
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+def test_tables_compute_the_product_with_any_matrix(pairing: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    matrices = torch.randn(1, 5, 3, 4, 2, 2, generator=generator)  # no rotations
+    x = torch.randn(2, 5, 3, 8, generator=generator)
+    pairs = x.unflatten(-1, (4, 2)) if pairing == "interleaved" else x.unflatten(-1, (2, 4)).transpose(-1, -2)
+    expected = (matrices.double() @ pairs.double().unsqueeze(-1)).squeeze(-1)
+    expected = expected.flatten(-2) if pairing == "interleaved" else expected.transpose(-1, -2).flatten(-2)
+
+    cos, sin = rotary_tables(matrices, pairing)
+    torch.testing.assert_close(rope(x, cos, sin, pairing=pairing).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_tables_are_computed_once_for_a_tensor_and_die_with_it() -> None:
+    before = len(rope_module._tables)
+    matrices = Samples(CPU, torch.float32).rotations(1, 5, 1, 4)
+    first = rotary_tables(matrices, "interleaved")
+
+    assert rotary_tables(matrices, "interleaved") is first
+    assert rotary_tables(matrices.clone(), "interleaved") is not first
+    assert rotary_tables(matrices, "half") is not first
+    del matrices, first
+    gc.collect()
+    assert len(rope_module._tables) == before
+
+
+def test_inference_tensors_are_remembered_too() -> None:
+    with torch.inference_mode():
+        matrices = Samples(CPU, torch.float32).rotations(1, 5, 1, 4)
+        assert rotary_tables(matrices, "half") is rotary_tables(matrices, "half")
+
+
+@pytest.mark.parametrize(
+    ("matrices", "reason"),
+    [
+        (None, "plain tensor"),
+        (torch.zeros(1, 5, 3, 4, 2), "2x2 matrix"),
+        (torch.zeros(1, 6, 3, 4, 2, 2), "those of its tokens"),
+        (torch.zeros(1, 5, 3, 4, 2, 2, dtype=torch.float64), "dtype"),
+        (torch.zeros(1, 5, 3, 4, 2, 2, device="meta"), "device"),
+        (torch.zeros(1, 5, 1, 4, 2, 2), None),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused_with_a_reason(matrices: Any, reason: str | None) -> None:
+    found = unfit_matrices(matrices, CPU, 2, 5, 3)
+
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_queries_and_keys_of_their_own_lengths_and_tables(fuse: bool) -> None:
+    random = Samples(CPU, torch.float32)
+    q, k = random(2, 6, 24), random(2, 4, 24)
+    q_norm, k_norm = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(24, eps=1e-5)
+    nn.init.normal_(q_norm.weight)
+    q_tables, k_tables = (rotary_tables(random.rotations(1, length, 3, 4), "half") for length in (6, 4))
+    with torch.no_grad():
+        ours = norm_and_rotate(
+            q, k, q_norm, k_norm, q_tables, k_tables, fuse_norms=fuse, across_heads=3, pairing="half", provider=None
+        )
+        for x, norm, tables, result in zip((q, k), (q_norm, k_norm), (q_tables, k_tables), ours, strict=True):
+            rotated = rope(norm(x).unflatten(-1, (3, 8)), *tables, pairing="half", provider="eager").flatten(-2)
+            torch.testing.assert_close(result, rotated)
+
+
+def test_a_shell_has_the_structure_and_none_of_the_large_weights() -> None:
+    block = toy.Block()
+    block.register_forward_hook(lambda *_: None)
+    block.linear.weight_function = [abs]
+    block.forward = lambda *_: None
+    copy = shell(block, CPU, torch.bfloat16)
+
+    assert type(copy) is toy.Block and "forward" not in vars(copy) and not copy._forward_hooks
+    assert isinstance(copy.linear, Pick) and input_size(copy.linear) == input_size(block.linear) == toy.SIZE
+    assert copy.linear.weight.shape == (toy.SIZE,) and copy.linear.weight.dtype == torch.bfloat16
+    x, modulation = (tensor.bfloat16() for tensor in toy.inputs())
+    assert type(copy).forward(copy, x, modulation).isfinite().all()
+
+
+def test_words_of_a_forward_are_found_also_inside_its_functions() -> None:
+    assert strange_words(toy.RECIPE) == []
+    assert strange_words(toy.IGNORANT) == ["negate"]
+
+
+def test_without_comfyui_nothing_is_training() -> None:
+    assert in_training() is False
+    with plain_arithmetic():
+        pass
+
+
+def test_random_samples_do_not_touch_the_generators_of_the_user() -> None:
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    x: Tensor = Samples(CPU, torch.float32)(3)
+
+    assert torch.equal(torch.randn(4), expected)
+    assert torch.equal(x, Samples(CPU, torch.float32)(3))
