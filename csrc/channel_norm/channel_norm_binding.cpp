@@ -7,22 +7,6 @@
 namespace diffkern {
 namespace {
 
-// A modulation of shape [samples, channels].
-Parameter per_sample(const OptionalTensor& tensor, const Tensor& x, const char* op, const char* name, int64_t* steps) {
-  Parameter result;
-  if (!tensor.has_value()) return result;
-  STD_TORCH_CHECK(tensor->dim() == 2 && tensor->size(0) == x.size(0) && tensor->size(1) == x.size(1), op, ": ", name,
-                  " must have the shape of the first two dimensions of x");
-  STD_TORCH_CHECK(tensor->is_cuda() == x.is_cuda() && tensor->is_cpu() == x.is_cpu() &&
-                      tensor->get_device_index() == x.get_device_index(),
-                  op, ": ", name, " and x are on different devices");
-  result.data = tensor->const_data_ptr();
-  result.dtype = dtype_of(tensor->scalar_type(), op, name);
-  steps[0] = tensor->stride(0);
-  steps[1] = tensor->stride(1);
-  return result;
-}
-
 bool run_channel_norm(ChannelNormParams p, const Tensor& x, const Tensor& out) {
   if (!make_steps(x, out, false, &p.shape, &p.x_steps, &p.out_steps)) return false;
   p.x = x.const_data_ptr();

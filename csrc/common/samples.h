@@ -27,14 +27,17 @@ DIFFKERN_HOST_DEVICE bool channels_are_neighbours(const Steps& x, const Steps& o
   return x.channel == 1 && out.channel == 1 && x.position != 1;
 }
 
-DIFFKERN_HOST_DEVICE int64_t sample_offset(const SampleShape& shape, const Steps& steps, int64_t sample) {
-  if (shape.frames == 1) return sample * steps.batch;
-  int64_t batch;
+// The entry of the batch that a sample is, or is a frame of.
+DIFFKERN_HOST_DEVICE int64_t sample_batch(const SampleShape& shape, int64_t sample) {
+  if (shape.frames == 1) return sample;
   if (sample <= UINT32_MAX && shape.frames <= UINT32_MAX) {  // a 64-bit division is slow on a GPU
-    batch = static_cast<uint32_t>(sample) / static_cast<uint32_t>(shape.frames);
-  } else {
-    batch = sample / shape.frames;
+    return static_cast<uint32_t>(sample) / static_cast<uint32_t>(shape.frames);
   }
+  return sample / shape.frames;
+}
+
+DIFFKERN_HOST_DEVICE int64_t sample_offset(const SampleShape& shape, const Steps& steps, int64_t sample) {
+  const int64_t batch = sample_batch(shape, sample);
   return batch * steps.batch + (sample - batch * shape.frames) * steps.frame;
 }
 

@@ -54,6 +54,12 @@ inline Dtype dtype_of(ScalarType type, const char* op, const char* name) {
   }
 }
 
+inline void check_next_to(const Tensor& tensor, const Tensor& x, const char* op, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cuda() == x.is_cuda() && tensor.is_cpu() == x.is_cpu() &&
+                      tensor.get_device_index() == x.get_device_index(),
+                  op, ": ", name, " and x are on different devices");
+}
+
 // A parameter of `size` elements next to x, laid out contiguously.
 inline std::optional<Tensor> checked_parameter(const std::optional<Tensor>& parameter, const Tensor& x, int64_t size,
                                                const char* op, const char* name) {
@@ -61,9 +67,7 @@ inline std::optional<Tensor> checked_parameter(const std::optional<Tensor>& para
   STD_TORCH_CHECK(parameter->dim() == 1 && parameter->size(0) == size, op, ": ", name, " must have shape [", size,
                   "], the size of the last dimension of x, but has ", parameter->dim(), " dimensions and ",
                   parameter->numel(), " elements");
-  STD_TORCH_CHECK(parameter->is_cuda() == x.is_cuda() && parameter->is_cpu() == x.is_cpu() &&
-                      parameter->get_device_index() == x.get_device_index(),
-                  op, ": ", name, " and x are on different devices");
+  check_next_to(*parameter, x, op, name);
   return parameter->stride(0) == 1 || size < 2 ? *parameter : torch::stable::contiguous(*parameter);
 }
 

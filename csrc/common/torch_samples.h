@@ -25,6 +25,21 @@ struct Parameter {
   return result;
 }
 
+// A modulation of shape [samples, channels], in place.
+[[maybe_unused]] Parameter per_sample(const OptionalTensor& tensor, const Tensor& x, const char* op, const char* name,
+                                      int64_t* steps) {
+  Parameter result;
+  if (!tensor.has_value()) return result;
+  STD_TORCH_CHECK(tensor->dim() == 2 && tensor->size(0) == x.size(0) && tensor->size(1) == x.size(1), op, ": ", name,
+                  " must have the shape of the first two dimensions of x");
+  check_next_to(*tensor, x, op, name);
+  result.data = tensor->const_data_ptr();
+  result.dtype = dtype_of(tensor->scalar_type(), op, name);
+  steps[0] = tensor->stride(0);
+  steps[1] = tensor->stride(1);
+  return result;
+}
+
 // The steps through x and out, whose positions must merge into one loop; false if they do not.
 [[maybe_unused]] bool make_steps(const Tensor& x, const Tensor& out, bool per_frame, SampleShape* shape, Steps* x_steps, Steps* out_steps) {
   const int first = per_frame ? 3 : 2;

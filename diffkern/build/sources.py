@@ -38,7 +38,7 @@ TORCH_FLAGS = (f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI[0]:02x}{TORCH_ABI[1]:02x}00
 
 
 #: Op families. Each has a folder of its own, with files named after it.
-FAMILIES = ("activation", "channel_norm", "group_norm", "modulate", "norm", "rope")
+FAMILIES = ("activation", "add_norm_silu_pad", "channel_norm", "group_norm", "modulate", "norm", "rope")
 
 
 def units(backend: str, machine: str = platform.machine()) -> tuple[Unit, ...]:

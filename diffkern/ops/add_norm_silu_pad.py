@@ -64,7 +64,7 @@ def add_norm_silu_pad(
         activation: ``"silu"``, or None.
         pad: How many copies of the first frame come before it, and of the last one after it.
         memory_format: ``torch.contiguous_format`` or ``torch.channels_last_3d``, of the result.
-        provider: ``"triton"`` or ``"eager"``; None chooses the first that can.
+        provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
 
     Returns:
         A new tensor ``[B, C, pad[0] + T + pad[1], H, W]`` of the dtype of ``x``. Differentiable in the five tensors.

@@ -38,6 +38,7 @@ _OPS = MappingProxyType(
         op: eager.PROVIDER.kernel(op, torch.device("cpu"))
         for op in (
             "activation",
+            "add_norm_silu_pad",
             "channel_rms_norm_silu",
             "gate_residual",
             "gate_residual_norm_modulate",

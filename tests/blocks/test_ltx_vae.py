@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from diffkern import InjectionReport, inject_optimized_kernels, restore
 from diffkern.blocks.ltx_vae import conv, resnet, upsampler
+from diffkern.injection.block_fusion import BlockFusion
 from tests.ops.reference import relative_error
 
 _SIZES: dict[str, Any] = {
@@ -308,6 +309,47 @@ def test_the_noise_is_drawn_from_the_generator_that_is_given() -> None:
     torch.testing.assert_close(layer(x, generator=torch.Generator().manual_seed(1)), stock, rtol=1e-4, atol=1e-5)
     assert torch.equal(torch.get_rng_state(), before), "a proof drew from the global generator"
     assert layer.per_channel_scale1.abs().min() > 0, "a proof wrote into the block"
+
+
+# --- which modules are sites, and which of them share a proof ----------------------------------------------
+
+
+def convolutions(report: InjectionReport) -> set[str]:
+    return {site.path for site in report.patched if site.op == "ltx_vae_conv"}
+
+
+def test_convolutions_inside_of_fused_blocks_are_no_sites_of_their_own() -> None:
+    model = autoencoder()
+    report = inject_optimized_kernels(model, strict=True)
+    inside = [path for path in convolutions(report) if "resnets" in path or "upsamplers" in path]
+    assert not inside and {"encoder.conv_in", "decoder.conv_out", "encoder.down_blocks.0.downsamplers.0"} <= {
+        path.removesuffix(".conv") for path in convolutions(report)
+    }
+    assert not inject_optimized_kernels(model).patched, "the second injection found something that the first left"
+    assert report.restore() == len(report.patched)
+
+
+@pytest.mark.parametrize("path", ["decoder.mid_block.resnets.0", "decoder.mid_block.resnets.0.conv1"])
+def test_convolutions_are_sites_where_config_leaves_their_block_alone(path: str) -> None:
+    model, z = autoencoder(), latents()
+    stock = decode(model, z)
+    report = inject_optimized_kernels(model, config={path: None})
+    block = "decoder.mid_block.resnets.0"
+    assert block not in {site.path for site in report.patched}
+    others = {f"{block}.conv1", f"{block}.conv2"} - {path}
+    assert {found for found in convolutions(report) if "resnets" in found} == others
+    torch.testing.assert_close(decode(model, z), stock, rtol=1e-4, atol=1e-5)
+
+
+def test_a_proof_is_shared_by_blocks_that_compute_the_same_and_by_no_others() -> None:
+    fusion = BlockFusion(resnet.RECIPE)
+    block, twin = resnet_block(), resnet_block()
+    twin.register_forward_hook(lambda module, args, output: None)
+    assert fusion.kind(block) == fusion.kind(twin)
+    for different in (resnet_block(is_causal=False), resnet_block(eps=1e-3), resnet_block(inject_noise=True)):
+        assert fusion.kind(block) != fusion.kind(different)
+    strides = [BlockFusion(upsampler.RECIPE).kind(LTXVideoUpsampler3d(8, s)) for s in ((1, 2, 2), (2, 1, 2))]
+    assert strides[0] != strides[1]
 
 
 # --- what stays as it was ----------------------------------------------------------------------------------

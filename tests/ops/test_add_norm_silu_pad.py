@@ -31,12 +31,6 @@ _FORMATS = (torch.contiguous_format, torch.channels_last_3d)
 _EXAMPLES = 10 if INTERPRETED or torch.cuda.is_available() else 40
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _skip_without_kernel(provider: str, device: str) -> None:
-    if provider == "compiled":
-        pytest.skip("the compiled kernels have no add_norm_silu_pad")
-
-
 def video(layout: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
     """A video ``[B, C, T, H, W]`` inside a buffer of NaN."""
     batch, channels, frames, height, width = shape

@@ -13,6 +13,8 @@ from . import layers
 from ._ops import add_op_namespace_prefix, ops
 from .activation import activation, glu
 from .activation import register_fakes as _register_activation_fakes
+from .add_norm_silu_pad import add_norm_silu_pad
+from .add_norm_silu_pad import register_fakes as _register_add_norm_silu_pad_fakes
 from .group_norm import channel_rms_norm_silu, group_norm_silu
 from .group_norm import register_fakes as _register_group_norm_fakes
 from .modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
@@ -22,6 +24,7 @@ from .rope import register_fakes as _register_rope_fakes
 
 __all__ = [
     "activation",
+    "add_norm_silu_pad",
     "channel_rms_norm_silu",
     "gate_residual",
     "gate_residual_norm_modulate",
@@ -106,6 +109,7 @@ def _register_fakes() -> None:
     _register_modulate_fakes()
     _register_rope_fakes()
     _register_activation_fakes()
+    _register_add_norm_silu_pad_fakes()
     _register_group_norm_fakes()
     ops.has_fakes = True
 

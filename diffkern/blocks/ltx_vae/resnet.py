@@ -91,9 +91,9 @@ class LTXResnetBlock(AutoencoderRecipe):
             return (conv(x), None) if name in stock else convolve(conv, x, conv.conv.weight, conv.conv.bias)
 
         h, bias = convolved("conv1", inputs, None, None, scale_1, shift_1, block.norm1.eps)
-        noise = _noise(h, block.per_channel_scale1, generator)
+        noise = _noise(h, block.per_channel_scale1, generator, memory_format)
         h, bias = convolved("conv2", h, bias, noise, scale_2, shift_2, block.norm2.eps)
-        noise = _noise(h, block.per_channel_scale2, generator)
+        noise = _noise(h, block.per_channel_scale2, generator, memory_format)
 
         residual = inputs
         if block.norm3 is not None:
@@ -138,12 +138,18 @@ class LTXResnetBlock(AutoencoderRecipe):
                 module._parameters[name] = nn.Parameter(torch.zeros_like(scale), requires_grad=False)
 
 
-def _noise(x: Tensor, per_channel_scale: Tensor | None, generator: torch.Generator | None) -> Tensor | None:
+def _noise(
+    x: Tensor, per_channel_scale: Tensor | None, generator: torch.Generator | None, memory_format: torch.memory_format
+) -> Tensor | None:
     """The noise that the stock forward adds to ``x``: the same numbers, in the same turn."""
     if per_channel_scale is None:
         return None
-    spatial = torch.randn(x.shape[-2:], generator=generator, device=x.device, dtype=x.dtype)[None]
-    return (spatial * per_channel_scale)[None, :, None]
+    spatial = torch.randn(x.shape[-2:], generator=generator, device=x.device, dtype=x.dtype)
+    if memory_format is torch.channels_last_3d:
+        noise = (spatial[..., None] * per_channel_scale.flatten()).movedim(-1, 0)
+    else:
+        noise = spatial * per_channel_scale
+    return noise[None, :, None]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
