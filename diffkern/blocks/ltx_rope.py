@@ -60,7 +60,7 @@ def axial_tables(tables: Tables) -> AxialTables | None:
 class LTXRotaryEmbedding(BlockRecipe):
     """``LTXVideoRotaryPosEmbed``."""
 
-    op = "ltx_rotary_tables"
+    op = "ltx_rope"
     ops = ()
     fingerprints = frozenset({"100bb1261b00b56b"})
     versions = "diffusers 0.42"

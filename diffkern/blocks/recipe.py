@@ -19,7 +19,7 @@ _RECIPES = {
     "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": ("ltx_block", "diffkern.blocks.ltx"),
     "diffusers.models.transformers.transformer_ltx2.LTX2VideoTransformerBlock": ("ltx2_block", "diffkern.blocks.ltx2"),
     "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": (
-        "ltx_rotary_tables",
+        "ltx_rope",
         "diffkern.blocks.ltx_rope",
     ),
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoResnetBlock3d": (

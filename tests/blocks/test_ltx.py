@@ -554,7 +554,7 @@ def test_rotary_tables_are_computed_once_and_read_by_axis() -> None:
     arguments["rope_interpolation_scale"] = (0.3, 32.0, 32.0)
     stock = model.rope(arguments["hidden_states"], 3, 4, 4, (0.3, 32.0, 32.0))
     report = inject_optimized_kernels(model)
-    assert {site.op for site in report.patched if site.path.endswith("rope")} == {"ltx_rotary_tables"}
+    assert {site.op for site in report.patched if site.path.endswith("rope")} == {"ltx_rope"}
     tables = model.rope(arguments["hidden_states"], 3, 4, 4, (0.3, 32.0, 32.0))
     assert all(torch.equal(own, other) for own, other in zip(tables, stock, strict=True))
     assert model.rope(torch.zeros(2, 1, 1), 3, 4, 4, (0.3, 32.0, 32.0)) is tables
