@@ -106,7 +106,7 @@ Tensor glu(Tensor value, Tensor gate, std::string function, bool round_activatio
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
   m.def("activation(Tensor x, str function) -> Tensor");
-  m.def("glu(Tensor value, Tensor gate, str function, bool round_activation) -> Tensor");
+  m.def("glu(Tensor value, Tensor gate, str function, bool round_activation=False) -> Tensor");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {

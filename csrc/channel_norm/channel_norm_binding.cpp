@@ -59,8 +59,9 @@ Tensor channel_rms_norm_silu(Tensor x, OptionalTensor weight, OptionalTensor bia
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
   m.def(
-      "channel_rms_norm_silu(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, float eps, "
-      "bool clamp_eps, bool silu, ScalarType? round_dtype) -> Tensor");
+      "channel_rms_norm_silu(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? scale=None, "
+      "Tensor? shift=None, float eps=1e-6, bool clamp_eps=False, bool silu=True, ScalarType? round_dtype=None) "
+      "-> Tensor");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {

@@ -119,7 +119,9 @@ inline Tensor empty_output(const Tensor& x, ScalarType dtype, bool preserve_stri
 template <typename Launch>
 void launch_on_device_of(const Tensor& x, const char* op, Launch&& launch) {
   const int32_t device = x.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
+  // The device is nearly always the current one, and asking is cheaper than a guard.
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;
+  if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard.emplace(device);
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const int error = launch(stream);

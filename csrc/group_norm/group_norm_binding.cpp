@@ -40,6 +40,7 @@ Tensor group_norm_silu(Tensor x, int64_t num_groups, OptionalTensor weight, Opti
   STD_TORCH_CHECK(!per_frame || x.dim() == 5, kOp, ": frames of their own need an x of shape [B, C, T, H, W]");
   STD_TORCH_CHECK(num_groups > 0 && x.size(1) % num_groups == 0, kOp, ": ", x.size(1), " channels do not fall into ",
                   num_groups, " groups of one size");
+  STD_TORCH_CHECK(x.numel() != num_groups, kOp, ": a group of one element has no variance");
   const Parameter plain_weight = per_channel(weight, x, kOp, "weight");
   const Parameter plain_bias = per_channel(bias, x, kOp, "bias");
   GroupNormParams params{};
@@ -66,8 +67,8 @@ Tensor group_norm_silu(Tensor x, int64_t num_groups, OptionalTensor weight, Opti
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
   m.def(
-      "group_norm_silu(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps, bool silu, bool per_frame, "
-      "bool preserve_strides) -> Tensor");
+      "group_norm_silu(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+      "bool silu=True, bool per_frame=False, bool preserve_strides=False) -> Tensor");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {

@@ -220,8 +220,8 @@ ScalarType set_modulation(Call& call, const char* op, ScalarType type, const Opt
 }
 
 Tensor norm_modulate(Tensor x, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight, OptionalTensor bias,
-                     double eps, int64_t norm, double scale_offset, bool round_each,
-                     std::optional<ScalarType> out_dtype) {
+                     double eps = 1e-6, int64_t norm = 1, double scale_offset = 1, bool round_each = false,
+                     std::optional<ScalarType> out_dtype = std::nullopt) {
   constexpr const char* kOp = "norm_modulate";
   const Shape shape = broadcast(kOp, {&x, pointer_to(scale), pointer_to(shift)});
   STD_TORCH_CHECK(x.dim() >= 1, kOp, ": x must have at least one dimension");
@@ -238,9 +238,10 @@ Tensor norm_modulate(Tensor x, OptionalTensor scale, OptionalTensor shift, Optio
   return out;
 }
 
-Tensor gate_residual(Tensor residual, Tensor x, OptionalTensor gate, int64_t gate_activation, bool round_each,
-                     std::optional<ScalarType> out_dtype) {
+Tensor gate_residual(Tensor residual, Tensor x, OptionalTensor gate, int64_t gate_activation = 0,
+                     bool round_each = false, std::optional<ScalarType> out_dtype = std::nullopt) {
   constexpr const char* kOp = "gate_residual";
+  STD_TORCH_CHECK(residual.dim() >= 1, kOp, ": the residual must have at least one dimension");
   const Shape shape = broadcast(kOp, {&residual, &x, pointer_to(gate)});
   Call call(kOp, shape, residual);
   const ScalarType type = set_gating(call, kOp, residual, x, gate, gate_activation, round_each);
@@ -253,9 +254,11 @@ Tensor gate_residual(Tensor residual, Tensor x, OptionalTensor gate, int64_t gat
 
 std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
     Tensor residual, Tensor x, OptionalTensor gate, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight,
-    OptionalTensor bias, double eps, int64_t norm, int64_t gate_activation, double scale_offset, bool round_each,
-    std::optional<ScalarType> residual_dtype, std::optional<ScalarType> out_dtype) {
+    OptionalTensor bias, double eps = 1e-6, int64_t norm = 1, int64_t gate_activation = 0, double scale_offset = 1,
+    bool round_each = false, std::optional<ScalarType> residual_dtype = std::nullopt,
+    std::optional<ScalarType> out_dtype = std::nullopt) {
   constexpr const char* kOp = "gate_residual_norm_modulate";
+  STD_TORCH_CHECK(residual.dim() >= 1, kOp, ": the residual must have at least one dimension");
   const Shape shape = broadcast(kOp, {&residual, &x, pointer_to(gate)});
   for (const Tensor* operand : {pointer_to(scale), pointer_to(shift)}) {
     if (operand == nullptr) continue;
@@ -281,22 +284,44 @@ std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
   return {new_residual, out};
 }
 
+// Every option as it is by default, no parameters: a call from Python pays for each argument of a schema.
+Tensor norm_modulate_plain(Tensor x, OptionalTensor scale, OptionalTensor shift) {
+  return norm_modulate(x, scale, shift, std::nullopt, std::nullopt);
+}
+
+Tensor gate_residual_plain(Tensor residual, Tensor x, OptionalTensor gate) { return gate_residual(residual, x, gate); }
+
+std::tuple<Tensor, Tensor> gate_residual_norm_modulate_plain(Tensor residual, Tensor x, OptionalTensor gate,
+                                                             OptionalTensor scale, OptionalTensor shift) {
+  return gate_residual_norm_modulate(residual, x, gate, scale, shift, std::nullopt, std::nullopt);
+}
+
 }  // namespace
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
+  m.def("norm_modulate_plain(Tensor x, Tensor? scale=None, Tensor? shift=None) -> Tensor");
+  m.def("gate_residual_plain(Tensor residual, Tensor x, Tensor? gate=None) -> Tensor");
   m.def(
-      "norm_modulate(Tensor x, Tensor? scale, Tensor? shift, Tensor? weight, Tensor? bias, float eps, int norm, "
-      "float scale_offset, bool round_each, ScalarType? out_dtype) -> Tensor");
+      "gate_residual_norm_modulate_plain(Tensor residual, Tensor x, Tensor? gate=None, Tensor? scale=None, "
+      "Tensor? shift=None) -> (Tensor, Tensor)");
   m.def(
-      "gate_residual(Tensor residual, Tensor x, Tensor? gate, int gate_activation, bool round_each, "
-      "ScalarType? out_dtype) -> Tensor");
+      "norm_modulate(Tensor x, Tensor? scale=None, Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, "
+      "float eps=1e-6, int norm=1, float scale_offset=1.0, bool round_each=False, ScalarType? out_dtype=None) "
+      "-> Tensor");
   m.def(
-      "gate_residual_norm_modulate(Tensor residual, Tensor x, Tensor? gate, Tensor? scale, Tensor? shift, "
-      "Tensor? weight, Tensor? bias, float eps, int norm, int gate_activation, float scale_offset, bool round_each, "
-      "ScalarType? residual_dtype, ScalarType? out_dtype) -> (Tensor, Tensor)");
+      "gate_residual(Tensor residual, Tensor x, Tensor? gate=None, int gate_activation=0, bool round_each=False, "
+      "ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "gate_residual_norm_modulate(Tensor residual, Tensor x, Tensor? gate=None, Tensor? scale=None, "
+      "Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, int norm=1, int gate_activation=0, "
+      "float scale_offset=1.0, bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None) "
+      "-> (Tensor, Tensor)");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
+  m.impl("norm_modulate_plain", TORCH_BOX(&norm_modulate_plain));
+  m.impl("gate_residual_plain", TORCH_BOX(&gate_residual_plain));
+  m.impl("gate_residual_norm_modulate_plain", TORCH_BOX(&gate_residual_norm_modulate_plain));
   m.impl("norm_modulate", TORCH_BOX(&norm_modulate));
   m.impl("gate_residual", TORCH_BOX(&gate_residual));
   m.impl("gate_residual_norm_modulate", TORCH_BOX(&gate_residual_norm_modulate));

@@ -61,9 +61,10 @@ Tensor norm(const char* op, NormParams params, const Tensor& x, const std::optio
   return out;
 }
 
-Tensor rms_norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps, double weight_offset,
-                std::optional<ScalarType> round_dtype, std::optional<ScalarType> out_dtype, bool clamp_eps,
-                bool preserve_strides) {
+Tensor rms_norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps = 1e-6,
+                double weight_offset = 0, std::optional<ScalarType> round_dtype = std::nullopt,
+                std::optional<ScalarType> out_dtype = std::nullopt, bool clamp_eps = false,
+                bool preserve_strides = false) {
   NormParams params{};
   params.eps = static_cast<float>(eps);
   params.weight_offset = static_cast<float>(weight_offset);
@@ -72,26 +73,40 @@ Tensor rms_norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bi
   return norm("rms_norm", params, x, weight, bias, out_dtype, preserve_strides);
 }
 
-Tensor layer_norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
-                  std::optional<ScalarType> out_dtype, bool preserve_strides) {
+Tensor layer_norm(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps = 1e-5,
+                  std::optional<ScalarType> out_dtype = std::nullopt, bool preserve_strides = false) {
   NormParams params{};
   params.layer_norm = true;
   params.eps = static_cast<float>(eps);
   return norm("layer_norm", params, x, weight, bias, out_dtype, preserve_strides);
 }
 
+// Every option as it is by default: a call from Python pays for each argument of a schema.
+Tensor rms_norm_plain(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias) {
+  return rms_norm(x, weight, bias);
+}
+
+Tensor layer_norm_plain(Tensor x, std::optional<Tensor> weight, std::optional<Tensor> bias) {
+  return layer_norm(x, weight, bias);
+}
+
 }  // namespace
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
+  m.def("rms_norm_plain(Tensor x, Tensor? weight=None, Tensor? bias=None) -> Tensor");
+  m.def("layer_norm_plain(Tensor x, Tensor? weight=None, Tensor? bias=None) -> Tensor");
   m.def(
-      "rms_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, float weight_offset, ScalarType? round_dtype, "
-      "ScalarType? out_dtype, bool clamp_eps, bool preserve_strides) -> Tensor");
-  m.def(
-      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype, bool preserve_strides) "
+      "rms_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, float weight_offset=0.0, "
+      "ScalarType? round_dtype=None, ScalarType? out_dtype=None, bool clamp_eps=False, bool preserve_strides=False) "
       "-> Tensor");
+  m.def(
+      "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, ScalarType? out_dtype=None, "
+      "bool preserve_strides=False) -> Tensor");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
+  m.impl("rms_norm_plain", TORCH_BOX(&rms_norm_plain));
+  m.impl("layer_norm_plain", TORCH_BOX(&layer_norm_plain));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("layer_norm", TORCH_BOX(&layer_norm));
 }

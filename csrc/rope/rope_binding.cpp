@@ -281,6 +281,7 @@ RopeParams rope_params(const Tensor& x, int64_t head_dim, const Tables& cos, con
                   " elements cannot be rotated in pairs in a row of ", params.head_dim);
   params.half = rotation.half;
   params.arithmetic = static_cast<RopeArithmetic>(arithmetic);
+  STD_TORCH_CHECK(!rotation.coords.has_value() || rotation.grid.empty(), op, ": there are a grid and coordinates");
   params.tables = cos.empty() ? RopeTables::kNone : rotation.axes() ? RopeTables::kAxes : RopeTables::kFull;
   params.partial = params.tables != RopeTables::kNone && rotation.length >= 0;
   params.start = rotation.start;
@@ -394,16 +395,18 @@ std::tuple<Tensor, Tensor> qk_norm_rope(
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
   m.def(
-      "rope(Tensor x, Tensor cos, Tensor sin, bool half, int arithmetic, int rotary_dim, int seq_dim, int start, "
-      "int length) -> Tensor");
+      "rope(Tensor x, Tensor cos, Tensor sin, bool half=False, int arithmetic=0, int rotary_dim=0, int seq_dim=0, "
+      "SymInt start=0, SymInt length=-1) -> Tensor");
   m.def(
-      "rope_3d(Tensor x, Tensor[] cos, Tensor[] sin, Tensor? coords, int[] grid, bool alternating, int front_pad, "
-      "bool half, int arithmetic, int rotary_dim, int seq_dim, int start, int length) -> Tensor");
+      "rope_3d(Tensor x, Tensor[] cos, Tensor[] sin, Tensor? coords, SymInt[] grid, bool alternating=False, "
+      "int front_pad=0, bool half=False, int arithmetic=0, int rotary_dim=0, int seq_dim=1, SymInt start=0, "
+      "SymInt length=-1) -> Tensor");
   m.def(
       "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, "
-      "Tensor[] cos, Tensor[] sin, Tensor[] cos_k, Tensor[] sin_k, Tensor? coords, int[] grid, bool alternating, "
-      "int front_pad, int norm, float eps, int heads, float weight_offset, ScalarType? round_dtype, bool round_norm, "
-      "bool half, int arithmetic, int rotary_dim, int seq_dim, int start, int length) -> (Tensor, Tensor)");
+      "Tensor[] cos, Tensor[] sin, Tensor[] cos_k, Tensor[] sin_k, Tensor? coords, SymInt[] grid, "
+      "bool alternating=False, int front_pad=0, int norm=1, float eps=1e-6, int heads=0, float weight_offset=0.0, "
+      "ScalarType? round_dtype=None, bool round_norm=False, bool half=False, int arithmetic=0, int rotary_dim=0, "
+      "int seq_dim=1, SymInt start=0, SymInt length=-1) -> (Tensor, Tensor)");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {

@@ -195,7 +195,7 @@ def _first_that_passes(
         if failed is not None:
             site.reason = failed.reason
             continue
-        site.reason = choice.describe_declined()
+        site.reason = choice.describe()
         return Patch(module, fusion, provider, verifier, frozenset({device}))
     return None
 

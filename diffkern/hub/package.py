@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from diffkern.build import build_kernels
 from diffkern.build.installed import Build, find_builds, read_build
 from diffkern.build.layout import KERNEL_NAME, KERNEL_VERSION, metadata_of
 from diffkern.build.sources import source_directory
 from diffkern.providers import eager, triton
+from diffkern.providers.signatures import SIGNATURES, without_defaults
 
 #: The builds of Triton kernels, by name, and the backend of each.
 TRITON_VARIANTS = {"torch-cuda": "cuda", "torch-rocm": "rocm", "torch-xpu": "xpu"}
@@ -181,7 +180,9 @@ def _write_triton(target: Path, sources: Path, backend: str, version: int) -> No
     _write_face(target, sources)
     for name, module in (("triton", triton), ("eager", eager)):
         _copy_modules(Path(str(module.__file__)).parent, target / name)
-    table = "\n".join(f"    {op!r}: ({_signature(op)!r}, {module!r})," for op, module in sorted(triton.MODULES.items()))
+    # No defaults: torch does not pass what equals a default on to Python.
+    signatures = {op: without_defaults(SIGNATURES[op]) for op in triton.MODULES}
+    table = "\n".join(f"    {op!r}: ({signatures[op]!r}, {triton.MODULES[op]!r})," for op in sorted(signatures))
     content = table.encode() + b"".join(path.read_bytes() for path in sorted(target.rglob("*.py")))
     namespace = f"_{KERNEL_NAME}_triton_{hashlib.sha256(content).hexdigest()[:8]}"
     (target / "_ops.py").write_text(_TRITON_OPS.format(namespace=namespace, table=table), encoding="utf-8")
@@ -209,17 +210,6 @@ def _copy_modules(source: Path, target: Path) -> None:
         if foreign is not None:
             raise PackageError(f"{path} imports what a kernel has not got: {foreign[0].strip()}")
         (target / path.name).write_text(text, encoding="utf-8")
-
-
-def _signature(op: str) -> str:
-    """The signature of an op as torch writes it, without the choice of a provider.
-
-    It has no defaults either: torch does not pass what equals a default on to Python.
-    """
-    import diffkern.ops  # noqa: F401  (registers them)
-
-    text = str(getattr(torch.ops.diffkern, op).default._schema)
-    return re.sub(r"=[^,)]+|,? str\? provider", "", text[text.index("(") :].replace("provider=None", "provider"))
 
 
 def _write_metadata(target: Path, metadata: dict[str, object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ class BlockFusion(Fusion):
         if not self.recipe.ops:
             return Choice("eager", self.recipe.compute, ())
         choices = [select(op, device, dtypes[:1], provider) for op in self.recipe.ops]
-        return max(choices, key=lambda choice: len(choice.declined))
+        preferences = tuple(entry for choice in choices for entry in choice.preferences)
+        return replace(max(choices, key=lambda choice: len(choice.declined)), preferences=preferences)
 
     @override
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -159,6 +159,7 @@ def inject_optimized_kernels(
         if not dry_run:
             candidate.site._state = states[id(candidate.module)]
             candidate.site._state.site = candidate.site
+            candidate.site._state.report = report._key
         report._accepted.append(candidate.site)
     report.notes += provision.describe_kernels(candidate.site.provider for candidate in candidates)
     report._undo = _restore_sites
@@ -446,7 +447,7 @@ def _choose(candidate: _Candidate, report: InjectionReport) -> bool:
             report._rejected.append(site)
             return False
         site.provider = choice.provider
-        site.reason = "; ".join(filter(None, (*candidate.refused, choice.describe_declined())))
+        site.reason = "; ".join(filter(None, (*candidate.refused, choice.describe())))
         candidate.choice_is_fallback |= choice.is_fallback
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import weakref
 from collections import Counter
@@ -89,6 +90,15 @@ class Site:
         }
 
 
+_numbers = itertools.count(1)
+_reports: weakref.WeakValueDictionary[str, InjectionReport] = weakref.WeakValueDictionary()
+
+
+def find_report(key: str) -> InjectionReport | None:
+    """Returns the report with this key, if it is still there."""
+    return _reports.get(key)
+
+
 @dataclass
 class InjectionReport:
     """The result of :func:`diffkern.inject_optimized_kernels`.
@@ -111,6 +121,10 @@ class InjectionReport:
     _accepted: list[Site] = field(default_factory=list, repr=False)
     _rejected: list[Site] = field(default_factory=list, repr=False)
     _undo: Callable[[Sequence[Site]], int] | None = field(default=None, repr=False, compare=False)
+    _key: str = field(default_factory=lambda: f"report {next(_numbers)}", repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _reports[self._key] = self
 
     @property
     def patched(self) -> list[Site]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from diffkern.blocks import forget
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.hub.rule import Rule
 from diffkern.injection import gradients, hooks
-from diffkern.injection.report import Site
+from diffkern.injection.report import Site, find_report
 from diffkern.providers.registry import transforms_active
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class PatchState:
         rule: Who serves the module, by device and mode: a provider, None to choose, or :data:`LEFT_ALONE`.
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
+        stock: The forward that the module's class had when it was patched, for ``torch.compile``.
         site: Its line in the report, which hears of proofs at first use; None in a copy of the module.
+        report: Key of the report; a string, which ``torch.compile`` takes for a constant.
         proven: Devices, input dtypes, weight dtypes and providers that are proven.
         revoked: Why the module lost its proof at first use and runs stock for good, or None.
         proven_gradients: The same as ``proven`` for calls that a backward may follow.
@@ -57,7 +60,9 @@ class PatchState:
         self.verifier = verifier
         self.strict = strict
         self.had_instance_forward = False
+        self.stock: Callable[..., Any] | None = None
         self.site: Site | None = None
+        self.report = ""
         self.proven: set[_Proven] = set()
         self.revoked: str | None = None
         self.proven_gradients: set[_Proven] = set()
@@ -73,7 +78,12 @@ class PatchState:
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
             if self.rule.situations and self.rule.at(fusion.subject(call).device, module.training) == LEFT_ALONE:
                 return None
-            if fusion.declines(module, call) is not None or not self._is_proven(module, fusion.subject(call)):
+            if fusion.declines(module, call) is not None:
+                return None
+            x = fusion.subject(call)
+            if not self._is_proven(module, x):
+                if self.revoked is None:
+                    _note_traced_as_stock(self.report, type(module).__name__, x.device, x.dtype)
                 return None
             if self.no_gradients is not None and gradients.wanted(module, fusion.subject(call)):
                 return None
@@ -162,6 +172,8 @@ class PatchState:
         """A copy of the module counts for itself, and shares the proofs."""
         copy = PatchState(self.fusion, self.rule, self.verifier, self.strict)
         copy.had_instance_forward = self.had_instance_forward
+        copy.stock = self.stock
+        copy.report = self.report
         copy.proven = set(self.proven)
         copy.revoked = self.revoked
         copy.proven_gradients = set(self.proven_gradients)
@@ -177,6 +189,24 @@ def _nothing() -> None:
     return None
 
 
+def _note_traced_as_stock(report: str, name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Says, once for all modules of a class, that a graph holds the stock forward because a proof has no room in it.
+
+    ``torch.compile`` runs this while it traces, and takes the result for a constant.
+    """
+    found = find_report(report)
+    what = f"{name} in {str(dtype).removeprefix('torch.')} on {device}"
+    note = f"torch.compile traced {what} as stock, not being proven yet: inject after casting, or run one call first"
+    if found is not None and note not in found.notes:
+        found.notes.append(note)
+        warnings.warn(f"diffkern: {note}", stacklevel=2)
+    return note
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+_note_traced_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs fused where the guards allow it, and the class's own forward everywhere else."""
     state: PatchState | None = getattr(self, ATTRIBUTE, None)
@@ -185,7 +215,9 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = state.fusion.bind(args, kwargs)
     stock = state.admit(self, call)
     if stock is None:
-        return type(self).forward(self, *args, **kwargs)
+        # Diffusers marks some classes in a way that torch.compile cannot trace their forward by their name.
+        run = state.stock if torch.compiler.is_compiling() and state.stock is not None else type(self).forward
+        return run(self, *args, **kwargs)
     provider = state.rule.otherwise
     if state.rule.situations:
         provider = state.rule.at(state.fusion.subject(call).device, self.training)
@@ -205,6 +237,7 @@ def patch_state(module: nn.Module) -> PatchState | None:
 def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``."""
     state.had_instance_forward = "forward" in module.__dict__
+    state.stock = type(module).forward
     object.__setattr__(module, ATTRIBUTE, state)
     fused = MethodType(forward, module)
     if not state.had_instance_forward:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.ops.registration import Op
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.activation import FUNCTIONS, apply, apply_backward
-from diffkern.providers.registry import kernel_for
 
 CONTRACT = (
     ContractRow(
@@ -109,18 +108,8 @@ def glu(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    if not (value.is_floating_point() and gate.is_floating_point()):
-        raise TypeError(f"a gated unit needs floating point operands, got {value.dtype} and {gate.dtype}")
-    if activation not in FUNCTIONS:
-        raise ValueError(f"unknown activation {activation!r}: choose one of {', '.join(FUNCTIONS)}")
-    if value.shape != gate.shape:
-        raise ValueError(
-            f"the value has shape {tuple(value.shape)}, the gate {tuple(gate.shape)}: they must be the same"
-        )
-    if value.device != gate.device:
-        raise ValueError(f"the value is on {value.device}, the gate on {gate.device}: move one of them")
-    call = _glu_op if needs_dispatcher(value, gate) else _glu
-    return call(value, gate, activation, round_activation, provider)
+    y: Tensor = _glu.call((value, gate), (activation, round_activation), provider)
+    return y
 
 
 def geglu(
@@ -188,20 +177,20 @@ def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
 
 
 def _activate(x: Tensor, function: str, provider: str | None) -> Tensor:
-    if not x.is_floating_point():
-        raise TypeError(f"an activation needs a floating point input, got {x.dtype}")
-    call = _activation_op if needs_dispatcher(x) else _activation
-    return call(x, function, provider)
+    y: Tensor = _activation.call((x,), (function,), provider)
+    return y
 
 
 # --- activation as a torch op --------------------------------------------------------------------------
 
 
-def _activation(x: Tensor, function: str, provider: str | None = None) -> Tensor:
-    return kernel_for("activation", x.device, provider, x.dtype)(x, function)
+def _activation_prepare(x: Tensor, function: str) -> tuple[Any, ...]:
+    if not x.is_floating_point():
+        raise TypeError(f"an activation needs a floating point input, got {x.dtype}")
+    return x, function
 
 
-def _activation_fake(x: Tensor, function: str, provider: str | None = None) -> Tensor:
+def _activation_fake(x: Tensor, function: str) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -215,28 +204,27 @@ def _activation_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return apply_backward(grad, x, ctx.function), None, None
 
 
-_activation_op = register(
-    "activation(Tensor x, str function, str? provider=None) -> Tensor",
-    _activation,
-    _activation_fake,
-    _activation_setup_context,
-    _activation_backward,
-)
+_activation = Op("activation", _activation_prepare, _activation_fake, _activation_setup_context, _activation_backward)
 
 
 # --- glu as a torch op ---------------------------------------------------------------------------------
 
 
-def _glu(
-    value: Tensor, gate: Tensor, function: str, round_activation: bool = False, provider: str | None = None
-) -> Tensor:
-    kernel = kernel_for("glu", value.device, provider, value.dtype, gate.dtype)
-    return kernel(value, gate, function, round_activation)
+def _glu_prepare(value: Tensor, gate: Tensor, activation: str, round_activation: bool) -> tuple[Any, ...]:
+    if not (value.is_floating_point() and gate.is_floating_point()):
+        raise TypeError(f"a gated unit needs floating point operands, got {value.dtype} and {gate.dtype}")
+    if activation not in FUNCTIONS:
+        raise ValueError(f"unknown activation {activation!r}: choose one of {', '.join(FUNCTIONS)}")
+    if value.shape != gate.shape:
+        raise ValueError(
+            f"the value has shape {tuple(value.shape)}, the gate {tuple(gate.shape)}: they must be the same"
+        )
+    if value.device != gate.device:
+        raise ValueError(f"the value is on {value.device}, the gate on {gate.device}: move one of them")
+    return value, gate, activation, round_activation
 
 
-def _glu_fake(
-    value: Tensor, gate: Tensor, function: str, round_activation: bool = False, provider: str | None = None
-) -> Tensor:
+def _glu_fake(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
     return torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))
 
 
@@ -258,10 +246,4 @@ def _glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_value, grad_gate, None, None, None
 
 
-_glu_op = register(
-    "glu(Tensor value, Tensor gate, str function, bool round_activation=False, str? provider=None) -> Tensor",
-    _glu,
-    _glu_fake,
-    _glu_setup_context,
-    _glu_backward,
-)
+_glu = Op("glu", _glu_prepare, _glu_fake, _glu_setup_context, _glu_backward)

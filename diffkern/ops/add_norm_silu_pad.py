@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.ops.registration import Op
 from diffkern.providers.eager import PROVIDER as EAGER
 from diffkern.providers.eager import compute_dtype
-from diffkern.providers.registry import kernel_for
 
 _ANY_MIX = "float32, float16, bfloat16 in any mix"
 _ONCE = "once, to the input's dtype"
@@ -74,31 +73,11 @@ def add_norm_silu_pad(
         ValueError: shapes or devices do not fit together, or an option is unknown.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"a norm needs a floating point input, got {x.dtype}")
-    if x.ndim != 5:
-        raise ValueError(f"the input must have shape [B, C, T, H, W], got {tuple(x.shape)}")
-    if norm not in ("rms", None):
-        raise ValueError(f"unknown norm {norm!r}: choose 'rms' or None")
-    if activation not in ("silu", None):
-        raise ValueError(f"unknown activation {activation!r}: choose 'silu' or None")
-    if memory_format not in (torch.contiguous_format, torch.channels_last_3d):
-        raise ValueError(f"unknown memory format {memory_format}: choose contiguous_format or channels_last_3d")
-    front, back = pad
-    if front < 0 or back < 0 or (front + back and not x.shape[2]):
-        raise ValueError(f"{x.shape[2]} frames cannot be padded by {pad}")
-    batch, channels = x.shape[:2]
-    _check("bias", bias, (channels,), x)
-    _check("scale", scale, (batch, channels), x)
-    _check("shift", shift, (batch, channels), x)
-    if residual is not None:
-        _check("residual", residual, residual.shape, x)
+    if residual is not None and residual.shape != x.shape:
         residual = residual.expand(x.shape)
-    dispatch = needs_dispatcher(x, bias, residual, scale, shift)
-    call = _add_norm_silu_pad_op if dispatch else _add_norm_silu_pad
-    channels_last = memory_format is torch.channels_last_3d
-    options = norm is not None, activation is not None, front, back, channels_last
-    return call(x, bias, residual, scale, shift, eps, *options, provider)
+    options = eps, norm, activation, *pad, memory_format
+    y: Tensor = _add_norm_silu_pad.call((x, bias, residual, scale, shift), options, provider)
+    return y
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
@@ -113,23 +92,38 @@ def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], x: Tensor) 
 # --- as a torch op -------------------------------------------------------------------------------------
 
 
-def _add_norm_silu_pad(
+def _add_norm_silu_pad_prepare(
     x: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
     eps: float,
-    norm: bool,
-    silu: bool,
+    norm: str | None,
+    activation: str | None,
     front: int,
     back: int,
-    channels_last: bool,
-    provider: str | None = None,
-) -> Tensor:
-    dtypes = (None if tensor is None else tensor.dtype for tensor in (bias, residual, scale, shift))
-    kernel = kernel_for("add_norm_silu_pad", x.device, provider, x.dtype, *dtypes)
-    return kernel(x, bias, residual, scale, shift, eps, norm, silu, front, back, channels_last)
+    memory_format: torch.memory_format,
+) -> tuple[Any, ...]:
+    if not x.is_floating_point():
+        raise TypeError(f"a norm needs a floating point input, got {x.dtype}")
+    if x.ndim != 5:
+        raise ValueError(f"the input must have shape [B, C, T, H, W], got {tuple(x.shape)}")
+    if norm not in ("rms", None):
+        raise ValueError(f"unknown norm {norm!r}: choose 'rms' or None")
+    if activation not in ("silu", None):
+        raise ValueError(f"unknown activation {activation!r}: choose 'silu' or None")
+    if memory_format not in (torch.contiguous_format, torch.channels_last_3d):
+        raise ValueError(f"unknown memory format {memory_format}: choose contiguous_format or channels_last_3d")
+    if front < 0 or back < 0 or (front + back and not x.shape[2]):
+        raise ValueError(f"{x.shape[2]} frames cannot be padded by {(front, back)}")
+    batch, channels = x.shape[:2]
+    _check("bias", bias, (channels,), x)
+    _check("residual", residual, x.shape, x)
+    _check("scale", scale, (batch, channels), x)
+    _check("shift", shift, (batch, channels), x)
+    channels_last = memory_format is torch.channels_last_3d
+    return x, bias, residual, scale, shift, eps, norm is not None, activation is not None, front, back, channels_last
 
 
 def _add_norm_silu_pad_fake(
@@ -144,7 +138,6 @@ def _add_norm_silu_pad_fake(
     front: int,
     back: int,
     channels_last: bool,
-    provider: str | None = None,
 ) -> Tensor:
     batch, channels, frames, height, width = x.shape
     return torch.empty(
@@ -179,11 +172,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*grads, *(None,) * 7)
 
 
-_add_norm_silu_pad_op = register(
-    "add_norm_silu_pad(Tensor x, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, float eps, bool norm, "
-    "bool silu, int front, int back, bool channels_last, str? provider=None) -> Tensor",
-    _add_norm_silu_pad,
-    _add_norm_silu_pad_fake,
-    _setup_context,
-    _backward,
+_add_norm_silu_pad = Op(
+    "add_norm_silu_pad", _add_norm_silu_pad_prepare, _add_norm_silu_pad_fake, _setup_context, _backward
 )

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.ops.registration import Op
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.activation import apply_backward
-from diffkern.providers.registry import kernel_for
 
 _ANY_MIX = "float32, float16, bfloat16 in any mix"
 _CENTRED = "float32, the variance from centred values"
@@ -83,21 +82,12 @@ def group_norm_silu(
 
     Source: Wu and He, "Group Normalization", 2018.
     """
-    _check_input(x, activation)
-    per_frame = _is_each(frames, x)
-    channels = x.shape[1]
-    if num_groups < 1 or channels % num_groups:
-        raise ValueError(f"{channels} channels do not fall into {num_groups} groups of one size")
-    if x.numel() == num_groups:
-        raise ValueError(f"a group of an input of shape {tuple(x.shape)} has one element, and no variance")
-    _check_parameter("weight", weight, x)
-    _check_parameter("bias", bias, x)
     if memory_format is None:
         preserve = x.device.type == "cpu" and _is_channels_last(x)
     else:
         preserve = memory_format is torch.preserve_format
-    call = _group_norm_silu_op if needs_dispatcher(x, weight, bias) else _group_norm_silu
-    return call(x, num_groups, weight, bias, eps, activation is not None, per_frame, preserve, provider)
+    y: Tensor = _group_norm_silu.call((x, num_groups, weight, bias), (eps, activation, frames, preserve), provider)
+    return y
 
 
 def channel_rms_norm_silu(
@@ -149,29 +139,30 @@ def channel_rms_norm_silu(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Karras et al., "Progressive Growing of
     GANs", 2018, for the norm over channels.
     """
-    _check_input(x, activation)
-    if eps_mode not in ("add", "clamp"):
-        raise ValueError(f"unknown eps_mode {eps_mode!r}: choose 'add' or 'clamp'")
-    weight = None if weight is None else weight.reshape(-1)
-    bias = None if bias is None else bias.reshape(-1)
-    _check_parameter("weight", weight, x)
-    _check_parameter("bias", bias, x)
-    scale, shift = _per_sample("scale", scale, x), _per_sample("shift", shift, x)
-    dispatch = needs_dispatcher(x, weight, bias, scale, shift)
-    call = _channel_rms_norm_silu_op if dispatch else _channel_rms_norm_silu
-    return call(x, weight, bias, scale, shift, eps, eps_mode == "clamp", activation is not None, round_dtype, provider)
+    if (weight is not None and weight.ndim != 1) or (bias is not None and bias.ndim != 1):
+        weight = None if weight is None else weight.reshape(-1)
+        bias = None if bias is None else bias.reshape(-1)
+    if scale is not None or shift is not None:
+        scale, shift = _per_sample("scale", scale, x), _per_sample("shift", shift, x)
+    options = eps, eps_mode, activation, round_dtype
+    y: Tensor = _channel_rms_norm_silu.call((x, weight, bias, scale, shift), options, provider)
+    return y
 
 
 # --- checks --------------------------------------------------------------------------------------------
 
 
-def _check_input(x: Tensor, activation: str | None) -> None:
+def _check_input(x: Tensor) -> None:
     if not x.is_floating_point():
         raise TypeError(f"a norm needs a floating point input, got {x.dtype}")
     if x.ndim < 2:
         raise ValueError(f"a norm over channels needs an input of shape [B, C, ...], got {tuple(x.shape)}")
+
+
+def _is_silu(activation: str | None) -> bool:
     if activation not in ("silu", None):
         raise ValueError(f"unknown activation {activation!r}: choose 'silu' or None")
+    return activation is not None
 
 
 def _is_each(frames: str, x: Tensor) -> bool:
@@ -199,6 +190,7 @@ def _per_sample(name: str, modulation: Tensor | None, x: Tensor) -> Tensor | Non
     """The modulation as a view of shape ``[B, C]``."""
     if modulation is None:
         return None
+    _check_input(x)
     _check_device(name, modulation, x)
     spatial = x.ndim - 2
     shape = modulation.shape
@@ -230,38 +222,40 @@ def _is_channels_last(x: Tensor) -> bool:
     return True
 
 
-def _dtype(parameter: Tensor | None) -> torch.dtype | None:
-    return None if parameter is None else parameter.dtype
-
-
 # --- group_norm_silu as a torch op ---------------------------------------------------------------------
 
 
-def _group_norm_silu(
+def _group_norm_silu_prepare(
     x: Tensor,
     num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    silu: bool = True,
-    per_frame: bool = False,
-    preserve_strides: bool = False,
-    provider: str | None = None,
-) -> Tensor:
-    kernel = kernel_for("group_norm_silu", x.device, provider, x.dtype, _dtype(weight), _dtype(bias))
-    return kernel(x, num_groups, weight, bias, eps, silu, per_frame, preserve_strides)
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str | None,
+    frames: str,
+    preserve_strides: bool,
+) -> tuple[Any, ...]:
+    _check_input(x)
+    silu, per_frame = _is_silu(activation), _is_each(frames, x)
+    channels = x.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"{channels} channels do not fall into {num_groups} groups of one size")
+    if x.numel() == num_groups:
+        raise ValueError(f"a group of an input of shape {tuple(x.shape)} has one element, and no variance")
+    _check_parameter("weight", weight, x)
+    _check_parameter("bias", bias, x)
+    return x, num_groups, weight, bias, eps, silu, per_frame, preserve_strides
 
 
 def _group_norm_silu_fake(
     x: Tensor,
     num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    silu: bool = True,
-    per_frame: bool = False,
-    preserve_strides: bool = False,
-    provider: str | None = None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    per_frame: bool,
+    preserve_strides: bool,
 ) -> Tensor:
     return torch.empty_like(x, memory_format=torch.preserve_format if preserve_strides else torch.contiguous_format)
 
@@ -323,10 +317,9 @@ def _needs_grad(ctx: Any, *arguments: int) -> tuple[bool, ...]:
     return tuple(index < len(needs) and needs[index] for index in arguments)
 
 
-_group_norm_silu_op = register(
-    "group_norm_silu(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
-    "bool silu=True, bool per_frame=False, bool preserve_strides=False, str? provider=None) -> Tensor",
-    _group_norm_silu,
+_group_norm_silu = Op(
+    "group_norm_silu",
+    _group_norm_silu_prepare,
     _group_norm_silu_fake,
     _group_norm_silu_setup_context,
     _group_norm_silu_backward,
@@ -336,35 +329,26 @@ _group_norm_silu_op = register(
 # --- channel_rms_norm_silu as a torch op ---------------------------------------------------------------
 
 
-def _channel_rms_norm_silu(
+def _channel_rms_norm_silu_prepare(
     x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    eps: float = 1e-6,
-    clamp_eps: bool = False,
-    silu: bool = True,
-    round_dtype: torch.dtype | None = None,
-    provider: str | None = None,
-) -> Tensor:
-    dtypes = _dtype(weight), _dtype(bias), _dtype(scale), _dtype(shift)
-    kernel = kernel_for("channel_rms_norm_silu", x.device, provider, x.dtype, *dtypes)
-    return kernel(x, weight, bias, scale, shift, eps, clamp_eps, silu, round_dtype)
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    eps_mode: str,
+    activation: str | None,
+    round_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    _check_input(x)
+    if eps_mode not in ("add", "clamp"):
+        raise ValueError(f"unknown eps_mode {eps_mode!r}: choose 'add' or 'clamp'")
+    _check_parameter("weight", weight, x)
+    _check_parameter("bias", bias, x)
+    return x, weight, bias, scale, shift, eps, eps_mode == "clamp", _is_silu(activation), round_dtype
 
 
-def _channel_rms_norm_silu_fake(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    eps: float = 1e-6,
-    clamp_eps: bool = False,
-    silu: bool = True,
-    round_dtype: torch.dtype | None = None,
-    provider: str | None = None,
-) -> Tensor:
+def _channel_rms_norm_silu_fake(x: Tensor, *options: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -417,10 +401,9 @@ def _channel_rms_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | No
     return (grad_x, grad_weight, grad_bias, grad_scale, grad_shift, *(None,) * 5)
 
 
-_channel_rms_norm_silu_op = register(
-    "channel_rms_norm_silu(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? scale=None, Tensor? shift=None, "
-    "float eps=1e-6, bool clamp_eps=False, bool silu=True, ScalarType? round_dtype=None, str? provider=None) -> Tensor",
-    _channel_rms_norm_silu,
+_channel_rms_norm_silu = Op(
+    "channel_rms_norm_silu",
+    _channel_rms_norm_silu_prepare,
     _channel_rms_norm_silu_fake,
     _channel_rms_norm_silu_setup_context,
     _channel_rms_norm_silu_backward,

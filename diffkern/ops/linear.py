@@ -15,9 +15,9 @@ from torch import Tensor
 
 from diffkern.ops.activation import gelu_name
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.ops.registration import Op
 from diffkern.providers.eager.activation import apply_backward
-from diffkern.providers.registry import kernel_for
+from diffkern.providers.eager.linear import linear_gelu as plain_linear_gelu
 
 CONTRACT = (
     ContractRow(
@@ -69,19 +69,15 @@ def linear_gelu(
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    call = _linear_gelu_op if needs_dispatcher(x, weight, bias) else _linear_gelu
-    return call(x, weight, bias, function, provider)
+    y: Tensor = _linear_gelu.call((x, weight, bias), (function,), provider)
+    return y
 
 
-def _linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, function: str = "gelu_tanh", provider: str | None = None
-) -> Tensor:
-    return kernel_for("linear_gelu", x.device, provider, x.dtype)(x, weight, bias, function)
+def _linear_gelu_prepare(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> tuple[Any, ...]:
+    return x, weight, bias, function
 
 
-def _linear_gelu_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, function: str = "gelu_tanh", provider: str | None = None
-) -> Tensor:
+def _linear_gelu_fake(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
     # The errors of F.linear are wanted, its strides are not: those of a product depend on the path it takes.
     return torch.empty_like(F.linear(x, weight, bias), memory_format=torch.contiguous_format)
 
@@ -103,10 +99,11 @@ def _linear_gelu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, None, None
 
 
-_linear_gelu_op = register(
-    'linear_gelu(Tensor x, Tensor weight, Tensor? bias=None, str function="gelu_tanh", str? provider=None) -> Tensor',
-    _linear_gelu,
+_linear_gelu = Op(
+    "linear_gelu",
+    _linear_gelu_prepare,
     _linear_gelu_fake,
     _linear_gelu_setup_context,
     _linear_gelu_backward,
+    traced=plain_linear_gelu,
 )

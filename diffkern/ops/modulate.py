@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.ops.registration import Op
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.modulate import (
     GATE_ACTIVATIONS,
@@ -37,7 +37,6 @@ from diffkern.providers.eager.modulate import (
     modulated_shape,
     promoted_dtype,
 )
-from diffkern.providers.registry import kernel_for
 
 Norm = Literal["rms", "layer"]
 GateActivation = Literal["tanh", "sigmoid"]
@@ -131,15 +130,9 @@ def norm_modulate(
 
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022.
     """
-    norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
-    if weight is not None or bias is not None:
-        _check_parameters(x, norm_code, weight, bias)
-    device = _check_row(x)
-    if (scale is not None and scale.device != device) or (shift is not None and shift.device != device):
-        scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
-    call = _norm_modulate_op if needs_dispatcher(x, scale, shift, weight, bias) else _norm_modulate
-    eps = _eps(x.dtype) if eps is None else eps
-    return call(x, scale, shift, weight, bias, eps, norm_code, scale_offset, round_each, out_dtype, provider)
+    options = eps, norm, scale_offset, rounding, out_dtype
+    y: Tensor = _norm_modulate.call((x, scale, shift, weight, bias), options, provider)
+    return y
 
 
 def gate_residual(
@@ -169,13 +162,8 @@ def gate_residual(
     Raises:
         As :func:`norm_modulate`.
     """
-    activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
-    round_each = _code(rounding, _ROUNDINGS, "rounding")
-    device = _check_row(residual)
-    if x.device != device or (gate is not None and gate.device != device):
-        x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
-    call = _gate_residual_op if needs_dispatcher(residual, x, gate) else _gate_residual
-    return call(residual, x, gate, activation, round_each, out_dtype, provider)
+    y: Tensor = _gate_residual.call((residual, x, gate), (gate_activation, rounding, out_dtype), provider)
+    return y
 
 
 def gate_residual_norm_modulate(
@@ -227,22 +215,11 @@ def gate_residual_norm_modulate(
     Raises:
         As :func:`norm_modulate`.
     """
-    norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
-    activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
-    if weight is not None or bias is not None:
-        _check_parameters(residual, norm_code, weight, bias)
-    device = _check_row(residual)
-    if x.device != device or any(t is not None and t.device != device for t in (gate, scale, shift)):
-        x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
-        scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
-    direct = not needs_dispatcher(residual, x, gate, scale, shift, weight, bias)
-    call = _gate_residual_norm_modulate if direct else _gate_residual_norm_modulate_op
-    if eps is None:
-        eps = _eps(residual_dtype or promoted_dtype(residual.dtype, x, gate))
-    return call(
-        residual, x, gate, scale, shift, weight, bias, eps,
-        norm_code, activation, scale_offset, round_each, residual_dtype, out_dtype, provider,
-    )  # fmt: skip
+    options = eps, norm, gate_activation, scale_offset, rounding, residual_dtype, out_dtype
+    both: tuple[Tensor, Tensor] = _gate_residual_norm_modulate.call(
+        (residual, x, gate, scale, shift, weight, bias), options, provider
+    )
+    return both
 
 
 # --- checks --------------------------------------------------------------------------------------------
@@ -288,10 +265,6 @@ def _on_device(device: torch.device, operand: Tensor | None, name: str) -> Any:
 
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float32 if dtype in _HALF else dtype).eps
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
 
 
 # --- gradients, of the unrounded formulas; what can be computed again is not kept -----------------------
@@ -421,38 +394,37 @@ def _needs_grad(ctx: Any, count: int) -> tuple[bool, ...]:
 # --- norm_modulate as a torch op -----------------------------------------------------------------------
 
 
-def _norm_modulate(
+def _norm_modulate_prepare(
     x: Tensor,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    norm: int = RMS,
-    scale_offset: float = 1.0,
-    round_each: bool = False,
-    out_dtype: torch.dtype | None = None,
-    provider: str | None = None,
-) -> Tensor:
-    kernel = kernel_for(
-        "norm_modulate", x.device, provider,
-        x.dtype, _dtype(scale), _dtype(shift), _dtype(weight), _dtype(bias), out_dtype,
-    )  # fmt: skip
-    return kernel(x, scale, shift, weight, bias, eps, norm, scale_offset, round_each, out_dtype)
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    norm: str | None,
+    scale_offset: float,
+    rounding: str,
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
+    _check_parameters(x, norm_code, weight, bias)
+    device = _check_row(x)
+    scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
+    eps = _eps(x.dtype) if eps is None else eps
+    return x, scale, shift, weight, bias, eps, norm_code, scale_offset, round_each, out_dtype
 
 
 def _norm_modulate_fake(
     x: Tensor,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    norm: int = RMS,
-    scale_offset: float = 1.0,
-    round_each: bool = False,
-    out_dtype: torch.dtype | None = None,
-    provider: str | None = None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    norm: int,
+    scale_offset: float,
+    round_each: bool,
+    out_dtype: torch.dtype | None,
 ) -> Tensor:
     shape = modulated_shape(x.shape, scale, shift, norm)
     return x.new_empty(shape, dtype=out_dtype or promoted_dtype(x.dtype, scale, shift))
@@ -479,11 +451,9 @@ def _norm_modulate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return (*grads, *(None,) * 6)
 
 
-_norm_modulate_op = register(
-    "norm_modulate(Tensor x, Tensor? scale=None, Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, "
-    "float eps=1e-6, int norm=1, float scale_offset=1.0, bool round_each=False, ScalarType? out_dtype=None, "
-    "str? provider=None) -> Tensor",
-    _norm_modulate,
+_norm_modulate = Op(
+    "norm_modulate",
+    _norm_modulate_prepare,
     _norm_modulate_fake,
     _norm_modulate_setup_context,
     _norm_modulate_backward,
@@ -493,28 +463,28 @@ _norm_modulate_op = register(
 # --- gate_residual as a torch op -----------------------------------------------------------------------
 
 
-def _gate_residual(
+def _gate_residual_prepare(
     residual: Tensor,
     x: Tensor,
-    gate: Tensor | None = None,
-    gate_activation: int = NO_ACTIVATION,
-    round_each: bool = False,
-    out_dtype: torch.dtype | None = None,
-    provider: str | None = None,
-) -> Tensor:
-    dtypes = residual.dtype, x.dtype, _dtype(gate), out_dtype
-    kernel = kernel_for("gate_residual", residual.device, provider, *dtypes)
-    return kernel(residual, x, gate, gate_activation, round_each, out_dtype)
+    gate: Tensor | None,
+    gate_activation: str | None,
+    rounding: str,
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
+    round_each = _code(rounding, _ROUNDINGS, "rounding")
+    device = _check_row(residual)
+    x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
+    return residual, x, gate, activation, round_each, out_dtype
 
 
 def _gate_residual_fake(
     residual: Tensor,
     x: Tensor,
-    gate: Tensor | None = None,
-    gate_activation: int = NO_ACTIVATION,
-    round_each: bool = False,
-    out_dtype: torch.dtype | None = None,
-    provider: str | None = None,
+    gate: Tensor | None,
+    gate_activation: int,
+    round_each: bool,
+    out_dtype: torch.dtype | None,
 ) -> Tensor:
     shape = gated_shape(residual, x, gate)
     return residual.new_empty(shape, dtype=out_dtype or promoted_dtype(residual.dtype, x, gate))
@@ -538,10 +508,9 @@ def _gate_residual_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return (*_gate_grads(ctx.options, _needs_grad(ctx, 3), grad, *ctx.saved_tensors), *(None,) * 4)
 
 
-_gate_residual_op = register(
-    "gate_residual(Tensor residual, Tensor x, Tensor? gate=None, int gate_activation=0, bool round_each=False, "
-    "ScalarType? out_dtype=None, str? provider=None) -> Tensor",
-    _gate_residual,
+_gate_residual = Op(
+    "gate_residual",
+    _gate_residual_prepare,
     _gate_residual_fake,
     _gate_residual_setup_context,
     _gate_residual_backward,
@@ -551,50 +520,51 @@ _gate_residual_op = register(
 # --- gate_residual_norm_modulate as a torch op ---------------------------------------------------------
 
 
-def _gate_residual_norm_modulate(
+def _gate_residual_norm_modulate_prepare(
     residual: Tensor,
     x: Tensor,
-    gate: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    norm: int = RMS,
-    gate_activation: int = NO_ACTIVATION,
-    scale_offset: float = 1.0,
-    round_each: bool = False,
-    residual_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    provider: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    kernel: Any = kernel_for(
-        "gate_residual_norm_modulate", residual.device, provider,
-        residual.dtype, x.dtype, _dtype(gate), _dtype(scale), _dtype(shift), _dtype(weight), _dtype(bias),
-        residual_dtype, out_dtype,
-    )  # fmt: skip
-    return kernel(  # type: ignore[no-any-return]
+    gate: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    norm: str | None,
+    gate_activation: str | None,
+    scale_offset: float,
+    rounding: str,
+    residual_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
+    activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
+    _check_parameters(residual, norm_code, weight, bias)
+    device = _check_row(residual)
+    x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
+    scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
+    if eps is None:
+        eps = _eps(residual_dtype or promoted_dtype(residual.dtype, x, gate))
+    return (
         residual, x, gate, scale, shift, weight, bias, eps,
-        norm, gate_activation, scale_offset, round_each, residual_dtype, out_dtype,
+        norm_code, activation, scale_offset, round_each, residual_dtype, out_dtype,
     )  # fmt: skip
 
 
 def _gate_residual_norm_modulate_fake(
     residual: Tensor,
     x: Tensor,
-    gate: Tensor | None = None,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    norm: int = RMS,
-    gate_activation: int = NO_ACTIVATION,
-    scale_offset: float = 1.0,
-    round_each: bool = False,
-    residual_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    provider: str | None = None,
+    gate: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    norm: int,
+    gate_activation: int,
+    scale_offset: float,
+    round_each: bool,
+    residual_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     shape = gated_shape(residual, x, gate, scale, shift)
     residual_dtype = residual_dtype or promoted_dtype(residual.dtype, x, gate)
@@ -634,12 +604,9 @@ def _gate_residual_norm_modulate_backward(ctx: Any, grad_new: Tensor, grad: Tens
     return (*_gate_grads(ctx.gating, needs[:3], grad_new, x, gate), *grads, *(None,) * 8)
 
 
-_gate_residual_norm_modulate_op = register(
-    "gate_residual_norm_modulate(Tensor residual, Tensor x, Tensor? gate=None, Tensor? scale=None, "
-    "Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, int norm=1, int gate_activation=0, "
-    "float scale_offset=1.0, bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None, "
-    "str? provider=None) -> (Tensor, Tensor)",
-    _gate_residual_norm_modulate,
+_gate_residual_norm_modulate = Op(
+    "gate_residual_norm_modulate",
+    _gate_residual_norm_modulate_prepare,
     _gate_residual_norm_modulate_fake,
     _gate_residual_norm_modulate_setup_context,
     _gate_residual_norm_modulate_backward,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.ops.registration import Op
 from diffkern.providers.eager import compute_dtype
-from diffkern.providers.registry import kernel_for
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -88,16 +87,12 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if eps is None:
-        eps = torch.finfo(torch.float32 if x.dtype in _HALF else x.dtype).eps
-    preserve = memory_format is torch.preserve_format
-    if dim != -1 or not _is_plain(x, weight, bias):
+    rows, preserve = x, memory_format is torch.preserve_format
+    if dim != -1 or (weight is not None and weight.ndim != 1) or (bias is not None and bias.ndim != 1):
         rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
         preserve = preserve or dim not in (-1, x.ndim - 1)
-    else:
-        rows = x
-    call = _rms_norm_op if needs_dispatcher(x, weight, bias) else _rms_norm
-    y = call(rows, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve, provider)
+    options = eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve
+    y: Tensor = _rms_norm.call((rows, weight, bias), options, provider)
     return y if rows is x else _from_rows(y, x, dim)
 
 
@@ -137,28 +132,15 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    preserve = memory_format is torch.preserve_format
-    if dim != -1 or not _is_plain(x, weight, bias):
+    rows, preserve = x, memory_format is torch.preserve_format
+    if dim != -1 or (weight is not None and weight.ndim != 1) or (bias is not None and bias.ndim != 1):
         rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
         preserve = preserve or dim not in (-1, x.ndim - 1)
-    else:
-        rows = x
-    call = _layer_norm_op if needs_dispatcher(x, weight, bias) else _layer_norm
-    y = call(rows, weight, bias, eps, out_dtype, preserve, provider)
+    y: Tensor = _layer_norm.call((rows, weight, bias), (eps, out_dtype, preserve), provider)
     return y if rows is x else _from_rows(y, x, dim)
 
 
 # --- from the caller's layout to rows along the last dimension, and back -------------------------------
-
-
-def _is_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether the parameters are vectors along the last dimension, as nearly always: nothing to rearrange."""
-    size, device = x.shape[-1:], x.device
-    return (
-        len(size) == 1
-        and (weight is None or (weight.shape == size and weight.device == device))
-        and (bias is None or (bias.shape == size and bias.device == device))
-    )
 
 
 def _as_rows(
@@ -167,34 +149,20 @@ def _as_rows(
     """Views ``x`` with the normalised dimension last and flattens the parameters to ``[D]``."""
     if not x.is_floating_point():
         raise TypeError(f"a norm needs a floating point input, got {x.dtype}")
-    if x.ndim == 0:
-        raise ValueError("a norm needs an input of at least one dimension, got a scalar")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim {dim} is out of range for an input of {x.ndim} dimensions")
     if dim not in (-1, x.ndim - 1):
         if memory_format is not torch.preserve_format:
             x = x.contiguous()
         x = x.movedim(dim, -1)
-        weight = None if weight is None else weight.reshape(-1)
-        bias = None if bias is None else bias.reshape(-1)
     else:
         shape = weight.shape if weight is not None else None if bias is None else bias.shape
-        if shape is not None and len(shape) > 1:
-            if x.shape[-len(shape) :] != shape:
-                raise ValueError(f"the weight of shape {tuple(shape)} does not fit an input of shape {tuple(x.shape)}")
-            x = x.flatten(-len(shape))
-            weight = None if weight is None else weight.reshape(-1)
-            bias = None if bias is None else bias.reshape(-1)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
-            raise ValueError(
-                f"the {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
-            )
-        if parameter.device != x.device:
-            raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
-    return x, weight, bias
+        if shape is None or len(shape) < 2:
+            return x, weight, bias
+        if x.shape[-len(shape) :] != shape:
+            raise ValueError(f"the weight of shape {tuple(shape)} does not fit an input of shape {tuple(x.shape)}")
+        x = x.flatten(-len(shape))
+    return x, None if weight is None else weight.reshape(-1), None if bias is None else bias.reshape(-1)
 
 
 def _from_rows(y: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -208,40 +176,42 @@ def _empty_output(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bo
     return torch.empty_like(x, dtype=out_dtype or x.dtype, memory_format=memory_format)
 
 
-def _parameter_dtypes(weight: Tensor | None, bias: Tensor | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-    return None if weight is None else weight.dtype, None if bias is None else bias.dtype
+def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    if x.ndim == 0:
+        raise ValueError("a norm needs an input of at least one dimension, got a scalar")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"the {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
+            )
+        if parameter.device != x.device:
+            raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
 
 
 # --- rms_norm as a torch op ----------------------------------------------------------------------------
 
 
-def _rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    round_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    clamp_eps: bool = False,
-    preserve_strides: bool = False,
-    provider: str | None = None,
-) -> Tensor:
-    kernel = kernel_for("rms_norm", x.device, provider, x.dtype, *_parameter_dtypes(weight, bias), out_dtype)
-    return kernel(x, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve_strides)
+def _rms_norm_prepare(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, *options: Any
+) -> tuple[Any, ...]:
+    _check(x, weight, bias)
+    if eps is None:
+        eps = torch.finfo(torch.float32 if x.dtype in _HALF else x.dtype).eps
+    return x, weight, bias, eps, *options
 
 
 def _rms_norm_fake(
     x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    round_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    clamp_eps: bool = False,
-    preserve_strides: bool = False,
-    provider: str | None = None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    round_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    clamp_eps: bool,
+    preserve_strides: bool,
 ) -> Tensor:
     return _empty_output(x, out_dtype, preserve_strides)
 
@@ -288,41 +258,24 @@ def _sum_rows(x: Tensor) -> Tensor:
     return x.sum(dim=tuple(range(x.ndim - 1))) if x.ndim > 1 else x
 
 
-_rms_norm_op = register(
-    "rms_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, float weight_offset=0.0, "
-    "ScalarType? round_dtype=None, ScalarType? out_dtype=None, bool clamp_eps=False, "
-    "bool preserve_strides=False, str? provider=None) -> Tensor",
-    _rms_norm,
-    _rms_norm_fake,
-    _rms_norm_setup_context,
-    _rms_norm_backward,
-)
+_rms_norm = Op("rms_norm", _rms_norm_prepare, _rms_norm_fake, _rms_norm_setup_context, _rms_norm_backward)
 
 
 # --- layer_norm as a torch op --------------------------------------------------------------------------
 
 
-def _layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    out_dtype: torch.dtype | None = None,
-    preserve_strides: bool = False,
-    provider: str | None = None,
-) -> Tensor:
-    kernel = kernel_for("layer_norm", x.device, provider, x.dtype, *_parameter_dtypes(weight, bias), out_dtype)
-    return kernel(x, weight, bias, eps, out_dtype, preserve_strides)
+def _layer_norm_prepare(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
+    _check(x, weight, bias)
+    return x, weight, bias, *options
 
 
 def _layer_norm_fake(
     x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    out_dtype: torch.dtype | None = None,
-    preserve_strides: bool = False,
-    provider: str | None = None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    preserve_strides: bool,
 ) -> Tensor:
     return _empty_output(x, out_dtype, preserve_strides)
 
@@ -355,11 +308,4 @@ def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad_x, grad_weight, grad_bias, *(None,) * 4)
 
 
-_layer_norm_op = register(
-    "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, ScalarType? out_dtype=None, "
-    "bool preserve_strides=False, str? provider=None) -> Tensor",
-    _layer_norm,
-    _layer_norm_fake,
-    _layer_norm_setup_context,
-    _layer_norm_backward,
-)
+_layer_norm = Op("layer_norm", _layer_norm_prepare, _layer_norm_fake, _layer_norm_setup_context, _layer_norm_backward)

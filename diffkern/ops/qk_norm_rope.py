@@ -7,7 +7,7 @@ to the dtype of the input before it is rotated, as a chain of modules does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffkern.ops import norm as norms
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.ops.registration import Op
 from diffkern.ops.rope import (
     Rotated,
     check_axes,
@@ -30,12 +30,12 @@ from diffkern.ops.rope import (
     rope_3d_gradients,
     swap_pairs,
     table_gradients,
+    way_for,
 )
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.modulate import LAYER, NO_NORM, NORMS
 from diffkern.providers.eager.rope import ARITHMETICS
 from diffkern.providers.eager.rope_qk_norm import normalise
-from diffkern.providers.registry import kernel_for
 
 _MIX = "q, k, parameters and tables in any mix"
 
@@ -133,34 +133,18 @@ def qk_norm_rope(
         IndexError: a coordinate on the CPU is outside its table.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
-    if norm not in NORMS:
-        raise ValueError(f"unknown norm {norm!r}: choose 'rms', 'layer' or None")
-    if q.dtype != k.dtype or q.device != k.device:
-        raise ValueError(f"q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}: they must be alike")
-    heads = across_heads or 0
-    if heads:
-        size = q.shape[-1] // heads
-        if q.shape[-1] % heads or k.shape[-1] % max(size, 1):
-            raise ValueError(f"rows of {q.shape[-1]} and {k.shape[-1]} elements are not those of {heads} equal heads")
-    _check_parameters("q", q, q_weight, q_bias)
-    _check_parameters("k", k, k_weight, k_bias)
-    if eps is None:
-        eps = torch.finfo(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype).eps
-    lists, grid, layout = _rotation(
-        q, k, cos, sin, cos_k, sin_k, grid, coords, order, front_pad, heads, pairing, arithmetic, rotary_dim, tokens,
-        seq_dim,
+    if seq_dim < 0 and (tokens is not None or grid is not None or coords is not None):
+        if q.ndim != k.ndim:
+            raise ValueError(f"seq_dim {seq_dim} is not the same dimension of q and k: count it from the front")
+        seq_dim += q.ndim
+    lists = _as_lists(cos, sin, cos_k, sin_k, grid, coords)
+    options = (
+        eps, norm, across_heads, weight_offset, round_dtype, round_norm, order, front_pad, pairing, arithmetic,
+        rotary_dim, tokens, seq_dim,
     )  # fmt: skip
-    parameters = (q_weight, k_weight, q_bias, k_bias)
-    # Those of the axes serve q and k alike.
-    tables = [table for tables in (lists[:2] if grid or coords is not None else lists) for table in tables]
-    others = [tensor for tensor in (k, *parameters, *tables) if tensor is not None]
-    plain = not (needs_dispatcher(q, *others) or any(tensor.is_neg() for tensor in others))
-    call: Callable[..., tuple[Tensor, Tensor]] = _qk_norm_rope if plain else _qk_norm_rope_op
-    return call(
-        q, k, *parameters, *lists, coords, grid, order == "alternating", front_pad, NORMS[norm], eps, heads,
-        weight_offset, round_dtype, round_norm, pairing == "half", ARITHMETICS[arithmetic], rotary_dim or 0, *layout,
-        provider,
-    )  # fmt: skip
+    operands = q, k, q_weight, k_weight, q_bias, k_bias, *lists, coords, [] if grid is None else list(grid)
+    both: tuple[Tensor, Tensor] = way_for(_qk_norm_rope, coords)(operands, options, provider)
+    return both
 
 
 def _check_parameters(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -199,15 +183,49 @@ class _Heads:
         return self.x.is_floating_point()
 
 
-def _rotation(
-    q: Tensor,
-    k: Tensor,
+def _as_lists(
     cos: Tensor | Sequence[Tensor] | None,
     sin: Tensor | Sequence[Tensor] | None,
     cos_k: Tensor | None,
     sin_k: Tensor | None,
     grid: Sequence[int] | None,
     coords: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """The cosines and sines of q, and those of k."""
+    axes = grid is not None or coords is not None
+    if cos is None:
+        if sin is not None or cos_k is not None or sin_k is not None or axes:
+            raise ValueError("there are tables or positions, but no cos")
+        return [], [], [], []
+    if axes:
+        if isinstance(cos, Tensor) or isinstance(sin, Tensor) or sin is None or cos_k is not None or sin_k is not None:
+            raise ValueError(
+                "with a grid or coordinates cos and sin are sequences, one table per axis, for q and k alike"
+            )
+        if grid is not None and len(grid) == 0:
+            raise ValueError("the grid has no axes")
+        cos, sin = list(cos), list(sin)
+        return cos, sin, cos, sin
+    of_q = _full(cos, sin)
+    return (*of_q, *(of_q if cos_k is None else _full(cos_k, sin_k)))
+
+
+def _full(cos: Tensor | Sequence[Tensor], sin: Tensor | Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
+    if not isinstance(cos, Tensor) or not (sin is None or isinstance(sin, Tensor)):
+        raise ValueError("several tables are those of axes: give the grid or the coordinates as well")
+    if sin is None:
+        if not cos.is_complex():
+            raise TypeError(f"without sines the table must be complex, got {cos.dtype}")
+        cos, sin = torch.view_as_real(cos.resolve_conj()).unbind(-1)
+    return [cos], [sin]
+
+
+def _check_rotation(
+    q: Tensor,
+    k: Tensor,
+    lists: Sequence[list[Tensor]],
+    coords: Tensor | None,
+    grid: list[int],
     order: str,
     front_pad: int,
     heads: int,
@@ -216,57 +234,37 @@ def _rotation(
     rotary_dim: int | None,
     tokens: tuple[int, int] | None,
     seq_dim: int,
-) -> tuple[tuple[list[Tensor], ...], list[int], tuple[int, int, int]]:
-    """Checks the tables; returns those of q and k as lists, the grid, and seq_dim, start and length."""
-    if cos is None:
-        if sin is not None or cos_k is not None or sin_k is not None or grid is not None or coords is not None:
-            raise ValueError("there are tables or positions, but no cos")
+) -> tuple[int, int, int]:
+    """Checks the tables; returns seq_dim, start and length."""
+    unused = 1  # what the signature has
+    if not lists[0]:
         check_choices(q, pairing, arithmetic, None if heads else rotary_dim)
-        return ([], [], [], []), [], (0, 0, -1)
+        return unused, 0, -1
     heads_k = k.shape[-1] * heads // q.shape[-1] if heads else 0
     rotated: list[Rotated] = [q, k]
     if heads:
         rotated = [_Heads((*x.shape[:-1], n, x.shape[-1] // n), x) for x, n in ((q, heads), (k, max(heads_k, 1)))]
-    axes = grid is not None or coords is not None
-    places = {resolve_tokens(x, tokens, seq_dim, needed=axes) for x in (q, k)}
-    if len(places) != 1:
-        raise ValueError(f"seq_dim {seq_dim} is not the same dimension of q and k: count it from the front")
-    start, length, dim = places.pop()
-    if axes:
-        if isinstance(cos, Tensor) or isinstance(sin, Tensor) or sin is None or cos_k is not None or sin_k is not None:
-            raise ValueError(
-                "with a grid or coordinates cos and sin are sequences, one table per axis, for q and k alike"
-            )
-        found: list[int] = []
-        for x in rotated[:1] if q.shape == k.shape else rotated:
-            rotary = check_choices(x, pairing, arithmetic, rotary_dim)
-            count = x.shape[3 - dim] if x.ndim == 4 and dim in (1, 2) else 0
-            found = check_axes(x, cos, sin, grid, coords, order, front_pad, rotary, count, dim, length)
-        return (list(cos), list(sin), list(cos), list(sin)), found, (dim, start, length)
-    pairs = []
-    for x, x_cos, x_sin in (
-        (rotated[0], cos, sin),
-        (rotated[1], cos if cos_k is None else cos_k, sin if cos_k is None else sin_k),
-    ):
-        if not isinstance(x_cos, Tensor) or not (x_sin is None or isinstance(x_sin, Tensor)):
-            raise ValueError("several tables are those of axes: give the grid or the coordinates as well")
-        if x_sin is None:
-            if not x_cos.is_complex():
-                raise TypeError(f"without sines the table must be complex, got {x_cos.dtype}")
-            x_cos, x_sin = torch.view_as_real(x_cos.resolve_conj()).unbind(-1)
+    axes = bool(grid) or coords is not None
+    for tensor in (q, k):
+        start, length, dim = resolve_tokens(tensor, tokens, seq_dim, needed=axes)
+    for i, x in enumerate(rotated):
         rotary = check_choices(x, pairing, arithmetic, rotary_dim)
+        cos, sin = lists[2 * i], lists[2 * i + 1]
+        if axes:
+            count = x.shape[3 - dim] if x.ndim == 4 and dim in (1, 2) else 0
+            check_axes(x, cos, sin, grid or None, coords, order, front_pad, rotary, count, dim, length)
+            continue
         lead = x.shape[:-1] if length < 0 else (*x.shape[:dim], length, *x.shape[dim + 1 : -1])
-        check_table("cos", x_cos, x, lead, rotary)
-        check_table("sin", x_sin, x, lead, rotary)
-        pairs.append((x_cos, x_sin))
-    (q_cos, q_sin), (k_cos, k_sin) = pairs
-    return ([q_cos], [q_sin], [k_cos], [k_sin]), [], (dim, start, length)
+        check_table("cos", cos[0], x, lead, rotary)
+        check_table("sin", sin[0], x, lead, rotary)
+    check_coords(coords, lists[0])
+    return dim if axes or length >= 0 else unused, start, length
 
 
 # --- the torch op --------------------------------------------------------------------------------------
 
 
-def _qk_norm_rope(
+def _qk_norm_rope_prepare(
     q: Tensor,
     k: Tensor,
     q_weight: Tensor | None,
@@ -279,33 +277,45 @@ def _qk_norm_rope(
     sin_k: list[Tensor],
     coords: Tensor | None,
     grid: list[int],
-    alternating: bool,
-    front_pad: int,
-    norm: int,
-    eps: float,
-    heads: int,
+    eps: float | None,
+    norm: str | None,
+    across_heads: int | None,
     weight_offset: float,
     round_dtype: torch.dtype | None,
     round_norm: bool,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
+    order: str,
+    front_pad: int,
+    pairing: str,
+    arithmetic: str,
+    rotary_dim: int | None,
+    tokens: tuple[int, int] | None,
     seq_dim: int,
-    start: int,
-    length: int,
-    provider: str | None,
-) -> tuple[Tensor, Tensor]:
-    check_coords(coords, cos)
-    dtypes = [None if t is None else t.dtype for t in (q, q_weight, k_weight, q_bias, k_bias)]
-    dtypes += [tables[0].dtype for tables in (cos, sin, cos_k, sin_k) if tables]
-    kernel: Any = kernel_for("qk_norm_rope", q.device, provider, *dtypes)
-    return kernel(  # type: ignore[no-any-return]
-        q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, cos_k, sin_k, coords, grid, alternating, front_pad,
-        norm, eps, heads, weight_offset, round_dtype, round_norm, half, arithmetic, rotary_dim, seq_dim, start, length,
+) -> tuple[Any, ...]:
+    if norm not in NORMS:
+        raise ValueError(f"unknown norm {norm!r}: choose 'rms', 'layer' or None")
+    if q.dtype != k.dtype or q.device != k.device:
+        raise ValueError(f"q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}: they must be alike")
+    heads = across_heads or 0
+    if heads:
+        size = q.shape[-1] // heads
+        if q.shape[-1] % heads or k.shape[-1] % max(size, 1):
+            raise ValueError(f"rows of {q.shape[-1]} and {k.shape[-1]} elements are not those of {heads} equal heads")
+    _check_parameters("q", q, q_weight, q_bias)
+    _check_parameters("k", k, k_weight, k_bias)
+    if eps is None:
+        eps = torch.finfo(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype).eps
+    lists = cos, sin, cos_k, sin_k
+    dim, start, length = _check_rotation(
+        q, k, lists, coords, grid, order, front_pad, heads, pairing, arithmetic, rotary_dim, tokens, seq_dim
+    )
+    return (
+        q, k, q_weight, k_weight, q_bias, k_bias, *lists, coords, grid, order == "alternating", front_pad,
+        NORMS[norm], eps, heads, weight_offset, round_dtype, round_norm, pairing == "half", ARITHMETICS[arithmetic],
+        rotary_dim or 0, dim, start, length,
     )  # fmt: skip
 
 
-def _qk_norm_rope_fake(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _qk_norm_rope_fake(q: Tensor, k: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
@@ -391,14 +401,9 @@ def _one_backward(
     return (*backward(context, grad)[:3], grad_cos, grad_sin)
 
 
-# No defaults: torch wants the gradients of an op with lists in exactly the structure of its arguments.
-_qk_norm_rope_op = register(
-    "qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, "
-    "Tensor[] cos, Tensor[] sin, Tensor[] cos_k, Tensor[] sin_k, Tensor? coords, SymInt[] grid, "
-    "bool alternating, int front_pad, int norm, float eps, int heads, float weight_offset, "
-    "ScalarType? round_dtype, bool round_norm, bool half, int arithmetic, int rotary_dim, "
-    "int seq_dim, SymInt start, SymInt length, str? provider) -> (Tensor, Tensor)",
-    _qk_norm_rope,
+_qk_norm_rope = Op(
+    "qk_norm_rope",
+    _qk_norm_rope_prepare,
     _qk_norm_rope_fake,
     _qk_norm_rope_setup_context,
     _qk_norm_rope_backward,

@@ -1,72 +1,302 @@
-"""How an op enters torch: one registration for schema, fake and autograd, whoever computes it."""
+"""An op as torch and its callers know it: declared once, with one way from a call to whoever computes it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
-from diffkern.providers.registry import transforms_active
+from diffkern.providers.base import Kernel
+from diffkern.providers.registry import (
+    NoProviderError,
+    kernel_for,
+    override,
+    remembered,
+    select,
+    transforms_active,
+)
+from diffkern.providers.signatures import SIGNATURES, schema, without_defaults
 
 NAMESPACE = "diffkern"
 
+#: The form of a compiled op that takes the operands alone: every argument of a schema costs, also one left out.
+PLAIN = "{}_plain"
 
-def register(
-    schema: str,
-    implementation: Callable[..., Any],
-    fake: Callable[..., Any],
-    setup_context: Callable[..., None],
-    backward: Callable[..., Any],
-) -> torch._ops.OpOverload:
-    """Registers ``torch.ops.diffkern.<name>`` and returns its overload.
+#: Remembered ways, beyond which they are found anew: options such as a length of text may have any value.
+_MOST_WAYS = 4096
 
-    The op is opaque to ``torch.compile``: the graph does not depend on who will compute it. Another copy of
-    diffkern in the process may have taken the name: then this copy's op gets a number, so that each copy runs
-    its own code.
+#: Classes of operands that a remembered way may be taken with.
+_PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter, type(None), list, tuple, int})
+
+#: Of the arguments that have or name a dtype, those that no kernel computes in.
+_NOT_COMPUTED_IN = ("coords", "round_dtype")
+
+# Bound once, since every call asks.
+_is_traced = torch.compiler.is_dynamo_compiling
+_grad_is_enabled = torch.is_grad_enabled
+_functorch_is_active = torch._C._are_functorch_transforms_active
+
+_ops: dict[str, Op] = {}
+
+
+class Op:
+    """One op: what torch knows it by, and how a call of the public function reaches a kernel.
+
+    A call has *operands*, which go to the kernel as they are, and of which the first is the tensor that decides where
+    it runs; *options*; and the name of a provider, or None. The first call of a kind goes the long way: it is checked,
+    and given to the kernel that the registry chooses. If that is an op of torch, as the compiled kernels are, the way
+    is remembered. Such a kernel looks at shapes, dtypes and devices itself, so the next call goes straight there,
+    without the arguments at the end that have their default. What it refuses goes the long way again, which finds
+    another provider, or says what is wrong in the words of the public function.
+
+    A graph of ``torch.compile`` holds the op of whoever computes it, unless a gradient is wanted: then it holds
+    :attr:`op`, which has one. Exported programs hold :attr:`op` too, and choose where they run.
 
     Args:
-        schema: Name and signature, for example ``"rms_norm(Tensor x, float eps=1e-6) -> Tensor"``.
-        implementation: Computes it; chooses the provider at run time.
-        fake: Gives shape, dtype and strides of the result, without data.
+        name: A name in :data:`diffkern.providers.signatures.SIGNATURES`.
+        prepare: Takes operands and options and returns the arguments of the kernel, after checking them: the operands,
+            and what the options stand for, which must depend on nothing but them and the dtype of the first tensor.
+        fake: Takes the arguments of the kernel; gives shape, dtype and strides of the result, without data.
         setup_context: Saves for the backward pass; called only when a gradient is needed.
-        backward: One gradient per argument of the schema, None where there is none.
+        backward: One gradient per argument of the kernel and one for the provider, None where there is none.
+        traced: What ``torch.compile`` traces in place of an op, for one that plain PyTorch alone computes.
+
+    Attributes:
+        op: ``torch.ops.diffkern.<name>``, with the arguments of the kernel and ``provider``. It chooses at run time.
     """
-    name, _, signature = schema.partition("(")
-    space = getattr(torch.ops, NAMESPACE)
-    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    free = next(candidate for candidate in names if not hasattr(space, candidate))
-    qualified = f"{NAMESPACE}::{free}"
-    # Not torch.library.custom_op: its first call imports all of torch._dynamo, which takes a second.
-    torch.library.define(qualified, f"({signature}", tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "default", implementation)
-    torch.library.register_fake(qualified, fake)
-    torch.library.register_autograd(qualified, backward, setup_context=setup_context)
-    return getattr(space, free).default  # type: ignore[no-any-return]
+
+    def __init__(
+        self,
+        name: str,
+        prepare: Callable[..., tuple[Any, ...]],
+        fake: Callable[..., Any],
+        setup_context: Callable[..., None],
+        backward: Callable[..., Any],
+        traced: Callable[..., Any] | None = None,
+    ) -> None:
+        self._name = name
+        self._prepare = prepare
+        self._fake = fake
+        self._seen_through = traced
+        self._of_kernels: dict[Kernel, OpOverload] = {}
+        signature, default = SIGNATURES[name], "=None"
+        if "[]" in signature:
+            # Torch wants the gradients of an op with lists in exactly the structure of its arguments.
+            signature, default = without_defaults(signature), ""
+        signature = signature.replace(") ->", f", str? provider{default}) ->")
+        self.op = _define(name, signature, self._compute, lambda *given: fake(*self._completed(given)[:-1]))
+        torch.library.register_autograd(self.op._schema.name, backward, setup_context=setup_context)
+        self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
+        arguments = schema(name).arguments
+        self._optional = tuple(argument.default_value for argument in arguments if argument.has_default_value())
+        self._computed_in = [
+            index
+            for index, argument in enumerate(arguments)
+            if re.search("Tensor|ScalarType", str(argument.real_type)) and argument.name not in _NOT_COMPUTED_IN
+        ]
+        _ops[name] = self
+
+    def call(self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None) -> Any:
+        """Computes the op, by the shortest way there is.
+
+        Args:
+            operands: The first arguments of the kernel, in its order, a tensor first.
+            options: What else ``prepare`` takes; hashable.
+            provider: As in the public functions.
+        """
+        key: Hashable = None
+        if not _is_traced():
+            x = operands[0]
+            if type(x) is Tensor:
+                key = (self, options, provider, override(), x.device, x.dtype, *map(type, operands))
+                way = remembered.get(key)
+                if (
+                    way is not None
+                    and not _functorch_is_active()
+                    and forward_ad._current_level < 0
+                    and not (_grad_is_enabled() and _wants_gradient(operands))
+                ):
+                    kernel, count, rest = way
+                    try:
+                        return kernel(*operands[:count], *rest) if rest else kernel(*operands[:count])
+                    except RuntimeError:
+                        pass  # the long way says it better
+        return self.call_the_long_way(operands, options, provider, key)
+
+    def call_the_long_way(
+        self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None, key: Hashable = None
+    ) -> Any:
+        """Computes the op, everything checked; remembers the way under ``key`` if there is a shorter one."""
+        args = self._prepare(*operands, *options)
+        if _is_traced():
+            return self._call_traced(args, provider)
+        if _needs_torch(args):
+            return self.op(*args, provider)
+        kernel = self._kernel([_dtype_of(value) for value in args], args[0].device, provider)
+        result = kernel(*args)
+        if key is not None and isinstance(kernel, OpOverload):
+            self._remember(key, kernel, operands, args)
+        return result
+
+    def of_provider(
+        self, device: torch.device, provider: str | None, dtypes: Sequence[torch.dtype | None]
+    ) -> OpOverload:
+        """Returns the op of torch that runs nothing but the kernel of whoever computes such calls.
+
+        Args:
+            device: Device of the input.
+            provider: As in the public functions.
+            dtypes: For each argument of the kernel its dtype, or the one it names, or None.
+
+        Raises:
+            TypeError: as :func:`~diffkern.providers.registry.kernel_for`.
+            NoProviderError: as there.
+        """
+        kernel = self._kernel(dtypes, device, provider)
+        if isinstance(kernel, OpOverload):
+            return kernel
+        if kernel not in self._of_kernels:
+            given = tuple(dict.fromkeys(dtype for i in self._computed_in if (dtype := dtypes[i]) is not None))
+            who = re.sub(r"\W", "_", select(self._name, device, given, provider).provider)
+            # No defaults: torch does not pass what equals a default on to Python.
+            signature = without_defaults(SIGNATURES[self._name])
+            self._of_kernels[kernel] = _define(f"{self._name}_by_{who}", signature, kernel, self._fake)
+        return self._of_kernels[kernel]
+
+    def _remember(self, key: Hashable, kernel: OpOverload, operands: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+        if not all(type(given) in _PLAIN_CLASSES and given is arg for given, arg in zip(operands, args, strict=False)):
+            return  # it was changed on the way, or is of a class of somebody else's
+        needed = self._needed(args)
+        shortest = _shortest(kernel, needed)
+        if not all(argument.has_default_value() for argument in shortest._schema.arguments[needed:]):
+            needed = len(args)  # a build from before they had defaults
+        if len(remembered) >= _MOST_WAYS:
+            remembered.clear()
+        remembered[key] = shortest._op, min(len(operands), needed), args[len(operands) : needed]
+
+    def _needed(self, args: tuple[Any, ...]) -> int:
+        """How many arguments there are without those at the end that have their default."""
+        needed = len(args)
+        for value, default in zip(reversed(args), reversed(self._optional), strict=False):
+            if isinstance(value, Tensor) or value != default:
+                break
+            needed -= 1
+        return needed
+
+    def _call_traced(self, args: tuple[Any, ...], provider: str | None) -> Any:
+        if not (_grad_is_enabled() and _wants_gradient(args)):
+            dtypes = tuple(_dtype_of(value) for value in args)
+            held = _op_for_graph(self._name, args[0].device, provider, dtypes, self._needed(args))
+            if held is not None and self._seen_through is not None:
+                return self._seen_through(*args)
+            if held is not None:
+                namespace, name, count = held
+                return getattr(getattr(torch.ops, namespace), name).default(*args[:count])
+        return self.op(*args, provider)
+
+    def _compute(self, *given: Any) -> Any:
+        """What :attr:`op` runs."""
+        *args, provider = self._completed(given)
+        return self._kernel([_dtype_of(value) for value in args], args[0].device, provider)(*args)
+
+    def _completed(self, given: Sequence[Any]) -> list[Any]:
+        """The arguments of :attr:`op`; torch leaves out the last ones that have their default."""
+        return [*given, *self._defaults[len(given) :]]
+
+    def _kernel(self, dtypes: Sequence[torch.dtype | None], device: torch.device, provider: str | None) -> Kernel:
+        return kernel_for(self._name, device, provider, *(dtypes[index] for index in self._computed_in))
 
 
-def needs_dispatcher(x: Tensor, *parameters: Tensor | None) -> bool:
+def _op_for_graph(
+    name: str, device: torch.device, provider: str | None, dtypes: tuple[torch.dtype | None, ...], needed: int
+) -> tuple[str, str, int] | None:
+    """The op of torch that a graph shall hold, or None for that of diffkern, which chooses at run time.
+
+    ``torch.compile`` runs this while it traces, and takes the result for a constant.
+
+    Returns:
+        Namespace and name of the op, and how many arguments of the kernel it takes.
+    """
+    if torch.compiler.is_exporting() or transforms_active():
+        return None
+    try:
+        held = _shortest(_ops[name].of_provider(device, provider, dtypes), needed)
+    except (TypeError, NoProviderError):
+        return None  # the run says it
+    namespace, _, op = held._schema.name.partition("::")
+    return namespace, op, len(held._schema.arguments)
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+_op_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _needs_torch(args: Sequence[Any]) -> bool:
     """Whether a call must go through the registered op and not straight to the provider's kernel.
 
     It must where somebody looks at the call instead of running it (tracing, fake tensors), where a gradient is
-    wanted, and where the memory does not hold the values themselves. The direct way saves about half of the
-    host time of a call. Under transforms that look into the formula, the direct way leads to plain PyTorch: see
-    :func:`diffkern.providers.registry.kernel_for`.
+    wanted, and where the memory does not hold the values themselves. Under transforms that look into the formula,
+    the direct way leads to plain PyTorch: see :func:`diffkern.providers.registry.kernel_for`.
     """
     if torch.compiler.is_compiling():
         return True
     if transforms_active():
         return False
-    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+    if type(args[0]) is not Tensor and type(args[0]) is not torch.nn.Parameter:
         return True
-    if x.is_neg():  # a lazy sign, which the dispatcher resolves and a raw pointer does not show
-        return True
-    if torch.is_grad_enabled():
-        if x.requires_grad:
-            return True
-        for parameter in parameters:
-            if parameter is not None and parameter.requires_grad:
-                return True
-    return False
+    # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it.
+    return any(tensor.is_neg() for tensor in _tensors(args)) or (_grad_is_enabled() and _wants_gradient(args))
+
+
+def _wants_gradient(values: Sequence[Any]) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(values))
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    """The tensors among ``values``, also those in lists."""
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [item for item in value if isinstance(item, Tensor)]
+    return tensors
+
+
+def _dtype_of(value: Any) -> torch.dtype | None:
+    """The dtype of a tensor, or of those in a list, or the one that an argument names; else None."""
+    if isinstance(value, (list, tuple)):
+        value = value[0] if value else None
+    if isinstance(value, Tensor):
+        return value.dtype
+    return value if isinstance(value, torch.dtype) else None
+
+
+def _shortest(kernel: OpOverload, needed: int) -> OpOverload:
+    """The plain form of the op, if it takes the first ``needed`` arguments, else the op itself."""
+    namespace, _, name = kernel._schema.name.partition("::")
+    plain = getattr(getattr(torch.ops, namespace), PLAIN.format(name), None)
+    return kernel if plain is None or len(plain.default._schema.arguments) < needed else plain.default
+
+
+def _define(name: str, signature: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+    """Registers ``torch.ops.diffkern.<name>``, which is opaque to ``torch.compile``, and returns its overload.
+
+    Another copy of diffkern in the process may have taken the name: then this copy's op gets a number, so that each
+    copy runs its own code.
+    """
+    space = getattr(torch.ops, NAMESPACE)
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    free = next(candidate for candidate in names if not hasattr(space, candidate))
+    qualified = f"{NAMESPACE}::{free}"
+    # Not torch.library.custom_op: its first call imports all of torch._dynamo, which takes a second.
+    torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "default", implementation)
+    torch.library.register_fake(qualified, fake)
+    return getattr(space, free).default  # type: ignore[no-any-return]

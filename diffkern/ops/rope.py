@@ -12,18 +12,17 @@ float64 inputs are computed in float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import needs_dispatcher, register
+from diffkern.ops.registration import Op
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager import rope as reference
 from diffkern.providers.eager.rope import ARITHMETICS, FLOAT32, INPUT
-from diffkern.providers.registry import kernel_for
 
 PAIRINGS = ("interleaved", "half")
 ORDERS = ("blocked", "alternating")
@@ -128,14 +127,10 @@ def rope(
     """
     if sin is None:
         cos, sin = _from_complex(cos)
-    rotary = check_choices(x, pairing, arithmetic, rotary_dim)
-    start, length, seq_dim = resolve_tokens(x, tokens, seq_dim)
-    shape = x.shape[:-1] if length < 0 else (*x.shape[:seq_dim], length, *x.shape[seq_dim + 1 : -1])
-    check_table("cos", cos, x, shape, rotary)
-    check_table("sin", sin, x, shape, rotary)
-    call = _rope_op if needs_dispatcher(x, cos, sin) or cos.is_neg() or sin.is_neg() else _rope
-    half = pairing == "half"
-    return call(x, cos, sin, half, ARITHMETICS[arithmetic], rotary_dim or 0, seq_dim, start, length, provider)
+    if tokens is not None and seq_dim < 0:
+        seq_dim += x.ndim
+    y: Tensor = _rope.call((x, cos, sin), (pairing, arithmetic, rotary_dim, tokens, seq_dim), provider)
+    return y
 
 
 def rope_3d(
@@ -186,17 +181,12 @@ def rope_3d(
         IndexError: a coordinate on the CPU is outside its table.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
-    rotary = check_choices(x, pairing, arithmetic, rotary_dim)
-    start, length, seq_dim = resolve_tokens(x, tokens, seq_dim, needed=True)
-    heads = x.shape[3 - seq_dim] if x.ndim == 4 and seq_dim in (1, 2) else 0
-    grid = check_axes(x, cos_axes, sin_axes, grid, coords, order, front_pad, rotary, heads, seq_dim, length)
-    cos, sin = list(cos_axes), list(sin_axes)
-    tables = (*cos, *sin)
-    call = _rope_3d_op if needs_dispatcher(x, *tables) or any(table.is_neg() for table in tables) else _rope_3d
-    return call(
-        x, cos, sin, coords, grid, order == "alternating", front_pad, pairing == "half", ARITHMETICS[arithmetic],
-        rotary_dim or 0, seq_dim, start, length, provider,
-    )  # fmt: skip
+    if seq_dim < 0:
+        seq_dim += x.ndim
+    options = order, front_pad, pairing, arithmetic, rotary_dim, tokens, seq_dim
+    operands = x, list(cos_axes), list(sin_axes), coords, [] if grid is None else list(grid)
+    y: Tensor = way_for(_rope_3d, coords)(operands, options, provider)
+    return y
 
 
 def expand_axes(
@@ -349,9 +339,16 @@ def check_axes(
     return list(grid)
 
 
+def way_for(op: Op, coords: Tensor | None) -> Callable[..., Any]:
+    """How to call an op: the long way where :func:`check_coords` has something to look at."""
+    return op.call if coords is None or coords.device.type != "cpu" else op.call_the_long_way
+
+
 def check_coords(coords: Tensor | None, axes: Sequence[Tensor]) -> None:
     """Raises IndexError if a coordinate on the CPU is outside its table. On a GPU that would cost a wait."""
-    if coords is None or coords.device.type != "cpu" or coords.numel() == 0:
+    if torch.compiler.is_compiling() or type(coords) is not Tensor or coords.device.type != "cpu":
+        return
+    if coords.numel() == 0:
         return
     low, high = torch.aminmax(coords.flatten(0, -2), dim=0)
     for i, table in enumerate(axes):
@@ -466,23 +463,25 @@ def no_gradient_of(numbers: Sequence[int]) -> list[None] | None:
 # --- rope as a torch op --------------------------------------------------------------------------------
 
 
-def _rope(
+def _rope_prepare(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    half: bool = False,
-    arithmetic: int = FLOAT32,
-    rotary_dim: int = 0,
-    seq_dim: int = 0,
-    start: int = 0,
-    length: int = -1,
-    provider: str | None = None,
-) -> Tensor:
-    kernel = kernel_for("rope", x.device, provider, x.dtype, cos.dtype, sin.dtype)
-    return kernel(x, cos, sin, half, arithmetic, rotary_dim, seq_dim, start, length)
+    pairing: str,
+    arithmetic: str,
+    rotary_dim: int | None,
+    tokens: tuple[int, int] | None,
+    seq_dim: int,
+) -> tuple[Any, ...]:
+    rotary = check_choices(x, pairing, arithmetic, rotary_dim)
+    start, length, dim = resolve_tokens(x, tokens, seq_dim)
+    shape = x.shape[:-1] if length < 0 else (*x.shape[:dim], length, *x.shape[dim + 1 : -1])
+    check_table("cos", cos, x, shape, rotary)
+    check_table("sin", sin, x, shape, rotary)
+    return x, cos, sin, pairing == "half", ARITHMETICS[arithmetic], rotary_dim or 0, dim, start, length
 
 
-def _rope_fake(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _rope_fake(x: Tensor, *options: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -499,7 +498,7 @@ def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         backwards = -swap_pairs(sin, ctx.half, ctx.rotary)
         arithmetic = gradient_arithmetic(ctx.arithmetic)
-        grad_x = _rope_op(grad, cos, backwards, ctx.half, arithmetic, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length)
+        grad_x = _rope.op(grad, cos, backwards, ctx.half, arithmetic, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length)
     if x is not None:
         grad_cos, grad_sin = table_gradients(
             x, grad, cos, sin, ctx.half, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length
@@ -507,40 +506,35 @@ def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad_x, grad_cos, grad_sin, *(None,) * 7)
 
 
-_rope_op = register(
-    "rope(Tensor x, Tensor cos, Tensor sin, bool half=False, int arithmetic=0, int rotary_dim=0, "
-    "int seq_dim=0, SymInt start=0, SymInt length=-1, str? provider=None) -> Tensor",
-    _rope,
-    _rope_fake,
-    _rope_setup_context,
-    _rope_backward,
-)
+_rope = Op("rope", _rope_prepare, _rope_fake, _rope_setup_context, _rope_backward)
 
 
 # --- rope_3d as a torch op -----------------------------------------------------------------------------
 
 
-def _rope_3d(
+def _rope_3d_prepare(
     x: Tensor,
     cos: list[Tensor],
     sin: list[Tensor],
     coords: Tensor | None,
     grid: list[int],
-    alternating: bool,
+    order: str,
     front_pad: int,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
+    pairing: str,
+    arithmetic: str,
+    rotary_dim: int | None,
+    tokens: tuple[int, int] | None,
     seq_dim: int,
-    start: int,
-    length: int,
-    provider: str | None,
-) -> Tensor:
+) -> tuple[Any, ...]:
+    rotary = check_choices(x, pairing, arithmetic, rotary_dim)
+    start, length, dim = resolve_tokens(x, tokens, seq_dim, needed=True)
+    heads = x.shape[3 - dim] if x.ndim == 4 and dim in (1, 2) else 0
+    check_axes(x, cos, sin, grid or None, coords, order, front_pad, rotary, heads, dim, length)
     check_coords(coords, cos)
-    kernel = kernel_for("rope_3d", x.device, provider, x.dtype, cos[0].dtype)
-    return kernel(
-        x, cos, sin, coords, grid, alternating, front_pad, half, arithmetic, rotary_dim, seq_dim, start, length
-    )
+    return (
+        x, cos, sin, coords, grid, order == "alternating", front_pad, pairing == "half", ARITHMETICS[arithmetic],
+        rotary_dim or 0, dim, start, length,
+    )  # fmt: skip
 
 
 def _rope_3d_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -557,7 +551,7 @@ def _rope_3d_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, coords, *tables = ctx.saved_tensors
     cos, sin = tables[: ctx.axes], tables[ctx.axes :]
     alternating, front_pad, half = ctx.layout
-    grad_x = _rope_3d_op(
+    grad_x = _rope_3d.op(
         grad, cos, [-table for table in sin], coords, ctx.grid, alternating, front_pad, half,
         gradient_arithmetic(ctx.arithmetic), ctx.rotary, ctx.seq_dim, ctx.start, ctx.length, None,
     )  # fmt: skip
@@ -583,13 +577,4 @@ def _rope_3d_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (grad_x, grad_cos, grad_sin, None, no_gradient_of(ctx.grid), *(None,) * 9)
 
 
-# No defaults: torch wants the gradients of an op with lists in exactly the structure of its arguments.
-_rope_3d_op = register(
-    "rope_3d(Tensor x, Tensor[] cos, Tensor[] sin, Tensor? coords, SymInt[] grid, bool alternating, "
-    "int front_pad, bool half, int arithmetic, int rotary_dim, int seq_dim, "
-    "SymInt start, SymInt length, str? provider) -> Tensor",
-    _rope_3d,
-    _rope_fake,
-    _rope_3d_setup_context,
-    _rope_3d_backward,
-)
+_rope_3d = Op("rope_3d", _rope_3d_prepare, _rope_fake, _rope_3d_setup_context, _rope_3d_backward)

@@ -8,14 +8,13 @@ version and GPU architecture. What does not fit is said in terms of both sides, 
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import platform
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,30 +28,11 @@ from diffkern.build.installed import (
     find_builds,
     search_directories,
 )
-from diffkern.providers import eager
 from diffkern.providers.base import KERNEL_DTYPES, ROPE_DTYPES, Kernel, Request, Support
+from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
-#: The ops of a build, and the reference functions whose arguments they take in the same order.
-_OPS = MappingProxyType(
-    {
-        op: eager.PROVIDER.kernel(op, torch.device("cpu"))
-        for op in (
-            "activation",
-            "add_norm_silu_pad",
-            "channel_rms_norm_silu",
-            "gate_residual",
-            "gate_residual_norm_modulate",
-            "glu",
-            "group_norm_silu",
-            "layer_norm",
-            "norm_modulate",
-            "qk_norm_rope",
-            "rms_norm",
-            "rope",
-            "rope_3d",
-        )
-    }
-)
+#: The ops of a build: what a linear layer has to fuse, torch itself fuses.
+_OPS = tuple(op for op in SIGNATURES if op != "linear_gelu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +199,7 @@ def _refusal_of_op(build: Build, op: str) -> str | None:
     remedy = f"run `diffkern build --{build.variant.backend}`"
     if not hasattr(getattr(torch.ops, build.namespace), op):
         return f"this build has no {op}: {remedy}"
-    arguments = [argument.name for argument in _overload(build, op)._schema.arguments]
-    if arguments != list(inspect.signature(_OPS[op]).parameters):
+    if arguments(_overload(build, op)._schema) != arguments(schema(op)):
         return f"the {op} of this build takes other arguments than this diffkern gives: {remedy}"
     return None
 

@@ -1,7 +1,8 @@
 """Chooses who computes an op: once per (op, device, dtypes), visibly, and as the user overrides it.
 
-The order is compiled, Triton, the Hub if somebody asked for it, eager. A provider that cannot serve gives its reason
-and the next one is asked; every reason is kept in the :class:`Choice`, for reports and for ``diffkern doctor``.
+The order is compiled, Triton, the Hub if somebody asked for it, eager, unless :mod:`diffkern.providers.preferences`
+says that another was measured to be faster. A provider that cannot serve gives its reason and the next one is asked;
+every reason is kept in the :class:`Choice`, for reports and for ``diffkern doctor``.
 """
 
 from __future__ import annotations
@@ -9,28 +10,37 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from diffkern.providers import eager, hub
+from diffkern.providers import hub
 from diffkern.providers.base import Kernel, Provider, Request
+from diffkern.providers.preferences import Preference, preference
+from diffkern.providers.signatures import SIGNATURES
 
 #: Preference order. Each module of this package with such a name holds a ``PROVIDER``.
 ORDER = ("compiled", "triton", hub.NAME, "eager")
 
 #: Every op. The eager provider, being the reference, serves them all.
-OPS = tuple(eager.PROVIDER.support)
+OPS = tuple(SIGNATURES)
 
 #: Environment variable that names the one provider to use, like ``use_provider`` for a whole process.
 ENVIRONMENT_VARIABLE = "DIFFKERN_PROVIDER"
 
 _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("diffkern_provider", default=None)
 
+#: Returns the name that :func:`use_provider` set in this thread, or None.
+override: Callable[[], str | None] = _override.get
+
+#: What callers remember that hangs on the choices made here, see :mod:`diffkern.ops.registration`. :func:`reset`
+#: empties it.
+remembered: dict[Hashable, Any] = {}
 
 _kernels: dict[tuple[object, ...], Kernel] = {}
 
@@ -41,20 +51,28 @@ class NoProviderError(RuntimeError):
 
 @dataclass(frozen=True)
 class Choice:
-    """The provider that serves a request, and why those before it do not."""
+    """The provider that serves a request, and why those before it do not.
+
+    Attributes:
+        provider: Its name.
+        kernel: The callable that computes the op.
+        declined: The providers asked before it, with their reasons.
+        preferences: The measurements because of which it was asked first, where it would not have been.
+    """
 
     provider: str
     kernel: Kernel
     declined: tuple[tuple[str, str], ...]
+    preferences: tuple[Preference, ...] = ()
 
     @property
     def is_fallback(self) -> bool:
         """Whether a provider earlier in the order declined."""
         return bool(self.declined)
 
-    def describe_declined(self) -> str:
-        """The reasons of the providers that declined, in one line; empty if there are none."""
-        return "; ".join(f"{name}: {reason}" for name, reason in self.declined)
+    def describe(self) -> str:
+        """Why it is not the first of the order, in one line; empty if it is."""
+        return "; ".join([*map(str, self.preferences), *(f"{name}: {reason}" for name, reason in self.declined)])
 
 
 @cache
@@ -101,7 +119,7 @@ def select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], provi
         NoProviderError: the named provider declined, or all of them did.
         ValueError: the name is no provider.
     """
-    return _select(op, device, dtypes, _normalise(provider) or _override.get() or _environment())
+    return _select(op, device, dtypes, _normalise(provider) or override() or _environment())
 
 
 def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: torch.dtype | None) -> Kernel:
@@ -122,7 +140,7 @@ def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: tor
     """
     if transforms_active():
         provider = "eager"
-    key = (op, device, provider, _override.get(), dtypes)
+    key = (op, device, provider, override(), dtypes)
     kernel = _kernels.get(key)
     if kernel is None:
         given = tuple(dict.fromkeys(dtype for dtype in dtypes if dtype is not None))
@@ -141,6 +159,7 @@ def transforms_active() -> bool:
 def reset() -> None:
     """Forgets all choices, so that a provider which became available is asked again."""
     _kernels.clear()
+    remembered.clear()
     _select.cache_clear()
     _environment.cache_clear()
 
@@ -171,6 +190,9 @@ def _environment() -> str | None:
 @cache
 def _select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], forced: str | None) -> Choice:
     request = Request(op, device, frozenset(dtypes))
+    measured = None if forced else preference(op, device)
+    if measured is not None and _refusal(get_provider(measured.provider), request) is None:
+        return Choice(measured.provider, get_provider(measured.provider).kernel(op, device), (), (measured,))
     declined: list[tuple[str, str]] = []
     for name in _order(forced):
         provider = get_provider(name)

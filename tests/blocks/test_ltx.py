@@ -366,8 +366,9 @@ def test_compiled_blocks_hold_no_break_and_only_the_ops() -> None:
     model.compile_repeated_blocks(backend=backend, fullgraph=True)
     torch.testing.assert_close(run(model), stock, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
-    assert {f"diffkern.{op}.default" for op in (*RECIPE.ops, "linear_gelu")} <= targets
-    assert "diffkern.rms_norm.default" not in targets
+    held = {target for target in targets if "diffkern" in target}
+    assert all(any(f".{op}" in target for target in held) for op in RECIPE.ops)
+    assert not any("rms_norm" in target for target in held)
 
 
 @pytest.mark.parametrize("child", ["norm1", "attn1", "attn2.norm_q", "ff"])

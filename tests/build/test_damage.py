@@ -20,6 +20,7 @@ from diffkern.build.toolchain import find_cxx
 from diffkern.providers import compiled, get_provider, registry
 from diffkern.providers.base import Request
 from diffkern.providers.compiled import PROVIDER, CompiledProvider
+from diffkern.providers.signatures import schema
 from tests.build.conftest import require_tool
 
 CPU = torch.device("cpu")
@@ -102,8 +103,9 @@ def test_a_build_of_an_older_diffkern_serves_the_ops_it_has(
     kernels_root: Path, searched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIFFKERN_KERNELS", str(kernels_root))
-    newer = {"newer_op": lambda x, eps: x, "layer_norm": lambda x, another_argument: x}
-    monkeypatch.setattr(compiled, "_OPS", {**compiled._OPS, **newer})
+    monkeypatch.setattr(compiled, "_OPS", (*compiled._OPS, "newer_op"))
+    newer = torch._C.parse_schema("layer_norm(Tensor x, float another_argument) -> Tensor")
+    monkeypatch.setattr(compiled, "schema", lambda op: newer if op == "layer_norm" else schema(op))
     provider = CompiledProvider()
 
     def refusal(op: str) -> str | None:

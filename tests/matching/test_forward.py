@@ -196,8 +196,8 @@ def test_guard_and_forward_compile_without_graph_breaks() -> None:
         torch.testing.assert_close(compiled(x), model(x))
         compiled(torch.randn(4, 8))
     assert len(graphs) == 1
-    ops = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert ops.count(torch.ops.diffkern.rms_norm.default) == 3
+    ops = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("diffkern" in op and ".rms_norm" in op for op in ops) == 3
 
 
 def test_semantics_are_plain_data() -> None:

@@ -73,6 +73,7 @@ def test_dk04_one_kernel_is_called_once_whatever_the_rank(
 ) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     weight = make_parameter("plain", 64, torch.float32, device)
+    registry.reset()
     monkeypatch.setattr(registry, "_kernels", {})
     function(torch.ones(64, device=device), weight, provider=provider)
     ((key, kernel),) = registry._kernels.items()
@@ -83,6 +84,7 @@ def test_dk04_one_kernel_is_called_once_whatever_the_rank(
         return kernel(x, *args)
 
     registry._kernels[key] = counting
+    registry.remembered.clear()
     for leading in ((), (3,), (2, 3), (2, 1, 3), (2, 2, 1, 3)):
         for requires_grad in (False, True):
             shapes.clear()

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from . import layers
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
 from .activation import activation, glu
 from .activation import register_fakes as _register_activation_fakes
 from .add_norm_silu_pad import add_norm_silu_pad
 from .add_norm_silu_pad import register_fakes as _register_add_norm_silu_pad_fakes
+from .fakes import fake
 from .group_norm import channel_rms_norm_silu, group_norm_silu
 from .group_norm import register_fakes as _register_group_norm_fakes
 from .modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
@@ -98,11 +99,11 @@ def _register_fakes() -> None:
     if vars(ops).get("has_fakes", False):
         return
 
-    @torch.library.register_fake(add_op_namespace_prefix("rms_norm"))
+    @fake("rms_norm")
     def _(x, weight, bias, eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve_strides):
         return _empty_output(x, out_dtype, preserve_strides)
 
-    @torch.library.register_fake(add_op_namespace_prefix("layer_norm"))
+    @fake("layer_norm")
     def _(x, weight, bias, eps, out_dtype, preserve_strides):
         return _empty_output(x, out_dtype, preserve_strides)
 

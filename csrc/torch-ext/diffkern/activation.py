@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
+from .fakes import fake
 
 
 def activation(x: Tensor, function: str) -> Tensor:
@@ -40,10 +41,10 @@ def glu(value: Tensor, gate: Tensor, function: str = "gelu", round_activation: b
 def register_fakes() -> None:
     """Tells tracing what the ops return."""
 
-    @torch.library.register_fake(add_op_namespace_prefix("activation"))
+    @fake("activation")
     def _(x, function):
         return torch.empty_like(x)
 
-    @torch.library.register_fake(add_op_namespace_prefix("glu"))
+    @fake("glu")
     def _(value, gate, function, round_activation):
         return torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
+from .fakes import fake
 
 
 def add_norm_silu_pad(
@@ -47,7 +48,7 @@ def add_norm_silu_pad(
 def register_fakes() -> None:
     """Tells tracing what the op returns."""
 
-    @torch.library.register_fake(add_op_namespace_prefix("add_norm_silu_pad"))
+    @fake("add_norm_silu_pad")
     def _(x, bias, residual, scale, shift, eps, norm, silu, front, back, channels_last):
         batch, channels, frames, height, width = x.shape
         memory_format = torch.channels_last_3d if channels_last else torch.contiguous_format

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
+from .fakes import fake
 
 
 def group_norm_silu(
@@ -72,11 +73,11 @@ def channel_rms_norm_silu(
 def register_fakes() -> None:
     """Tells tracing what the ops return."""
 
-    @torch.library.register_fake(add_op_namespace_prefix("group_norm_silu"))
+    @fake("group_norm_silu")
     def _(x, num_groups, weight, bias, eps, silu, per_frame, preserve_strides):
         memory_format = torch.preserve_format if preserve_strides else torch.contiguous_format
         return torch.empty_like(x, memory_format=memory_format)
 
-    @torch.library.register_fake(add_op_namespace_prefix("channel_rms_norm_silu"))
+    @fake("channel_rms_norm_silu")
     def _(x, weight, bias, scale, shift, eps, clamp_eps, silu, round_dtype):
         return torch.empty_like(x)

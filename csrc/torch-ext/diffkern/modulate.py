@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
+from .fakes import fake
 
 
 def norm_modulate(
@@ -85,15 +86,15 @@ def gate_residual_norm_modulate(
 def register_fakes() -> None:
     """Tells tracing what the ops return."""
 
-    @torch.library.register_fake(add_op_namespace_prefix("norm_modulate"))
+    @fake("norm_modulate")
     def _(x, scale, shift, weight, bias, eps, norm, scale_offset, round_each, out_dtype):
         return _empty(x, (x, scale, shift), out_dtype or _promoted(x.dtype, scale, shift))
 
-    @torch.library.register_fake(add_op_namespace_prefix("gate_residual"))
+    @fake("gate_residual")
     def _(residual, x, gate, gate_activation, round_each, out_dtype):
         return _empty(residual, (residual, x, gate), out_dtype or _promoted(residual.dtype, x, gate))
 
-    @torch.library.register_fake(add_op_namespace_prefix("gate_residual_norm_modulate"))
+    @fake("gate_residual_norm_modulate")
     def _(
         residual, x, gate, scale, shift, weight, bias, eps,
         norm, gate_activation, scale_offset, round_each, residual_dtype, out_dtype,

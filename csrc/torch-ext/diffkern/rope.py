@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import ops
+from .fakes import fake
 
 
 def rope(
@@ -114,14 +115,14 @@ def qk_norm_rope(
 def register_fakes() -> None:
     """Tells tracing what the ops return."""
 
-    @torch.library.register_fake(add_op_namespace_prefix("rope"))
+    @fake("rope")
     def _(x, *args):
         return torch.empty_like(x)
 
-    @torch.library.register_fake(add_op_namespace_prefix("rope_3d"))
+    @fake("rope_3d")
     def _(x, *args):
         return torch.empty_like(x)
 
-    @torch.library.register_fake(add_op_namespace_prefix("qk_norm_rope"))
+    @fake("qk_norm_rope")
     def _(q, k, *args):
         return torch.empty_like(q), torch.empty_like(k)

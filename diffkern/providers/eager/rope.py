@@ -71,8 +71,7 @@ def rotate(
     length: int,
 ) -> Tensor:
     """Returns ``x``, rotated, in ``out_dtype``, which is also the one that arithmetic in the input's dtype uses."""
-    tokens = x.shape[seq_dim]
-    whole = length < 0 or (start == 0 and length == tokens)
+    whole = length < 0 or (start == 0 and length == x.shape[seq_dim])
     part = x if whole else x.narrow(seq_dim, start, length)
     dtype = {INPUT: out_dtype, FLOAT64: torch.float64}.get(arithmetic) or compute_dtype(x)
     a, b = (pairs.to(dtype) for pairs in split_pairs(part, half, rotary_dim))
@@ -83,7 +82,8 @@ def rotate(
     if rotary_dim < x.shape[-1]:
         y = torch.cat((y, part[..., rotary_dim:].to(out_dtype)), -1)
     if not whole:
-        before, after = x.narrow(seq_dim, 0, start), x.narrow(seq_dim, start + length, tokens - start - length)
+        end = start + length
+        before, after = x.narrow(seq_dim, 0, start), x.narrow(seq_dim, end, x.shape[seq_dim] - end)
         y = torch.cat((before.to(out_dtype), y, after.to(out_dtype)), seq_dim)
     return y
 
