@@ -1,4 +1,4 @@
-# make demo   a tiny video pipeline on this machine, stock and with kernels, and a video of it
+# make demo   a tiny LTX-Video on this machine, stock and with kernels, and the video that it draws
 # make test   the tests that this machine can run
 #
 # Both make a virtual environment, install what they need and build the kernels this machine has
@@ -24,8 +24,8 @@ BUILD_INPUTS := $(wildcard pyproject.toml setup.py) $(shell find csrc diffkern/b
 .PHONY: demo test test-gpu lint format install clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/ltx_video/generate_video.py --random-weights tiny --compare \
-		--output outputs/demo.mp4 --json outputs/demo.json
+	$(BIN)/python examples/ltx_video/generate_video.py --tiny --compare --warmup-iterations 1 --iterations 1 \
+		--output outputs/demo.mp4 --json outputs/demo.json --chart outputs/demo.png
 
 # One thread per process: the processes already fill the cores.
 test: $(INSTALLED)

@@ -17,6 +17,7 @@ from typing import Annotated
 import torch
 import typer
 from diffusers import LTXPipeline
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,7 +31,7 @@ from tiny_ltx.models import (
 )
 from tiny_ltx.progress import Training
 from tiny_ltx.train_denoiser import train_denoiser
-from tiny_ltx.train_vae import measure_latents, reconstruction_psnr, train_vae
+from tiny_ltx.train_vae import measure_latents, train_vae
 
 #: Share of the time that the autoencoder gets.
 VAE_SHARE = 0.35
@@ -45,9 +46,9 @@ def main(
     num_frames: Annotated[int, typer.Option(min=1, help="Of the form 4 k + 1.")] = 25,
     height: Annotated[int, typer.Option(min=32, help="Pixels, a multiple of 32.")] = 128,
     width: Annotated[int, typer.Option(min=32, help="Pixels, a multiple of 32.")] = 128,
-    vae_batch_size: Annotated[int, typer.Option(min=1, help="Videos per step of the autoencoder.")] = 32,
-    batch_size: Annotated[int, typer.Option(min=1, help="Videos per step of the transformer.")] = 256,
-    pool_size: Annotated[int, typer.Option(min=1, help="Encoded videos that the transformer learns from.")] = 65536,
+    vae_batch_size: Annotated[int, typer.Option(min=1, help="Videos per step of the autoencoder.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Videos per step of the transformer.")] = 128,
+    pool_size: Annotated[int, typer.Option(min=1, help="Encoded videos that the transformer learns from.")] = 32768,
     check_steps: Annotated[int, typer.Option(min=1, help="Denoising steps of the check.")] = 20,
     check_prompts: Annotated[int, typer.Option(min=1, help="Prompts of the check, at most all 72.")] = 72,
     seed: Annotated[int, typer.Option(help="Of the weights, the videos and the noise.")] = 0,
@@ -66,19 +67,20 @@ def main(
     tokenizer = build_tokenizer()
 
     seconds = 60 * minutes
-    vae_training = Training("vae", VAE_SHARE * seconds, vae_steps, peak=2e-3)
+    vae_training = Training("vae", VAE_SHARE * seconds, vae_steps)
     train_vae(vae, vae_training, vae_batch_size, video, seed)
     # From here on with the weights that will be stored, so that the transformer learns their latents.
     vae.bfloat16().float()
-    measure_latents(vae, video, seed + 1, min(512, pool_size))
-    psnr = reconstruction_psnr(vae, video, seed + 2, min(64, pool_size))
+    psnr = measure_latents(vae, video, seed + 1, min(256, pool_size))
     print(f"vae: reconstruction {psnr:.1f} dB", flush=True)
 
-    training = Training("transformer", (1 - VAE_SHARE) * seconds, steps, peak=1.5e-3)
+    training = Training("transformer", (1 - VAE_SHARE) * seconds, steps)
     train_denoiser(transformer, text_encoder, tokenizer, vae, training, batch_size, pool_size, video, seed + 3)
 
-    pipe = build_pipeline(vae, transformer, text_encoder, tokenizer)
-    pipe.to(dtype=torch.bfloat16).save_pretrained(output)
+    vae.to(memory_format=torch.contiguous_format)  # as safetensors stores them
+    for model in (vae, transformer, text_encoder):
+        nn.Module.bfloat16(model)
+    build_pipeline(vae, transformer, text_encoder, tokenizer).save_pretrained(output)
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     print(f"Saved {output}, {size / 2**20:.2f} MiB", flush=True)
 

@@ -10,8 +10,11 @@ does: ``TRITON_INTERPRET=1 pytest tests/ops --provider triton``.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -86,6 +89,25 @@ def provider(request: pytest.FixtureRequest, device: str) -> str:
             pytest.fail(f"DIFFKERN_REQUIRE_PROVIDERS names {name}, but on {device}: {reason}")
         pytest.skip(f"{name} on {device}: {reason}")
     return name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranges_as_the_compiler_takes_them() -> Iterator[None]:
+    """Makes the interpreter refuse what Triton's compiler refuses: a range whose length is no power of two."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
+    lenient = builder.create_make_range
+
+    def strict(self: Any, ret_ty: Any, start: int, stop: int) -> Any:
+        if (stop - start) & (stop - start - 1):
+            raise ValueError(f"arange's range must be a power of 2, not {stop - start}")
+        return lenient(self, ret_ty, start, stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "create_make_range", strict)
+        yield
 
 
 @pytest.fixture(scope="session")

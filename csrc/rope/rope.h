@@ -63,6 +63,8 @@ struct RopeOperand {
   int64_t inner;  // size of the innermost loop
   int64_t inner_strides[kRopeStrides];
   LeadingMap<kRopeStrides> outer;  // the other loops
+  Divisor outer_sizes[kMaxLeadingDims];  // of these loops, where there are fewer than 2^31 rows
+  float inverse_size;  // of what is normalised together
 
   DIFFKERN_HOST_DEVICE int64_t rows() const { return inner * outer.rows; }
   // Whether all rows of the innermost loop have the same angles.

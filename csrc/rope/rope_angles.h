@@ -8,9 +8,36 @@ namespace {
 
 using Offsets = LeadingOffsets<kRopeStrides>;
 
+// Where a row of the outer loops begins, by multiplications: divisions are slow on a GPU. There are fewer than 2^31.
+__device__ __forceinline__ Offsets locate_below_31_bits(const RopeOperand& o, uint32_t row) {
+  Offsets offsets{};
+#pragma unroll
+  for (int dim = 0; dim < kMaxLeadingDims; ++dim) {
+    if (dim >= o.outer.dims) break;
+    uint32_t index = row;
+    if (dim + 1 < o.outer.dims) {
+      const uint32_t quotient = o.outer_sizes[dim].divide(row);
+      index = row - quotient * o.outer_sizes[dim].value;
+      row = quotient;
+    }
+#pragma unroll
+    for (int i = 0; i < kRopeStrides; ++i) offsets.of[i] += index * o.outer.strides[i][dim];
+  }
+  return offsets;
+}
+
 // What a kernel knows of the tables when it is compiled. With full tables it keeps an angle for each element, with
 // tables of axes, where it knows so, one for a pair.
 enum class KnownTables { kAny, kFull, kAxes };
+
+// Says that a pointer is one to global memory, which cannot be seen once it has been in shared memory: generic loads are
+// slower.
+__device__ __forceinline__ const float* in_global_memory(const float* table) {
+#if !DIFFKERN_HIP
+  __builtin_assume(__isGlobal(table));
+#endif
+  return table;
+}
 
 // Where a row of angles begins.
 struct alignas(16) TableRow {
@@ -29,6 +56,7 @@ struct TableVectors {
 // kCount neighbouring values of a table, in few accesses if `vector` says that they can be.
 template <int kCount>
 __device__ __forceinline__ void read_table(const float* from, int64_t step, bool vector, float* to) {
+  from = in_global_memory(from);
   if (vector) return load_elements<float, kCount>(from, to);
 #pragma unroll
   for (int j = 0; j < kCount; ++j) to[j] = from[j * step];
@@ -121,8 +149,8 @@ __device__ __forceinline__ void read_axes(const AxisSlots<kPairs>& slots, unsign
   for (int j = 0; j < kPairs; ++j) {
     if (moved >> slots.axis(j) & 1) {
       const TableRow row = row_of(slots.axis(j));
-      angles.cos[0][j] = row.cos[slots.column(j)];
-      angles.sin[0][j] = row.sin[slots.column(j)];
+      angles.cos[0][j] = in_global_memory(row.cos)[slots.column(j)];
+      angles.sin[0][j] = in_global_memory(row.sin)[slots.column(j)];
     }
   }
   if (outside != 0) {

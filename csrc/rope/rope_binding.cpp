@@ -11,8 +11,8 @@ namespace {
 
 // Elements that are worth a thread of their own on the CPU.
 constexpr int64_t kGrain = 16384;
-// The longest head that one wave of a GPU normalises.
-constexpr int64_t kLongHead = 256;
+// The longest head that one wave of a GPU normalises, where pairs are neighbours.
+constexpr int64_t kLongHeadBytes = 512;
 
 using Dims = std::array<int64_t, kMaxRank + 1>;
 using Tables = std::vector<Tensor>;
@@ -169,14 +169,15 @@ void add_axes(const Tables& cos, const Tables& sin, const Rotation& rotation, co
   if (rank == 3 && coords.size(0) > 1) coords_strides[0] = coords.stride(0);
 }
 
-// Chooses the innermost loop and merges the others; false if too many are left.
-bool arrange(const RopeParams& params, const Heads& x, const Heads& out, const int64_t* first, const int64_t* second,
-             const int64_t* token, RopeOperand* o) {
+// Chooses the innermost loop and merges the others; false if too many are left. `split`: the last dimension is that of
+// the heads of a token.
+bool arrange(const RopeParams& params, bool split, const Heads& x, const Heads& out, const int64_t* first,
+             const int64_t* second, const int64_t* token, RopeOperand* o) {
   const int leading = static_cast<int>(x.leading());
   const std::array<const int64_t*, kRopeStrides> strides{x.strides.data(), out.strides.data(), first, second, token};
   int inner = -1;
   if (params.across) {
-    inner = leading - 1;
+    inner = split ? leading - 1 : -1;
   } else {
     const auto shared = [&](int dim) { return first[dim] == 0 && second[dim] == 0 && token[dim] == 0; };
     for (int dim = 0; dim < leading; ++dim) {
@@ -196,9 +197,16 @@ bool arrange(const RopeParams& params, const Heads& x, const Heads& out, const i
     ++count;
   }
   for (int i = 0; i < kRopeStrides; ++i) o->inner_strides[i] = inner < 0 ? 0 : strides[i][inner];
-  return make_leading_map<kRopeStrides>(
-      count, sizes.data(), {others[0].data(), others[1].data(), others[2].data(), others[3].data(), others[4].data()},
-      &o->outer);
+  o->inverse_size = 1.0f / (static_cast<float>(params.across ? o->inner : 1) * static_cast<float>(params.head_dim));
+  if (!make_leading_map<kRopeStrides>(
+          count, sizes.data(),
+          {others[0].data(), others[1].data(), others[2].data(), others[3].data(), others[4].data()}, &o->outer)) {
+    return false;
+  }
+  for (int dim = 0; dim < o->outer.dims; ++dim) {
+    o->outer_sizes[dim] = make_divisor(static_cast<uint32_t>(std::clamp<int64_t>(o->outer.sizes[dim], 1, INT32_MAX)));
+  }
+  return true;
 }
 
 // Fills in one of q and k; false if its rows lie in more loops than a kernel can step through.
@@ -249,7 +257,7 @@ bool add_operand(const Tensor& x, const Tensor& out, const std::optional<Tensor>
       }
     }
   }
-  if (!arrange(*params, rows, out_rows, first.data(), second.data(), token.data(), &o)) return false;
+  if (!arrange(*params, split, rows, out_rows, first.data(), second.data(), token.data(), &o)) return false;
   if (x.numel() > 0) ++params->count;
   return true;
 }
@@ -345,10 +353,6 @@ std::tuple<Tensor, Tensor> qk_norm_rope(
     double weight_offset, std::optional<ScalarType> round_dtype, bool round_norm, bool half, int64_t arithmetic,
     int64_t rotary_dim, int64_t seq_dim, int64_t start, int64_t length) {
   const char* op = "qk_norm_rope";
-  // A single long head is a row of one head, which several waves normalise together; full tables would need a dimension
-  // for the heads.
-  const bool full_tables = !cos.empty() && !coords.has_value() && grid.empty();
-  if (heads == 0 && norm != 0 && !full_tables && q.dim() >= 1 && q.size(q.dim() - 1) > kLongHead) heads = 1;
   STD_TORCH_CHECK(q.dim() >= 1 && k.dim() >= 1, op, ": q and k must have at least one dimension");
   STD_TORCH_CHECK(q.scalar_type() == k.scalar_type(), op, ": q and k must have one dtype");
   check_beside(k, q, op, "k");
@@ -363,7 +367,9 @@ std::tuple<Tensor, Tensor> qk_norm_rope(
   params.alternating = alternating;
   params.front_pad = static_cast<int>(front_pad);
   params.norm = static_cast<RopeNorm>(norm);
-  params.across = heads > 0 && norm != 0;
+  // A long head is a token of one head: several waves normalise it together.
+  const bool long_head = head_dim * bytes_of(params.dtype) > (half ? 2 : 1) * kLongHeadBytes;
+  params.across = norm != 0 && (heads > 0 || long_head);
   params.eps = static_cast<float>(eps);
   params.weight_offset = static_cast<float>(weight_offset);
   if (round_dtype.has_value() && *round_dtype != ScalarType::Double) {

@@ -42,18 +42,31 @@ struct TokenShape {
 };
 
 // A call takes the first shape of its kind that holds its rows.
-enum TokenKind { kSharedTokens, kWideSharedTokens, kOwnTokens, kWideOwnTokens, kFloatTokens, kAloneTokens, kWideAloneTokens };
+enum TokenKind {
+  kNarrowSharedTokens,
+  kSharedTokens,
+  kWideSharedTokens,
+  kHalfSharedTokens,
+  kOwnTokens,
+  kWideOwnTokens,
+  kFloatTokens,
+  kAloneTokens,
+  kWideAloneTokens
+};
 constexpr TokenShape kTokenShapes[] = {
-    {5, 128, 5, 2, false, false},   // heads that have the same angles: read for one packet, they serve all of a thread
-    {4, 384, 1, 8, false, false},   // the same for long rows
-    {2, 128, 6, 4, false, false},   // heads that differ in their angles
+    {4, 64, 9, 2, false, false},    // heads that have the same angles: read for one packet, they serve all of a thread
+    {5, 128, 5, 1, false, false},   // the same for rows longer than 2048
+    {4, 384, 1, 8, false, false},   // the same for rows longer than 5120
+    {5, 128, 4, 4, false, false},   // heads that have the same angles, half against half
+    {2, 128, 6, 8, false, true},    // heads that differ in their angles
     {2, 384, 1, 8, false, true},    // the same for long rows
     {4, 384, 1, 8, false, false},   // float32
-    {3, 128, 5, 2, false, true},    // heads that are normalised alone and have the same angles
+    {3, 128, 6, 2, false, true},    // heads that are normalised alone and have the same angles
     {4, 384, 1, 8, false, true},    // the same for long rows
 #if defined(DIFFKERN_BENCH)
+    // alone
     {3, 128, 4, 2, false, true},
-    {3, 128, 6, 2, false, true},
+    {3, 128, 5, 2, false, true},
     {3, 128, 6, 2, false, false},
     {2, 192, 4, 2, false, true},
     {2, 192, 5, 2, false, false},
@@ -61,21 +74,38 @@ constexpr TokenShape kTokenShapes[] = {
     {6, 64, 8, 2, false, true},
     {1, 384, 3, 2, false, true},
     {3, 128, 4, 4, true, true},
-    {2, 192, 4, 4, true, true},
-    {2, 128, 5, 8, true, true},
+    {2, 192, 3, 4, true, true},
+    // own
     {2, 128, 7, 4, false, false},
-    {2, 128, 6, 4, false, true},
+    {2, 128, 6, 4, false, false},
+    {2, 128, 5, 4, false, true},
+    {2, 128, 5, 8, true, true},
+    {1, 256, 4, 8, false, true},
     {1, 256, 3, 8, true, true},
-    {5, 128, 4, 2, false, false},
+    {4, 64, 8, 8, false, false},
+    {2, 128, 8, 8, false, false},
+    {4, 128, 5, 4, false, false},
+    {4, 128, 4, 4, false, false},
+    // shared
+    {5, 128, 6, 2, false, false},
     {4, 160, 4, 2, false, false},
+    {3, 224, 3, 2, false, false},
     {3, 64, 10, 2, false, false},
+    {2, 128, 7, 2, false, false},
+    {8, 64, 7, 2, false, false},
+    {2, 128, 8, 2, false, true},
 #endif
 };
+
+#if defined(DIFFKERN_BENCH)
+// Which calls a shape is tried for: alone, own, shared, shared and half against half.
+constexpr char kTokenUses[] = "ssshoo.aaaaaaaaaaaaoooooooooosssssss";
+#endif
 
 template <int kShape, bool kHalf>
 constexpr int kTokenUnits = kTokenShapes[kShape].packets / (kHalf ? 2 : 1);
 
-constexpr int kMinTokenBlocks = 1300;  // before a block gets a second token
+constexpr int kMinTokenBlocks = 650;  // before a block gets a second token
 constexpr int kMaxTokens = 8;
 
 }  // namespace diffkern

@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kGeneralLanes* kGeneralRows) general_kernel(co
 
     const int size = live ? heads * p.head_dim : 0;
     Normaliser norms[1];
-    normalise(
-        p, static_cast<float>(heads) * static_cast<float>(p.head_dim), norms,
+    normalise<false>(
+        p, norms, [&](int) { return o.inverse_size; },
         [](float(&values)[1]) { values[0] = group_sum<kGeneralLanes>(values[0]); },
         [&](auto&& add) {
           for (int i = lane; i < size; i += kGeneralLanes) {

@@ -9,9 +9,9 @@ namespace {
 
 // How the heads of an operand are divided among groups of lanes.
 struct HeadGrid {
-  int64_t groups;    // of lanes, all in all
-  unsigned chunks;   // of the innermost loop
-  unsigned columns;  // groups side by side in a row, for long rows without a norm
+  uint32_t groups;  // of lanes, all in all
+  Divisor chunks;   // of the innermost loop
+  Divisor columns;  // groups side by side in a row, for long rows without a norm
   int rows;          // that a group takes of a stream; more than one have the same angles
   int span;          // that it takes of the operand
   TableVectors vectors;
@@ -22,21 +22,6 @@ struct HeadGrids {
   int lanes;  // of a group, a power of two
   bool both;  // a group holds heads of q and of k, which have the same angles; else blockIdx.y says whose
 };
-
-// Quotient and remainder, in 32 bits where they suffice: a 64-bit division is slow on a GPU.
-__device__ __forceinline__ int64_t divide(int64_t value, unsigned by, unsigned* rest) {
-  if (by == 1) {
-    *rest = 0;
-    return value;
-  }
-  if (value <= UINT32_MAX) {
-    const unsigned narrow = static_cast<unsigned>(value);
-    *rest = narrow % by;
-    return narrow / by;
-  }
-  *rest = static_cast<unsigned>(value % by);
-  return value / by;
-}
 
 template <typename T, int kCount, int kShape, bool kPlain, bool kHalf, KnownTables kTables>
 __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShape].blocks)
@@ -49,12 +34,14 @@ __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShap
   const HeadGrid grid = number == 0 ? grids.of[0] : grids.of[1];  // an index would go through local memory
   const int lanes = grids.lanes;
   const int lane = threadIdx.x & (lanes - 1);
-  const int64_t group = static_cast<int64_t>(blockIdx.x) * (kHeadShapes[kShape].threads / lanes) + threadIdx.x / lanes;
+  const uint32_t group = blockIdx.x * (kHeadShapes[kShape].threads / lanes) + threadIdx.x / lanes;
 
   // Groups past the end take part in the shuffles, and touch no memory.
-  unsigned column_block, chunk;
-  int64_t outer = divide(group < grid.groups ? group : 0, grid.columns, &column_block);
-  outer = divide(outer, grid.chunks, &chunk);
+  const uint32_t live_group = group < grid.groups ? group : 0;
+  const uint32_t chunk_of_all = grid.columns.divide(live_group);
+  const uint32_t column_block = live_group - chunk_of_all * grid.columns.value;
+  const uint32_t outer = grid.chunks.divide(chunk_of_all);
+  const uint32_t chunk = chunk_of_all - outer * grid.chunks.value;
 
   const int unit = static_cast<int>(column_block) * lanes + lane;
   const bool live = group < grid.groups && unit < p.head_dim / (2 * Elements::kPairs);
@@ -78,7 +65,7 @@ __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShap
 #pragma unroll
   for (int stream = 0; stream < kStreams; ++stream) {
     const RopeOperand& o = p.operands[grids.both ? stream : number];
-    if (stream == 0 || grids.both) offsets = locate(o.outer, outer);
+    if (stream == 0 || grids.both) offsets = locate_below_31_bits(o, outer);
     const int64_t first = first_row + (grids.both ? 0 : stream * grid.rows);
     const int64_t end = first_row + grid.span < o.inner ? first_row + grid.span : o.inner;
     const int64_t left = end - first;
@@ -135,8 +122,8 @@ __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShap
   }
 
   Normaliser norms[kStreams * kRows];
-  normalise(
-      p, static_cast<float>(p.head_dim), norms,
+  normalise<kPlain>(
+      p, norms, [&](int) { return angles_of.inverse_size; },
       [&](float(&values)[kStreams * kRows]) {
         for (int mask = lanes / 2; mask > 0; mask /= 2) {
 #pragma unroll

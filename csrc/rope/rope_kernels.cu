@@ -166,9 +166,11 @@ void launch_head_kernel(const RopeParams& p, GpuStream stream) {
     const int64_t rows = o.shared() ? kStreamRows<kShape, kHalf> : 1;
     const int64_t span = grids.both || !o.shared() ? rows : kStreams * rows;
     const int64_t chunks = ceil_div(o.inner, span);
-    grids.of[i] = {o.outer.rows * chunks * columns, static_cast<unsigned>(chunks), static_cast<unsigned>(columns),
-                   static_cast<int>(rows), static_cast<int>(span), table_vectors(p, o, kCount)};
-    most = std::max(most, grids.of[i].groups);
+    const int64_t groups = o.outer.rows * chunks * columns;
+    grids.of[i] = {static_cast<uint32_t>(groups), make_divisor(static_cast<uint32_t>(chunks)),
+                   make_divisor(static_cast<uint32_t>(columns)), static_cast<int>(rows), static_cast<int>(span),
+                   table_vectors(p, o, kCount)};
+    most = std::max(most, groups);
   }
   const dim3 blocks(static_cast<unsigned>(ceil_div(most, shape.threads / grids.lanes)), grids.both ? 1 : p.count);
   head_kernel<T, kCount, kShape, kPlain, kHalf, kTables><<<blocks, shape.threads, 0, stream>>>(p, grids);
@@ -274,20 +276,29 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
     constexpr std::true_type yes;
     constexpr std::false_type no;
 #if defined(DIFFKERN_BENCH)
-    if constexpr (plain && !half && std::is_same_v<T, BFloat16>) {
-      with_shape<std::size(kTokenShapes)>(tuned("DIFFKERN_ROPE_TOKEN", -1), [&](auto shape) {
-        if (!p.across) {
-          if (shared) launch(shape, yes, yes);
-        } else {
-          if (shared) launch(shape, yes, no);
-          if constexpr (kTokenShapes[shape].packets <= 4) launch(shape, no, no);
+    static_assert(sizeof(kTokenUses) == std::size(kTokenShapes) + 1, "a use for each shape");
+    if constexpr (plain && std::is_same_v<T, BFloat16>) {
+      const int chosen = tuned("DIFFKERN_ROPE_TOKEN", -1);
+      if (chosen == -2 && !p.across) return;  // to try the head kernel
+      with_shape<std::size(kTokenShapes)>(chosen, [&](auto shape) {
+        constexpr char use = kTokenUses[shape];
+        constexpr bool full = tables == KnownTables::kFull;
+        if constexpr (kTokenUnits<shape, half> == 0) {
+          return;
+        } else if constexpr (use == 'a' && full && !half) {
+          if (!p.across && shared) launch(shape, yes, yes);
+        } else if constexpr ((use == 's' || (use == 'h' && half)) && full) {
+          if (p.across && shared) launch(shape, yes, no);
+        } else if constexpr (use == 'o' && full == half) {
+          if (p.across && !shared) launch(shape, no, no);
         }
       });
       if (done) return;
     }
 #endif
     // Elsewhere the shapes with few registers would spill them.
-    constexpr bool kTuned = plain && !half && sizeof(T) < sizeof(float);
+    constexpr bool kKnown = plain && sizeof(T) < sizeof(float);
+    constexpr bool kTuned = kKnown && !half;
     if (!p.across) {
       if (!shared) return;
       if constexpr (kTuned) launch(number<kAloneTokens>, yes, yes);
@@ -295,7 +306,9 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
       return;
     }
     if (shared) {
+      if constexpr (kTuned) launch(number<kNarrowSharedTokens>, yes, no);
       if constexpr (kTuned) launch(number<kSharedTokens>, yes, no);
+      if constexpr (kKnown && half) launch(number<kHalfSharedTokens>, yes, no);
       launch(number<kWideSharedTokens>, yes, no);
     }
     if constexpr (kTuned && tables == KnownTables::kAxes) launch(number<kOwnTokens>, no, no);

@@ -35,11 +35,11 @@ struct TokenPlaces {
     const int token = static_cast<int>(threadIdx.x) / kMaxAxes;
     const int axis = static_cast<int>(threadIdx.x) % kMaxAxes;
     const bool live = token < count;
-    const Offsets at = locate(q.outer, first + (live ? token : 0));
+    const Offsets at = locate_below_31_bits(q, static_cast<uint32_t>(first) + (live ? token : 0));
     const bool turns_here = live && turns(p, at.of[kToken]);
     int row = -2;  // of no token that is turned
     if (axis == 0 && live) {
-      const Offsets other = locate(k.outer, first + token);
+      const Offsets other = locate_below_31_bits(k, static_cast<uint32_t>(first) + token);
       x[token][0] = at.of[kX];
       x[token][1] = other.of[kX];
       out[token][0] = at.of[kOut];
@@ -213,8 +213,8 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
 
     constexpr int kNorms = kAlone ? kUnits : 1;  // of a stream
     Normaliser norms[2 * kNorms];
-    normalise(
-        p, static_cast<float>(kAlone ? p.head_dim : size), norms,
+    normalise<kPlain>(
+        p, norms, [&](int row) { return operand(row / kNorms).inverse_size; },
         [&](float(&values)[2 * kNorms]) {
           if constexpr (kAlone) {
             for (int mask = static_cast<int>(grid.head_units.value) / 2; mask > 0; mask /= 2) {

@@ -99,6 +99,13 @@ struct Unit {
     for (int i = 0; i < kPackets; ++i) packets[i].store(row + at[i]);
   }
 
+  __device__ __forceinline__ void fill(float value) {
+    Values values;
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) values[i / kPairs][i % kPairs] = value;
+    pack_from(values);
+  }
+
   // Elements in the order of memory, packet after packet, as first and second ones.
   static __device__ __forceinline__ void split(const float (&flat)[2 * kPairs], Values& to) {
 #pragma unroll
@@ -143,18 +150,24 @@ struct Normaliser {
 
 // The steps between the values of kRows rows and their Normalisers. `sum` adds values up over the threads of each
 // row; `fold` calls its argument with the number of a row and every value of it that this thread holds.
-template <int kRows, typename Sum, typename Fold>
-__device__ __forceinline__ void normalise(const RopeParams& p, float size, Normaliser (&norms)[kRows], Sum&& sum,
-                                          Fold&& fold) {
+// inverse_size(row) is 1 / the number of its values. kRms: there is no layer norm.
+template <bool kRms, int kRows, typename InverseSize, typename Sum, typename Fold>
+__device__ __forceinline__ void normalise(const RopeParams& p, Normaliser (&norms)[kRows], InverseSize&& inverse_size,
+                                          Sum&& sum, Fold&& fold) {
   if (p.norm == RopeNorm::kNone) return;
-  float plain[kRows] = {};
   float squares[kRows] = {};
-  if (p.norm == RopeNorm::kLayer) {
+  if (kRms || p.norm == RopeNorm::kRms) {
+    fold([&](int row, float value) { squares[row] += value * value; });
+    sum(squares);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) norms[row].factor = rsqrtf(squares[row] * inverse_size(row) + p.eps);
+  } else if constexpr (!kRms) {
+    float plain[kRows] = {};
     fold([&](int row, float value) { plain[row] += value; });
     sum(plain);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      norms[row].mean = plain[row] / size;
+      norms[row].mean = plain[row] * inverse_size(row);
       plain[row] = 0.0f;
     }
     fold([&](int row, float value) {
@@ -164,21 +177,19 @@ __device__ __forceinline__ void normalise(const RopeParams& p, float size, Norma
     });
     sum(plain);
     sum(squares);
-  } else {
-    fold([&](int row, float value) { squares[row] += value * value; });
-    sum(squares);
-  }
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    const float rest = plain[row] / size;
-    norms[row].factor = rsqrtf((squares[row] - rest * plain[row]) / size + p.eps);
-    norms[row].rest = -rest * norms[row].factor;
+    for (int row = 0; row < kRows; ++row) {
+      const float rest = plain[row] * inverse_size(row);
+      norms[row].factor = rsqrtf((squares[row] - rest * plain[row]) * inverse_size(row) + p.eps);
+      norms[row].rest = -rest * norms[row].factor;
+    }
   }
 }
 
-// Options of a call that are off in nearly all: no rounding in between, no bias, no offset, parameters of the dtype of
-// the input. Kernels that know this spare the tests.
+// Options of a call that are off in nearly all: no layer norm, no rounding in between, no bias, no offset, parameters
+// of the dtype of the input. Kernels that know this spare the tests, and most of their code.
 bool is_plain(const RopeParams& p) {
+  if (p.norm == RopeNorm::kLayer) return false;
   for (int i = 0; i < p.count; ++i) {
     const RopeOperand& o = p.operands[i];
     if (o.bias != nullptr || (o.weight != nullptr && o.weight_dtype != p.dtype)) return false;
@@ -186,7 +197,8 @@ bool is_plain(const RopeParams& p) {
   return p.arithmetic == RopeArithmetic::kFloat32 && !p.round_norm && p.round_dtype == Dtype::kNone && p.weight_offset == 0.0f;
 }
 
-// The norm of a unit in a plain call. The weights are loaded ahead and kept as they lie in memory.
+// The norm of a unit in a plain call. The weights are loaded ahead and kept as they lie in memory; without weights they
+// are ones.
 template <typename T, int kCount, bool kHalf>
 struct PlainNorm {
   using Elements = Unit<T, kCount, kHalf>;
@@ -194,12 +206,16 @@ struct PlainNorm {
   Elements weight;
 
   __device__ __forceinline__ void load_ahead(const RopeOperand& o, const int (&at)[2]) {
-    if (o.weight != nullptr) weight.load(static_cast<const T*>(o.weight), at);
+    if (o.weight != nullptr) {
+      weight.load(static_cast<const T*>(o.weight), at);
+    } else {
+      weight.fill(1.0f);
+    }
   }
 
   __device__ __forceinline__ void load(const RopeParams&, const RopeOperand&, const int (&)[2]) {}
 
-  __device__ __forceinline__ void apply(const RopeParams& p, const RopeOperand& o, const Normaliser& norm, Values& values) {
+  __device__ __forceinline__ void apply(const RopeParams& p, const RopeOperand&, const Normaliser& norm, Values& values) {
     if (p.norm == RopeNorm::kNone) return;
     Values weights;
     weight.forget_unpacked();
@@ -208,8 +224,7 @@ struct PlainNorm {
     for (int side = 0; side < 2; ++side) {
 #pragma unroll
       for (int j = 0; j < Elements::kPairs; ++j) {
-        values[side][j] = norm(p, values[side][j]);
-        if (o.weight != nullptr) values[side][j] *= weights[side][j];
+        values[side][j] = values[side][j] * norm.factor * weights[side][j];
       }
     }
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,25 +17,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arm:
-    """What is done to the pipeline before it runs."""
+    """What is done to the pipeline before it runs.
 
-    name: str
-    injected: bool = False
+    Attributes:
+        numerics: Contract of the kernels that are injected, or None if none are.
+        cuda_graph: Whether the steps of the denoiser are captured as CUDA graphs; only with kernels.
+        compiled: Whether ``torch.compile`` compiles the denoiser.
+    """
+
+    numerics: str | None = None
+    cuda_graph: bool = False
     compiled: bool = False
 
+    @property
+    def injected(self) -> bool:
+        """Whether kernels are injected."""
+        return self.numerics is not None
 
-STOCK = Arm("stock")
-COMPILED = Arm("compiled", compiled=True)
-INJECTED = Arm("injected", injected=True)
-INJECTED_COMPILED = Arm("injected + compiled", injected=True, compiled=True)
-
-#: Every arm, the baseline first.
-ARMS = (STOCK, COMPILED, INJECTED, INJECTED_COMPILED)
+    @property
+    def name(self) -> str:
+        """``"stock"`` or the numerics, and what comes on top: ``"fast + graph"``."""
+        extras = [" + graph"] * self.cuda_graph + [" + compile"] * self.compiled
+        return (self.numerics or "stock") + "".join(extras)
 
 
-def arm_of(*, injected: bool, compiled: bool) -> Arm:
-    """Returns the arm with these two properties."""
-    return next(arm for arm in ARMS if (arm.injected, arm.compiled) == (injected, compiled))
+STOCK = Arm()
+COMPILED = Arm(compiled=True)
+EXACT = Arm("exact")
+FAST = Arm("fast")
+FAST_GRAPH = Arm("fast", cuda_graph=True)
+FAST_COMPILED = Arm("fast", compiled=True)
+FP8 = Arm("fp8")
+
+#: The arms of a full comparison, the baseline first.
+ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8)
+
+
+class ArmUnavailableError(RuntimeError):
+    """An arm would not be what its name says: this machine or this version lacks something. Says what."""
 
 
 @contextlib.contextmanager
@@ -47,21 +67,34 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
         arm: What to apply.
         pipe: A diffusers pipeline, or a module.
         denoiser: The model in ``pipe`` that the compiled arms compile.
-        injection: Keyword arguments of :func:`diffkern.inject_optimized_kernels`.
+        injection: More keyword arguments of :func:`diffkern.inject_optimized_kernels`.
 
     Yields:
         The injection report, or None when the arm injects nothing.
+
+    Raises:
+        ArmUnavailableError: nothing could be injected, or no CUDA graph; the pipeline is as it was.
     """
     with contextlib.ExitStack() as stack:
         report = None
-        if arm.injected:
+        if arm.numerics is not None:
             from diffkern import inject_optimized_kernels
 
-            report = inject_optimized_kernels(pipe, **injection)
+            report = inject_optimized_kernels(pipe, numerics=arm.numerics, cuda_graph=arm.cuda_graph, **injection)
             stack.callback(report.restore)
+            _check_that_it_took(arm, report)
         if arm.compiled:
             stack.enter_context(compiled(denoiser))
         yield report
+
+
+def _check_that_it_took(arm: Arm, report: InjectionReport) -> None:
+    wanted = [site for site in report.patched if not arm.cuda_graph or site.op == "cuda_graph"]
+    if wanted:
+        return
+    left_alone = [site for site in (*report.skipped, *report.failed) if not arm.cuda_graph or site.op == "cuda_graph"]
+    reasons = Counter(site.reason for site in left_alone).most_common(1)
+    raise ArmUnavailableError(reasons[0][0] if reasons else "there is nothing in the pipeline that it applies to")
 
 
 @contextlib.contextmanager
@@ -89,6 +122,13 @@ def compiled(model: nn.Module, **options: Any) -> Iterator[None]:
             else:
                 module._compiled_call_impl = implementation
         torch._dynamo.reset()
+
+
+def unavailable_reason(arm: Arm, device: torch.device) -> str | None:
+    """Returns why ``arm`` cannot run on ``device``, as far as that is known before trying, or None."""
+    if arm.cuda_graph and device.type != "cuda":
+        return f"CUDA graphs need a GPU, and this runs on {device.type}"
+    return compiler_unavailable_reason(device) if arm.compiled else None
 
 
 def compiler_unavailable_reason(device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from diffkern.bench.arms import Arm
+from diffkern.bench.arms import STOCK, Arm
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,11 +24,13 @@ class Difference:
         latents: Relative L2 distance of the final latents.
         frames: Relative L2 distance of the decoded frames.
         psnr: Of the decoded frames, in dB; inf if they are equal.
+        ssim: Structural similarity of the decoded frames; 1 if they are equal.
     """
 
     latents: float
     frames: float
     psnr: float
+    ssim: float
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class ArmResult:
         """The result as plain data, with its speed-up over ``baseline``."""
         return {
             "name": self.arm.name,
-            "injected": self.arm.injected,
+            "numerics": self.arm.numerics,
+            "cuda_graph": self.arm.cuda_graph,
             "compiled": self.arm.compiled,
             "seconds": list(self.seconds),
             "median_seconds": self.median_seconds,
@@ -84,20 +87,20 @@ def speedup(result: ArmResult, baseline: ArmResult | None) -> float | None:
 
 def baseline_of(results: Sequence[ArmResult]) -> ArmResult | None:
     """The result of the stock arm, if it ran."""
-    return next((result for result in results if not (result.arm.injected or result.arm.compiled)), None)
+    return next((result for result in results if result.arm == STOCK), None)
 
 
 def table(results: Sequence[ArmResult]) -> Table:
     """The results as a table to print with rich, one row per arm.
 
-    Error and PSNR are those of the frames against the stock arm's; ``first s`` is the first warm-up call.
+    Error, PSNR and SSIM are those of the frames against the stock arm's; ``first s`` is the first warm-up call.
     """
     from rich import box
     from rich.table import Table
 
     rendered = Table(box=box.SIMPLE, padding=0)
     rendered.add_column("arm", no_wrap=True)
-    for column in ("s total", "it/s", "first s", "peak mem", "speed-up", "error", "PSNR dB"):
+    for column in ("s total", "it/s", "first s", "peak mem", "speed-up", "error", "PSNR dB", "SSIM"):
         rendered.add_column(column, justify="right")
     baseline = baseline_of(results)
     for result in results:
@@ -111,8 +114,53 @@ def table(results: Sequence[ArmResult]) -> Table:
             _number(speedup(result, baseline), ".2f", "x"),
             _number(None if difference is None else difference.frames, ".1e"),
             _number(None if difference is None else difference.psnr, ".1f"),
+            _number(None if difference is None else difference.ssim, ".4f"),
         )
     return rendered
+
+
+def plot(results: Sequence[ArmResult], title: str, path: Path) -> None:
+    """Draws the seconds of every arm as bars and writes them as PNG: the shorter, the faster.
+
+    Args:
+        results: At least one result; with the stock arm among them, every bar says its speed-up.
+        title: Heading, for example the card and the size of the video.
+        path: File to write; its folder is made first.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    baseline = baseline_of(results)
+    names = [result.arm.name for result in results]
+    seconds = [result.median_seconds for result in results]
+    colors = [_BAR_COLORS[result.arm.injected, result.arm.compiled] for result in results]
+    labels = [
+        f"{result.median_seconds:.2f} s" + ("" if baseline is None else f"  {speedup(result, baseline):.2f}x")
+        for result in results
+    ]
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(results)))
+    bars = axes.barh(names, seconds, color=colors, height=0.65)
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(seconds))
+    axes.set_xlabel("seconds per video")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+#: By whether kernels are injected and whether the compiler ran.
+_BAR_COLORS = {
+    (False, False): "#9a9a9a",
+    (False, True): "#5b84b1",
+    (True, False): "#e4632d",
+    (True, True): "#a1487a",
+}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

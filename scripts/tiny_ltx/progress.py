@@ -18,7 +18,6 @@ class Training:
         name: Of the model, for the log.
         seconds: Time that it may take.
         steps: Steps that it may take.
-        peak: The highest learning rate.
         warmup: Steps in which the learning rate rises to its peak; then it falls to 0 along a cosine.
         log: Step, seconds, and each loss of every line printed.
     """
@@ -26,21 +25,17 @@ class Training:
     name: str
     seconds: float
     steps: int
-    peak: float
-    warmup: int = 100
+    warmup: int = 50
     log: list[dict[str, float]] = field(default_factory=list)
 
-    def run(self, optimizer: torch.optim.Optimizer) -> Iterator[int]:
-        """Yields the number of each step, after setting the learning rate."""
+    def run(self) -> Iterator[tuple[int, float]]:
+        """Yields the number of each step and the share of the learning rates that it shall use."""
         self._start = time.perf_counter()
-        step, share = 0, 0.0
-        while share < 1:
-            rate = self.peak * min(1.0, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * share))
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            yield step
+        step, done = 0, 0.0
+        while done < 1:
+            yield step, min(1.0, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * done))
             step += 1
-            share = max(step / self.steps, self.elapsed / self.seconds)
+            done = max(step / self.steps, self.elapsed / self.seconds)
         print(f"{self.name}: {step} steps in {self.elapsed:.1f} s", flush=True)
 
     @property

@@ -27,7 +27,7 @@ DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}
 BACKGROUNDS = {"black": 0.05, "white": 0.95}
 
 #: Half the size of a shape, and the way that it goes in one clip, as shares of the shorter side.
-RADII = (0.13, 0.19)
+RADII = (0.15, 0.21)
 TRAVELS = (0.36, 0.50)
 
 
@@ -115,7 +115,8 @@ def caption(
     """Describes a scene, as far as it is told: ``a red square moving right on a black background``."""
     if (colour, shape, direction, background) == (None, None, None, None):
         return ""
-    text = " ".join(["a", *([colour] if colour else []), shape or "shape"])
+    thing = f"{colour} {shape or 'shape'}" if colour else shape or "shape"
+    text = f"an {thing}" if thing[0] in "aeiou" else f"a {thing}"
     if direction:
         text += f" moving {direction}"
     if background:
@@ -124,4 +125,4 @@ def caption(
 
 
 #: All words of all captions.
-WORDS = ("a", "shape", "moving", "on", "background", *COLOURS, *SHAPES, *DIRECTIONS, *BACKGROUNDS)
+WORDS = ("a", "an", "shape", "moving", "on", "background", *COLOURS, *SHAPES, *DIRECTIONS, *BACKGROUNDS)

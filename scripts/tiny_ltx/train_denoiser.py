@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import T5EncoderModel, T5Tokenizer
 
 from tiny_ltx.models import FRAME_RATE, PROMPT_TOKENS
+from tiny_ltx.optimizer import Optimizer
 from tiny_ltx.progress import Average, Training
 from tiny_ltx.scenes import BACKGROUNDS, COLOURS, DIRECTIONS, SHAPES, Scenes, caption, draw, random_scenes
+from tiny_ltx.train_vae import encode
 
 #: How often a caption leaves out the colour, the shape, the direction and the background.
 LEFT_OUT = (0.08, 0.08, 0.08, 0.4)
@@ -78,9 +80,7 @@ def encode_pool(
     latents, scenes = [], []
     for start in range(0, n, batch_size):
         scene = random_scenes(min(batch_size, n - start), generator)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            mean = vae.encode(draw(scene, *video)).latent_dist.mode()
-        normal = LTXPipeline._normalize_latents(mean.float(), vae.latents_mean, vae.latents_std)
+        normal = LTXPipeline._normalize_latents(encode(vae, draw(scene, *video)), vae.latents_mean, vae.latents_std)
         latents.append(LTXPipeline._pack_latents(normal))
         scenes.append(scene)
     merged = Scenes(**{name: torch.cat([getattr(s, name) for s in scenes]) for name in Scenes.__annotations__})
@@ -109,9 +109,11 @@ def train_denoiser(
     transformer.train()
     text_encoder.train()
     parameters = [*transformer.parameters(), *text_encoder.parameters()]
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
+    matrices = _inner_matrices(transformer, text_encoder)
+    others = [p for p in parameters if all(p is not matrix for matrix in matrices)]
+    optimizer = Optimizer(matrices, others, matrix_rate=0.04, rate=2e-3)
     average = Average(parameters, decay=0.998)
-    for step in training.run(optimizer):
+    for step, share in training.run():
         chosen = torch.randint(len(latents), (batch_size,), generator=generator, device=device)
         clean = latents[chosen]
         batch = Scenes(**{name: getattr(scenes, name)[chosen] for name in Scenes.__annotations__})
@@ -132,15 +134,20 @@ def train_denoiser(
                 return_dict=False,
             )[0]
         loss = F.mse_loss(flow.float(), noise - clean)
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        optimizer.step(share)
         average.update(step)
         training.say(step, 100, flow=loss)
     average.put()
     transformer.eval()
     text_encoder.eval()
+
+
+def _inner_matrices(transformer: LTXVideoTransformer3DModel, text_encoder: T5EncoderModel) -> list[nn.Parameter]:
+    """The weights between hidden states; not those that read latents or words, or write latents."""
+    outermost = (transformer.proj_in, transformer.proj_out)
+    modules = [*transformer.modules(), *text_encoder.modules()]
+    return [m.weight for m in modules if isinstance(m, nn.Linear) and m not in outermost]
 
 
 def _random_sigmas(n: int, generator: torch.Generator) -> Tensor:

@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffkern.bench.arms import ARMS, INJECTED_COMPILED, STOCK, applied, arm_of, compiled
+from diffkern.bench.arms import (
+    ARMS,
+    COMPILED,
+    FAST,
+    FAST_COMPILED,
+    FAST_GRAPH,
+    STOCK,
+    Arm,
+    ArmUnavailableError,
+    applied,
+    compiled,
+    unavailable_reason,
+)
 
 
 class Block(nn.Module):
@@ -64,7 +76,7 @@ def test_compiled_takes_only_the_repeated_blocks_of_a_diffusers_model() -> None:
 def test_the_model_is_stock_again_after_an_arm_that_raised() -> None:
     model, x = make_model(), torch.randn(4, 64)
     expected = model(x)
-    with pytest.raises(RuntimeError, match="stop"), applied(INJECTED_COMPILED, model, model):
+    with pytest.raises(RuntimeError, match="stop"), applied(FAST_COMPILED, model, model):
         raise RuntimeError("stop")
     assert "forward" not in model[0].norm.__dict__
     assert model._compiled_call_impl is None
@@ -72,5 +84,23 @@ def test_the_model_is_stock_again_after_an_arm_that_raised() -> None:
 
 
 def test_each_arm_says_what_it_does() -> None:
-    assert [arm_of(injected=arm.injected, compiled=arm.compiled) for arm in ARMS] == list(ARMS)
+    names = ["stock", "stock + compile", "exact", "fast", "fast + graph", "fast + compile", "fp8"]
+    assert [arm.name for arm in ARMS] == names
     assert ARMS[0] is STOCK
+    assert Arm("fast", cuda_graph=True, compiled=True).name == "fast + graph + compile"
+
+
+def test_an_arm_that_could_not_be_what_it_says_is_refused_with_the_reason_and_leaves_the_model_stock() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False), torch.randn(2, 8)
+    expected = model(x)
+    with pytest.raises(ArmUnavailableError, match="nothing in the pipeline"), applied(FAST, model, model):
+        raise AssertionError("the arm must not run")
+    assert torch.equal(model(x), expected)
+
+
+def test_what_a_device_lacks_is_known_before_anything_runs() -> None:
+    cpu = torch.device("cpu")
+    assert unavailable_reason(STOCK, cpu) is None
+    assert unavailable_reason(FAST, cpu) is None
+    assert "CUDA graphs need a GPU" in str(unavailable_reason(FAST_GRAPH, cpu))
+    assert unavailable_reason(COMPILED, cpu) == unavailable_reason(FAST_COMPILED, cpu)

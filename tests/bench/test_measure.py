@@ -12,7 +12,7 @@ import torch
 
 from diffkern.bench import results
 from diffkern.bench.arms import COMPILED, STOCK
-from diffkern.bench.measure import StepClock, psnr, relative_error
+from diffkern.bench.measure import StepClock, psnr, relative_error, ssim
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,18 @@ def test_psnr_of_a_tenth_is_twenty_decibels_and_of_equal_tensors_infinite() -> N
     assert psnr(zeros, zeros) == math.inf
 
 
+def test_ssim_of_equal_images_is_one_and_of_two_plain_ones_the_closeness_of_their_levels() -> None:
+    image = torch.rand(2, 3, 16, 20, generator=torch.Generator().manual_seed(0))
+    assert ssim(image, image) == pytest.approx(1.0)
+    assert ssim(image, 1 - image) < 0
+    dark, bright = torch.full((1, 16, 16), 0.2), torch.full((1, 16, 16), 0.6)
+    assert ssim(dark, bright) == pytest.approx((2 * 0.2 * 0.6 + 1e-4) / (0.2**2 + 0.6**2 + 1e-4), rel=1e-6)
+    with pytest.raises(ValueError, match="smaller than the window"):
+        ssim(torch.ones(10, 16), torch.ones(10, 16))
+
+
 def test_errors_refuse_to_broadcast() -> None:
-    for function in (relative_error, psnr):
+    for function in (relative_error, psnr, ssim):
         with pytest.raises(ValueError, match="shapes differ"):
             function(torch.ones(2, 1), torch.ones(2))
 
@@ -47,7 +57,7 @@ def test_the_step_clock_counts_intervals_between_marks() -> None:
 
 def test_speedup_is_against_the_median_of_the_stock_arm() -> None:
     stock = results.ArmResult(STOCK, (4.0, 2.0, 3.0), 10.0, None, None)
-    compiled = results.ArmResult(COMPILED, (1.5,), 20.0, 30.0, 2**30, results.Difference(0.0, 0.0, math.inf))
+    compiled = results.ArmResult(COMPILED, (1.5,), 20.0, 30.0, 2**30, results.Difference(0.0, 0.0, math.inf, 1.0))
     assert results.baseline_of([compiled, stock]) is stock
     assert results.speedup(compiled, stock) == 2.0
     assert results.speedup(compiled, None) is None
@@ -57,3 +67,15 @@ def test_json_holds_null_for_what_json_cannot_write(tmp_path: Path) -> None:
     path = tmp_path / "new" / "result.json"
     results.write_json(path, {"psnr": math.inf, "list": [math.nan, 1.5], "tuple": (1,)})
     assert json.loads(path.read_text()) == {"psnr": None, "list": [None, 1.5], "tuple": [1]}
+
+
+def test_the_chart_is_a_picture_with_a_bar_for_every_arm(tmp_path: Path) -> None:
+    from PIL import Image
+
+    measured = [
+        results.ArmResult(arm, (seconds,), None, None, None) for arm, seconds in ((STOCK, 2.0), (COMPILED, 1.0))
+    ]
+    results.plot(measured, "two arms", tmp_path / "new" / "chart.png")
+    with Image.open(tmp_path / "new" / "chart.png") as picture:
+        colors = {color for count, color in picture.convert("RGB").getcolors(2**24) if count > 1000}
+    assert {(0x9A, 0x9A, 0x9A), (0x5B, 0x84, 0xB1)} <= colors

@@ -18,7 +18,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from diffkern.bench.arms import ARMS, COMPILED, INJECTED, INJECTED_COMPILED, STOCK
+from diffkern.bench.arms import ARMS, COMPILED, EXACT, FAST, FAST_COMPILED, FAST_GRAPH, FP8, STOCK, Arm
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ltx_video"
 SMALL = ["--random-weights", "tiny", "--num-frames", "9", "--height", "64", "--width", "96", "--steps", "2"]
@@ -53,7 +53,7 @@ def test_an_injected_run_writes_the_video_and_measures_itself_against_the_stock_
 
     result = json.loads((tmp_path / "result.json").read_text())
     stock, injected = result["arms"]
-    assert (stock["name"], injected["name"]) == ("stock", "injected")
+    assert (stock["name"], injected["name"]) == ("stock", "fast")
     assert stock["speedup"] == 1.0
     assert stock["difference_from_stock"] is None
     assert injected["difference_from_stock"]["latents"] < 1e-4
@@ -96,6 +96,7 @@ def test_a_batch_writes_one_video_per_prompt(script: ModuleType, tmp_path: Path)
         ([*SMALL, "--output", "x.txt"], "use x.mp4"),
         ([*SMALL, "--output", "."], "is a folder"),
         ([*SMALL, "--json", "."], "is a folder"),
+        ([*SMALL, "--chart", "x.jpg"], "use x.png"),
     ],
 )
 def test_what_ltx_cannot_generate_is_refused_with_the_nearest_that_it_can(
@@ -145,27 +146,70 @@ def test_a_download_is_said_before_it_starts_and_a_missing_model_says_what_to_gi
     assert run.exit_code == 2
     output = plain(run.output)
     assert "downloaded now" in output
-    assert "use --random-weights" in output
+    assert "use --tiny" in output
     assert output.index("downloaded now") < output.index("could not load")
 
 
-def test_a_comparison_runs_every_arm_once_and_the_stock_one_first(script: ModuleType) -> None:
-    cpu, none = torch.device("cpu"), script.Offload.NONE
-    compare = {"compare": True, "baseline": True, "compiled": False, "device": cpu}
-    chosen, left_out = script.choose_arms(**compare, injected=True, offload=none)
+def test_a_comparison_runs_every_arm_that_can_and_says_why_not_of_the_others(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    files = ["--json", "result.json", "--chart", "chart.png", "--profile", "profile"]
+    run = invoke(script, *SMALL, "--compare", "--warmup-iterations", "1", "--iterations", "1", *files)
+    assert run.exit_code == 0, run.output
+    result = json.loads((tmp_path / "result.json").read_text())
+    arms = {arm["name"]: arm for arm in result["arms"]}
+    assert [*arms] == [arm.name for arm in ARMS if arm.name not in result["left_out"]]
+    assert {"stock", "exact", "fast"} <= arms.keys()
+    assert arms["exact"]["difference_from_stock"] == {"latents": 0.0, "frames": 0.0, "psnr": None, "ssim": 1.0}
+    assert arms["fast"]["difference_from_stock"]["ssim"] > 0.999
+    assert all(arm["first_call_seconds"] > 0 and arm["steps_per_second"] > 0 for arm in arms.values())
+    for name, reason in result["left_out"].items():
+        assert f"Left out: {name}, {reason}" in plain(run.output)
+    if not torch.cuda.is_available():
+        assert "CUDA graphs need a GPU" in result["left_out"]["fast + graph"]
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
+        "fast.json.gz",
+        "profile.md",
+        "stock.json.gz",
+    ]
+    assert "| GEMM |" in (tmp_path / "profile" / "profile.md").read_text()
+    before, after = (result["profile"][name]["launches"] for name in ("stock", "fast"))
+    assert "rope" not in before
+    assert after["rope"] > 0
+    assert after["elementwise"] < before["elementwise"]
+
+
+def test_the_arms_of_a_comparison_follow_from_what_is_wanted_and_what_is_there(script: ModuleType) -> None:
+    cpu, none, sequential = torch.device("cpu"), script.Offload.NONE, script.Offload.SEQUENTIAL
+    compare = {"compare": True, "baseline": True, "device": cpu}
+    chosen, left_out = script.choose_arms(FAST, **compare, offload=none)
     assert chosen == [arm for arm in ARMS if arm.name not in left_out]
-    chosen, left_out = script.choose_arms(**compare, injected=False, offload=none)
+    chosen, left_out = script.choose_arms(STOCK, **compare, offload=none)
     assert [arm.injected for arm in chosen] == [False] * len(chosen)
-    chosen, left_out = script.choose_arms(**compare, injected=True, offload=script.Offload.SEQUENTIAL)
-    assert chosen == [STOCK, INJECTED]
-    assert set(left_out) == {COMPILED.name, INJECTED_COMPILED.name}
+    chosen, left_out = script.choose_arms(FAST, **compare, offload=sequential)
+    assert chosen == [STOCK, EXACT, FAST, FP8]
+    assert set(left_out) == {COMPILED.name, FAST_COMPILED.name, FAST_GRAPH.name}
+    own = Arm("exact", compiled=True)
+    chosen, left_out = script.choose_arms(own, **compare, offload=none)
+    assert own in chosen or own.name in left_out
 
 
 def test_a_single_arm_brings_its_baseline_unless_told_not_to(script: ModuleType) -> None:
-    one = {"compare": False, "compiled": False, "offload": script.Offload.NONE, "device": torch.device("cpu")}
-    assert script.choose_arms(**one, baseline=True, injected=True)[0] == [STOCK, INJECTED]
-    assert script.choose_arms(**one, baseline=False, injected=True)[0] == [INJECTED]
-    assert script.choose_arms(**one, baseline=True, injected=False)[0] == [STOCK]
+    one = {"compare": False, "offload": script.Offload.NONE, "device": torch.device("cpu")}
+    assert script.choose_arms(FAST, **one, baseline=True)[0] == [STOCK, FAST]
+    assert script.choose_arms(FAST, **one, baseline=False)[0] == [FAST]
+    assert script.choose_arms(STOCK, **one, baseline=True)[0] == [STOCK]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so graphs can be captured")
+def test_an_arm_that_was_asked_for_and_cannot_run_is_refused(script: ModuleType) -> None:
+    run = invoke(script, *SMALL, "--cuda-graph")
+    assert run.exit_code == 2
+    assert "--cuda-graph: CUDA graphs need a GPU" in plain(run.output)
+    run = invoke(script, *SMALL, "--tiny")
+    assert run.exit_code == 2
+    assert "choose one" in plain(run.output)
 
 
 def plain(text: str) -> str:

@@ -43,10 +43,43 @@ def test_tokens_in_one_launch_together_and_apart(heads: int, pairing: str, provi
                 check(q, k[:, :3], parameters, *table, cos_k=other[0], sin_k=other[1], norm=norm, **options)
 
 
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "across"),
+    [(24, 128, False), (5, 64, False), (3, 72, False), (12, 128, True), (40, 128, True)],
+)
+def test_weights_of_the_dtype_of_the_input(
+    heads: int, head_dim: int, across: bool, pairing: str, provider: str, device: str
+) -> None:
+    for dtype in DTYPES:
+        q, k = packed(5, heads, head_dim, dtype, device, flat=across)
+        size = heads * head_dim if across else head_dim
+        weights = [
+            weight if weight is None else weight.to(dtype) for weight in parameters_of(size, "weights", dtype, device)
+        ]
+        options: dict[str, Any] = {"across_heads": heads if across else None, "pairing": pairing, "provider": provider}
+        for shape in ((5, 1, head_dim), (5, 1, head_dim // 2), (5, heads, head_dim)):
+            check(q, k, weights, *angles(*shape, device=device), **options)
+        check(q, k[:, :2], weights, **options)
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+def test_one_long_head(pairing: str, provider: str, device: str) -> None:
+    for dtype in DTYPES:
+        for head_dim in (576, 2048, 5120):
+            q, k = packed(3, 1, head_dim, dtype, device, flat=True)
+            for kind, norm in (("weights", "rms"), ("both", "layer")):
+                parameters = parameters_of(head_dim, kind, dtype, device)
+                check(
+                    q, k, parameters, *angles(3, head_dim, device=device), norm=norm, pairing=pairing, provider=provider
+                )
+                check(q, k[:, :2], parameters, norm=norm, provider=provider)
+
+
 def test_rows_too_wide_for_registers(provider: str, device: str) -> None:
-    q, k = packed(2, 64, 128, torch.float16, device, flat=True, batch=1)
+    q, k = packed(2, 128, 128, torch.float16, device, flat=True, batch=1)
     table = angles(2, 1, 128, device=device)
-    check(q, k, *(parameters_of(8192, "weights", torch.float16, device),), *table, across_heads=64, provider=provider)
+    check(q, k, parameters_of(16384, "weights", torch.float16, device), *table, across_heads=128, provider=provider)
     x = random(1, 2, 4096, device=device, dtype=torch.float16)
     cos, sin = angles(2, 4096, device=device)
     assert torch.equal(rope(x, cos, sin, provider=provider), chain(x, cos, sin))

@@ -216,6 +216,13 @@ def test_infinities_and_nans_go_where_the_chain_takes_them(provider: str, device
         assert torch.equal(y.nan_to_num(7.0), chain(x, cos, sin, pairing).nan_to_num(7.0))
 
 
+def test_many_rows_of_which_little_turns(provider: str, device: str) -> None:
+    """The two parts of such a row are padded one by one; their sum is no power of two."""
+    for head_dim, rotary in ((48, 2), (40, 8)):
+        x = random(300, head_dim, device=device)
+        check(x, *angles(300, rotary, device=device), provider, rotary=rotary)
+
+
 @hypothesis.settings(max_examples=15 if INTERPRETED else 120)
 @hypothesis.given(data=st.data())
 def test_any_shape_and_broadcast_is_bit_equal_to_the_chain(data: st.DataObject, provider: str, device: str) -> None:

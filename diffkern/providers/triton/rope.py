@@ -199,8 +199,9 @@ def _run(
     rotary = q_rotation.rotary_dim or head_dim
     pairs = _power_of_two(max(rotary // 2, 1))
     rest = 0 if rotary == head_dim else _power_of_two(head_dim - rotary)
+    row_elements = _power_of_two(2 * pairs + rest)
     operands = [
-        _operand(x, out, parameters, rotation, head_dim, rotary, heads > 0, across, 2 * pairs + rest)
+        _operand(x, out, parameters, rotation, head_dim, rotary, heads > 0, across, row_elements)
         for (x, parameters, rotation), out in zip(given, outs, strict=True)
         if x.numel() > 0
     ]
@@ -218,7 +219,7 @@ def _run(
     assert first is not None and other is not None
     tables = 0 if not q_rotation.cos else 2 if q_rotation.axes else 1
     wide = tl.float64 if q.dtype == torch.float64 else tl.float32
-    largest = max(first.rows, other.rows) * (2 * pairs + rest)
+    largest = max(first.rows, other.rows) * row_elements
     with device_guard(q.device):
         rope_kernel[(first.programs + (other.programs if other is not first else 0),)](
             first.tensors, first.loops, first.strides,
