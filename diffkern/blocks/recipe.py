@@ -55,6 +55,7 @@ class BlockRecipe(ABC):
         fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
         versions: The versions of the library that these sources are from.
         covers: Other recipes, by their ops, whose modules are no sites of their own inside such a block.
+        allowance: Error against float64 that is granted beyond what the contract grants, for products in 8 bits.
     """
 
     op: str
@@ -62,10 +63,15 @@ class BlockRecipe(ABC):
     fingerprints: frozenset[str]
     versions: str
     covers: frozenset[str] = frozenset()
+    allowance: float = 0.0
 
     def exactly(self) -> BlockRecipe | None:
         """Returns the recipe that aims at the bits of the stock forward, this one if it may; None if there is none."""
         return self
+
+    def in_8_bits(self) -> BlockRecipe | None:
+        """Returns the recipe that computes matrix products in 8 bits; None if there is none."""
+        return None
 
     @staticmethod
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +14,21 @@ from torch import Tensor, nn
 from diffkern.blocks.pieces import plain, plain_linear, run_layer, untouched
 from diffkern.ops import qk_norm_rope
 
+#: Calls a child of an attention module: its name, the layer, its input.
+Run = Callable[[str, nn.Module, Any], Tensor]
+
 #: The tables of the rotation, as keywords of :func:`diffkern.ops.qk_norm_rope`; empty for none.
 Rotation = Mapping[str, Any]
 
 
+def run_named(name: str, layer: nn.Module, x: Tensor) -> Tensor:
+    """Calls a layer as it is."""
+    return run_layer(layer, x)
+
+
 def attend(
-    attention: Any, x: Tensor, context: Tensor, rotation: Rotation, mask: Tensor | None, stock_norms: bool,
-    dispatch: Any, provider: str | None,
+    attention: Any, x: Any, context: Any, rotation: Rotation, mask: Tensor | None, stock_norms: bool,
+    dispatch: Any, provider: str | None, run: Run = run_named,
 ) -> Tensor:  # fmt: skip
     """Attention of ``x`` to ``context`` as far as the projection of its result, ``[B, S, heads * D]``.
 
@@ -28,13 +36,14 @@ def attend(
 
     Args:
         attention: The attention module.
-        x: What the queries are made of.
-        context: What keys and values are made of.
+        x: What the queries are made of: a tensor, or what ``run`` takes.
+        context: What keys and values are made of, likewise.
         rotation: The tables of the rotation.
         mask: Added to the scores: ``[B, 1, L]`` for all heads and queries, or what the module makes of another.
         stock_norms: Whether the norms of queries and keys are called.
         dispatch: Diffusers' ``dispatch_attention_fn``, as the module of the stock processor has it.
         provider: Who computes the norms and the rotation.
+        run: Calls the projections.
     """
     heads, children = attention.heads, attention._modules
     if mask is not None:
@@ -45,8 +54,8 @@ def attend(
             mask = attention.prepare_attention_mask(mask, length, batch)
             mask = mask.view(batch, heads, -1, mask.shape[-1])
 
-    query = run_layer(children["to_q"], x)
-    key, value = run_layer(children["to_k"], context), run_layer(children["to_v"], context)
+    query = run("to_q", children["to_q"], x)
+    key, value = run("to_k", children["to_k"], context), run("to_v", children["to_v"], context)
     norm_q, norm_k = children["norm_q"], children["norm_k"]
     if stock_norms:
         query, key = norm_q(query), norm_k(key)
@@ -73,11 +82,11 @@ def attend(
     return y.flatten(2, 3).to(query.dtype)
 
 
-def project_out(attention: Any, y: Tensor) -> Tensor:
+def project_out(attention: Any, y: Any, run: Run = run_named) -> Tensor:
     """The projection of the result of attention, and its dropout."""
-    for layer in attention._modules["to_out"]._modules.values():
-        y = run_layer(layer, y)
-    return y
+    for name, layer in attention._modules["to_out"]._modules.items():
+        y = run(f"to_out.{name}", layer, y)
+    return y  # type: ignore[no-any-return]
 
 
 # Parameters and children are read where nn.Module keeps them: its own __getattr__ takes five times as long.

@@ -1,4 +1,4 @@
-"""The steps between the matrix products of a block with modulated RMS norms, in the two numerics there are."""
+"""The steps between the matrix products of a block with modulated RMS norms, in the three numerics there are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffkern.ops import gate_residual, gate_residual_norm_modulate, norm_modulate
+from diffkern.blocks.fp8 import Rows
+from diffkern.ops import (
+    gate_residual,
+    gate_residual_norm_modulate,
+    gate_residual_norm_modulate_fp8,
+    norm_modulate,
+    norm_modulate_fp8,
+)
 
 _Operand = Tensor | None
 
@@ -19,10 +26,12 @@ class FastSteps:
     Attributes:
         rounding: As the ops take it.
         fuses_norms: Whether a norm may be computed elsewhere than by the steps of the stock forward.
+        in_8_bits: Whether matrix products may be computed in 8 bits.
     """
 
     rounding: ClassVar[Any] = "once"
     fuses_norms: ClassVar[bool] = True
+    in_8_bits: ClassVar[bool] = False
 
     def modulate(self, x: Tensor, scale: _Operand, shift: _Operand, provider: str | None) -> Tensor:
         """``x * (1 + scale) + shift``."""
@@ -68,4 +77,22 @@ class ExactSteps(FastSteps):
         return x, self.norm_modulate(norm, x, scale, shift, provider)
 
 
-FAST, EXACT = FastSteps(), ExactSteps()
+class Fp8Steps(FastSteps):
+    """The steps before a product in 8 bits hand over rows of 8 bits; all others are as fast."""
+
+    in_8_bits: ClassVar[bool] = True
+
+    def norm_modulate_rows(self, norm: Any, x: Tensor, scale: _Operand, shift: _Operand, provider: str | None) -> Rows:
+        """As :meth:`norm_modulate`."""
+        return Rows(*norm_modulate_fp8(x, scale, shift, eps=norm.eps, provider=provider))
+
+    def gate_residual_norm_modulate_rows(
+        self, norm: Any, residual: Tensor, x: Tensor, gate: _Operand, scale: _Operand, shift: _Operand,
+        provider: str | None,
+    ) -> tuple[Tensor, Rows]:  # fmt: skip
+        """As :meth:`gate_residual_norm_modulate`."""
+        new, *rows = gate_residual_norm_modulate_fp8(residual, x, gate, scale, shift, eps=norm.eps, provider=provider)
+        return new, Rows(*rows)
+
+
+FAST, EXACT, FP8 = FastSteps(), ExactSteps(), Fp8Steps()

@@ -37,6 +37,11 @@ class BlockFusion(Fusion):
     def op(self) -> str:
         return self.recipe.op
 
+    @property
+    @override
+    def allowance(self) -> float:
+        return self.recipe.allowance
+
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         try:

@@ -21,6 +21,11 @@ class Fusion(Protocol):
     def op(self) -> str:
         """The op, as reports and configurations name it."""
 
+    @property
+    def allowance(self) -> float:
+        """Error against float64 that is granted beyond what the contract grants."""
+        return 0.0
+
     # --- at every call ---------------------------------------------------------------------------------
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

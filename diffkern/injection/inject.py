@@ -35,6 +35,7 @@ from diffkern.injection.report import InjectionReport, Measurement, Site
 from diffkern.injection.state import LEFT_ALONE, PatchState, patch, patch_state, unpatch
 from diffkern.matching import full_name, match
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
+from diffkern.providers.fp8 import fp8_unavailable_reason
 from diffkern.providers.liger import Flags
 
 NUMERICS = ("exact", "fast", "fp8")
@@ -101,7 +102,9 @@ def inject_optimized_kernels(
             ControlNets.
         numerics: ``"fast"`` keeps the error against float64 within 1.05 times that of the stock module;
             ``"exact"`` patches only what is bit-identical to the stock module on this device;
-            ``"fp8"`` has no site in this version, and says so.
+            ``"fp8"`` computes the large matrix products of the blocks that have such a form (see ``docs/ltx.md``)
+            on 8 bits, and everything else as ``"fast"``; it needs a GPU of compute capability 8.9, and memory for a
+            second copy of those weights, of half their size.
         config: Who serves what; see :class:`diffkern.KernelConfig`.
         attention: Who computes attention: the name of a backend of diffusers, a kernel on the Hub such as
             ``"org/repo@revision:function"``, or ``"auto"`` for the fastest of those installed, by measurement at
@@ -231,7 +234,7 @@ def _plan(
     }
     layers: set[str] = set()
     for path, module in _walk(modules):
-        matched = _match(module, verify, report.numerics == "exact", flags)
+        matched = _match(module, verify, report.numerics, flags)
         fusion = None if matched is None else matched.fusion
         layer = layer_name(module, fusion)
         rule = config.rule(path, type(module).__name__, "" if fusion is None else fusion.op, layer)
@@ -247,14 +250,15 @@ def _plan(
             report.skipped.append(site)
             continue
         site.op = None if fusion is None else fusion.op
-        reason = _reason_to_leave(module, options, report.numerics)
+        component = modules[path.partition(".")[0]] if "" not in modules else modules[""]
+        devices = _likely_devices(module, component)
+        reason = _reason_to_leave(module, options, report.numerics, devices[0])
         if reason is None and id(module) in replicated:
             reason = "inside nn.DataParallel, whose replicas would run on the original's weights"
         if reason is not None:
             site.reason = reason
             report.skipped.append(site)
             continue
-        component = modules[path.partition(".")[0]] if "" not in modules else modules[""]
         candidates.append(
             _Candidate(
                 module,
@@ -262,18 +266,24 @@ def _plan(
                 options,
                 options[0].fusion.likely_dtypes(module, _dtype(component)),
                 # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
-                _likely_devices(module, component)[: 1 if isinstance(fusion, BlockFusion) else None],
+                devices[: 1 if isinstance(fusion, BlockFusion) else None],
             )
         )
     candidates = _drop_what_blocks_cover(_spare_what_config_leaves_alone(candidates, report), report)
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
     config.check((site.path for site in seen), class_names, BLOCK_OPS, layers)
+    if report.numerics == "fp8" and candidates and not any(_is_in_8_bits(candidate) for candidate in candidates):
+        report.notes.append("no module here has a form in 8 bits: all run as numerics='fast' has them")
     already = sum(site.reason == _ALREADY for site in report.skipped)
     if already:
         report.notes.append(
             f"{already} modules were patched before and stay as they are: restore() first to change them"
         )
     return candidates
+
+
+def _is_in_8_bits(candidate: _Candidate) -> bool:
+    return isinstance(candidate.fusion, BlockFusion) and candidate.fusion.recipe.allowance > 0
 
 
 def _plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[_Candidate]:
@@ -284,12 +294,12 @@ def _plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> l
             continue
         site = Site(name, full_name(type(module)), op="cuda_graph", how="option")
         site._module = weakref.ref(module)
-        reason = _reason_to_leave(module, [_GRAPH], report.numerics) or hooks_inside(module)
+        dtypes, devices = (_dtype(module),), _likely_devices(module, module)[:1]
+        reason = _reason_to_leave(module, [_GRAPH], report.numerics, devices[0]) or hooks_inside(module)
         if reason is not None:
             site.reason = reason
             report.skipped.append(site)
             continue
-        dtypes, devices = (_dtype(module),), _likely_devices(module, module)[:1]
         candidates.append(_Candidate(module, site, [_GRAPH], dtypes, devices))
     return candidates
 
@@ -308,11 +318,13 @@ class _Match:
     reason: str = ""
 
 
-def _match(module: nn.Module, verify: bool, exact: bool, flags: Flags | None) -> _Match | None:
+def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) -> _Match | None:
     """Looks a module up among the recipes and the norms; None if it is among neither."""
     recipe = recipe_for(full_name(type(module)))
     if recipe is not None:
-        recipe = recipe.exactly() if exact else recipe
+        recipe = recipe.exactly() if numerics == "exact" else recipe
+        if recipe is not None and numerics == "fp8":
+            recipe = recipe.in_8_bits() or recipe
         if recipe is None:
             return _Match(None, "recipe", "nobody computes it fused to the same bits as the stock forward")
         if fingerprint(recipe.sources()) in recipe.fingerprints:
@@ -382,11 +394,13 @@ def _drop_what_blocks_cover(candidates: list[_Candidate], report: InjectionRepor
     ]
 
 
-def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str) -> str | None:
+def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str, device: torch.device) -> str | None:
     if not options:
         return _BY_CONFIG
     if numerics == "fp8":
-        return "no site supports numerics='fp8' yet: use 'fast' or 'exact'"
+        reason = fp8_unavailable_reason(device)
+        if reason is not None:
+            return f"{reason}: use numerics='fast' or 'exact' instead of 'fp8'"
     if patch_state(module) is not None:
         return _ALREADY
     return hooks.foreign_forward(module)

@@ -11,7 +11,17 @@ from importlib import import_module
 from itertools import chain
 
 #: Modules of this package that hold rows, in the order of the documentation.
-FAMILIES = ("norm", "modulate", "rope", "qk_norm_rope", "activation", "linear", "group_norm", "add_norm_silu_pad")
+FAMILIES = (
+    "norm",
+    "modulate",
+    "rope",
+    "qk_norm_rope",
+    "activation",
+    "linear",
+    "group_norm",
+    "add_norm_silu_pad",
+    "fp8",
+)
 
 #: What ``numerics="fast"`` promises unless a row says otherwise.
 FAST_BOUND = "error against float64 <= 1.05 x that of the stock chain + 1e-6"

@@ -23,6 +23,7 @@ _AXES = "Tensor? coords, SymInt[] grid, bool alternating=False, int front_pad=0"
 #: have their default.
 SIGNATURES: Mapping[str, str] = {
     "activation": "(Tensor x, str function) -> Tensor",
+    "activation_fp8": "(Tensor x, str function) -> (Tensor, Tensor)",
     "add_norm_silu_pad": (
         "(Tensor x, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, float eps, bool norm, bool silu, "
         "int front, int back, bool channels_last) -> Tensor"
@@ -39,6 +40,9 @@ SIGNATURES: Mapping[str, str] = {
         f"(Tensor residual, Tensor x, Tensor? gate=None, {_MODULATION}, int gate_activation=0, float scale_offset=1.0, "
         "bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None) -> (Tensor, Tensor)"
     ),
+    "gate_residual_norm_modulate_fp8": (
+        f"(Tensor residual, Tensor x, Tensor? gate=None, {_MODULATION}) -> (Tensor, Tensor, Tensor)"
+    ),
     "glu": "(Tensor value, Tensor gate, str function, bool round_activation=False) -> Tensor",
     "group_norm_silu": (
         "(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, bool silu=True, "
@@ -48,11 +52,15 @@ SIGNATURES: Mapping[str, str] = {
         "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, ScalarType? out_dtype=None, "
         "bool preserve_strides=False) -> Tensor"
     ),
+    "linear_fp8": (
+        "(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) -> Tensor"
+    ),
     "linear_gelu": '(Tensor x, Tensor weight, Tensor? bias=None, str function="gelu_tanh") -> Tensor',
     "norm_modulate": (
         f"(Tensor x, {_MODULATION}, float scale_offset=1.0, bool round_each=False, "
         "ScalarType? out_dtype=None) -> Tensor"
     ),
+    "norm_modulate_fp8": f"(Tensor x, {_MODULATION}) -> (Tensor, Tensor)",
     "qk_norm_rope": (
         "(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, "
         f"Tensor[] cos, Tensor[] sin, Tensor[] cos_k, Tensor[] sin_k, {_AXES}, int norm=1, float eps=1e-6, "

@@ -14,6 +14,7 @@ from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
 from diffkern.providers.eager import (
     activation,
     add_norm_silu_pad,
+    fp8,
     group_norm,
     linear,
     modulate,
@@ -28,15 +29,19 @@ __all__ = ["PROVIDER", "compute_dtype"]
 #: Every op there is, and the module whose function of the same name computes it.
 _MODULES: Mapping[str, ModuleType] = {
     "activation": activation,
+    "activation_fp8": fp8,
     "add_norm_silu_pad": add_norm_silu_pad,
     "channel_rms_norm_silu": group_norm,
     "gate_residual": modulate,
     "gate_residual_norm_modulate": modulate,
+    "gate_residual_norm_modulate_fp8": fp8,
     "glu": activation,
     "group_norm_silu": group_norm,
     "layer_norm": norm,
+    "linear_fp8": fp8,
     "linear_gelu": linear,
     "norm_modulate": modulate,
+    "norm_modulate_fp8": fp8,
     "qk_norm_rope": rope_qk_norm,
     "rms_norm": norm,
     "rope": rope,
@@ -55,7 +60,10 @@ class EagerProvider:
     """Plain PyTorch: always there, on every device."""
 
     name = "eager"
-    support: Mapping[str, Support] = {op: _AnyDevice(frozenset(), KERNEL_DTYPES | {torch.float64}) for op in _MODULES}
+    support: Mapping[str, Support] = {
+        op: _AnyDevice(frozenset(), KERNEL_DTYPES | {fp8.E4M3 if op == "linear_fp8" else torch.float64})
+        for op in _MODULES
+    }
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Returns None: plain PyTorch runs wherever the input tensor lives."""

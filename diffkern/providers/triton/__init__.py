@@ -12,20 +12,24 @@ from importlib import import_module
 
 import torch
 
-from diffkern.providers.base import ROPE_DTYPES, Kernel, Support
+from diffkern.providers.base import ROPE_DTYPES, Kernel, Request, Support
+from diffkern.providers.fp8 import fp8_unavailable_reason
 from diffkern.providers.triton.availability import unavailable_reason
 
 #: Every op, and the module of this package whose function of the same name computes it.
 MODULES: Mapping[str, str] = {
     "activation": "activation",
+    "activation_fp8": "fp8",
     "add_norm_silu_pad": "add_norm_silu_pad",
     "channel_rms_norm_silu": "group_norm",
     "gate_residual": "modulate",
     "gate_residual_norm_modulate": "modulate",
+    "gate_residual_norm_modulate_fp8": "modulate",
     "glu": "activation",
     "group_norm_silu": "group_norm",
     "layer_norm": "norm",
     "norm_modulate": "modulate",
+    "norm_modulate_fp8": "modulate",
     "qk_norm_rope": "rope",
     "rms_norm": "norm",
     "rope": "rope",
@@ -37,13 +41,25 @@ _SUPPORT = Support(frozenset({"cpu", "cuda", "xpu"}))
 _ROPE_SUPPORT = replace(_SUPPORT, dtypes=ROPE_DTYPES)
 
 
+class _Fp8Support(Support):
+    """Triton has e4m3 where the hardware has it."""
+
+    def refusal(self, request: Request) -> str | None:
+        reason = super().refusal(request)
+        if reason is None and request.device.type == "cuda":
+            reason = fp8_unavailable_reason(request.device)
+        return reason
+
+
 class TritonProvider:
     """Triton kernels for GPUs, and for the CPU when Triton's interpreter is on."""
 
     name = "triton"
-    support: Mapping[str, Support] = {op: _SUPPORT for op in MODULES} | {
-        op: _ROPE_SUPPORT for op in ("rope", "rope_3d")
-    }
+    support: Mapping[str, Support] = (
+        {op: _SUPPORT for op in MODULES}
+        | {op: _ROPE_SUPPORT for op in ("rope", "rope_3d")}
+        | {op: _Fp8Support(_SUPPORT.device_types) for op in MODULES if op.endswith("_fp8")}
+    )
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         """Returns why Triton cannot run on ``device`` and what to do about it, or None."""

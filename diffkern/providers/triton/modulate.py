@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from diffkern.providers.eager.modulate import NO_ACTIVATION, NO_NORM, gated_shape, modulated_shape, promoted_dtype
+from diffkern.providers.triton.fp8 import quantize_rows, rows_of_8_bits
 from diffkern.providers.triton.launching import device_guard, for_rows
 from diffkern.providers.triton.modulate_kernels import modulate_kernel
 from diffkern.providers.triton.rows import broadcast_strides, merge_loops
-from diffkern.providers.triton.tiles import Tile, choose_tile
+from diffkern.providers.triton.tiles import LONGEST_TILE, Tile, choose_tile
 
 # Rounding to float32 changes nothing, since that is what the kernel computes in.
 _ROUND_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: None}
@@ -79,6 +80,37 @@ def gate_residual_norm_modulate(
     return new, y
 
 
+def norm_modulate_fp8(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    norm: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes :func:`diffkern.ops.norm_modulate_fp8`."""
+    if x.shape[-1] > LONGEST_TILE:  # no program holds such a row
+        return quantize_rows(norm_modulate(x, scale, shift, weight, bias, eps, norm, 1.0, False, torch.float32))
+    values, scales = rows_of_8_bits(modulated_shape(x.shape, scale, shift, norm), x.device)
+    modulation = _Modulation(scale, shift, weight, bias, eps, norm, 1.0)
+    _launch(None, x, None, NO_ACTIVATION, modulation, False, None, values, scales)
+    return values, scales
+
+
+def gate_residual_norm_modulate_fp8(
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, eps: float, norm: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes :func:`diffkern.ops.gate_residual_norm_modulate_fp8`."""
+    if x.shape[-1] > LONGEST_TILE:
+        new, y = gate_residual_norm_modulate(
+            residual, x, gate, scale, shift, weight, bias, eps, norm, NO_ACTIVATION, 1.0, False, None, torch.float32
+        )
+        return (new, *quantize_rows(y))
+    shape = gated_shape(residual, x, gate, scale, shift)
+    new = residual.new_empty(shape, dtype=promoted_dtype(residual.dtype, x, gate))
+    values, scales = rows_of_8_bits(shape, x.device)
+    modulation = _Modulation(scale, shift, weight, bias, eps, norm, 1.0)
+    _launch(residual, x, gate, NO_ACTIVATION, modulation, False, new, values, scales)
+    return new, values, scales
+
+
 @dataclass(frozen=True)
 class _Modulation:
     """What happens to a row after it was read, or summed."""
@@ -120,6 +152,7 @@ def _launch(
     round_each: bool,
     new: Tensor | None,
     y: Tensor | None,
+    y_scale: Tensor | None = None,
 ) -> None:
     out = y if new is None else new
     assert out is not None
@@ -134,7 +167,7 @@ def _launch(
         assert plan is not None
     with device_guard(x.device):
         for_rows(modulate_kernel, out.shape[-1])[plan.grid](
-            *operands, modulation.weight, modulation.bias, new, y,
+            *operands, modulation.weight, modulation.bias, new, y, y_scale,
             *plan.geometry, _stride(modulation.weight), _stride(modulation.bias),
             modulation.eps, modulation.scale_offset, modulation.norm, activation,
             *(_roundings(residual, x, gate, modulation, new) if round_each else (None,) * 7),

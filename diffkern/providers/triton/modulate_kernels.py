@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from diffkern.providers.triton.fp8_kernels import row_scale
+
 # Plain counts: specialising on them would only compile more variants.
 _COUNTS = ["size1", "tiles"]
 
@@ -131,7 +133,7 @@ def _modulate(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def modulate_kernel(
-    residual_ptr, x_ptr, gate_ptr, scale_ptr, shift_ptr, weight_ptr, bias_ptr, new_ptr, y_ptr,
+    residual_ptr, x_ptr, gate_ptr, scale_ptr, shift_ptr, weight_ptr, bias_ptr, new_ptr, y_ptr, y_scale_ptr,
     row_length, size0, size1, tiles,
     o0, o1, o2, r0, r1, r2, x0, x1, x2, g0, g1, g2, c0, c1, c2, h0, h1, h2,
     r_stride, x_stride, g_stride, c_stride, h_stride, w_stride, b_stride,
@@ -145,6 +147,7 @@ def modulate_kernel(
 
     ``NORM`` is 0 for none, 1 for RMS, 2 for layer norm; ``ACTIVATION`` 0 for none, 1 for tanh, 2 for sigmoid. Any of
     the pointers but ``x_ptr`` may be None. ``new_ptr`` and ``y_ptr`` are laid out alike, contiguous along the row.
+    With ``y_scale_ptr``, for which a row must be a single step, ``y`` is divided by the scale of its row.
     """
     program = tl.program_id(0)
     tile = program % tiles if NESTED else program
@@ -214,4 +217,8 @@ def modulate_kernel(
                 value, scale, shift, weight, bias, scale_offset, scale_ptr is not None, shift_ptr is not None,
                 weight_ptr is not None, bias_ptr is not None, NORM_ROUND, SCALE_ROUND, PRODUCT_ROUND, SUM_ROUND,
             )  # fmt: skip
+            if y_scale_ptr is not None:
+                y_factor, y_scale = row_scale(tl.max(tl.abs(y), axis=1))
+                y = y * y_factor[:, None]
+                tl.store(y_scale_ptr + o_row // row_length, y_scale, mask=row_inside)
             _store(y_ptr, y, o_row, col, row_inside, col_inside)

@@ -29,8 +29,11 @@ class Tile:
 _ELEMENTS_PER_WARP = 1024
 _MOST_WARPS = 16
 
+#: The longest row that one program holds at once, where its elements are neighbours.
+LONGEST_TILE = 16384
+
 # (widest row, rows). Short rows share a program, to fill four warps.
-_ALONG_ROWS = ((64, 64), (128, 32), (256, 16), (512, 8), (1024, 4), (16384, 1))
+_ALONG_ROWS = ((64, 64), (128, 32), (256, 16), (512, 8), (1024, 4), (LONGEST_TILE, 1))
 _LONG_ROW = (1, 8192)
 
 # (widest row, rows) for rows that are neighbours in memory: at least 16 of them, 32 bytes of a half dtype.

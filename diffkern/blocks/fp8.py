@@ -1,0 +1,193 @@
+"""Linear layers of a block in 8 bits: the copies of their weights, and how it is noticed that one is out of date.
+
+A copy is made at first use and kept beside the block. It is made anew when the parameter, its version or its address
+is another one. Merging an adapter writes into ``weight.data``, which changes none of the three; so every few calls some
+rows of the weights of one block are compared with what they were, without waiting for the answer. Where they differ a
+warning says so, and all copies are made anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.blocks.memory import memory, version
+from diffkern.blocks.pieces import plain_linear, run_layer
+from diffkern.ops import activation_fp8, linear_fp8
+
+#: Tensor cores take sides that are multiples of this.
+MULTIPLE = 16
+#: One row in so many is compared.
+SAMPLED = 64
+#: Calls of blocks between two comparisons.
+EVERY = 16
+
+
+class Rows(NamedTuple):
+    """Hidden states in rows of 8 bits."""
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the hidden states."""
+        return self.values.shape
+
+
+def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a linear layer can be computed in 8 bits: torch's own, with sides that tensor cores take."""
+    return plain_linear(layer, device, dtype) and all(
+        side % MULTIPLE == 0
+        for side in layer._parameters["weight"].shape  # type: ignore[union-attr]
+    )
+
+
+def as_rows(x: Tensor | Rows, provider: str | None) -> Rows:
+    """The hidden states in rows of 8 bits."""
+    return x if isinstance(x, Rows) else Rows(*activation_fp8(x, provider=provider))
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A weight in 8 bits, and what it was made of."""
+
+    source: Tensor
+    version: int | None
+    address: int
+    generation: int
+    values: Tensor
+    scales: Tensor
+    sample: Tensor
+
+    def is_of(self, weight: Tensor) -> bool:
+        return (
+            self.source is weight
+            and self.version == version(weight)
+            and self.address == weight.data_ptr()
+            and self.generation == _watch.generation
+        )
+
+
+class Weights:
+    """The weights of one block in 8 bits."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, _Copy] = {}
+        self._answer: tuple[Tensor, torch.cuda.Event | None] | None = None
+        _watch.stores.add(self)
+
+    def run(self, name: str, layer: nn.Module, x: Tensor | Rows) -> Tensor:
+        """Calls a layer, which goes by ``name`` in this block, on hidden states in whatever form they have."""
+        if not isinstance(x, Rows):
+            return run_layer(layer, x)
+        weight: Any = layer._parameters["weight"]
+        copy = self._copies.get(name)
+        if copy is None or not copy.is_of(weight):
+            copy = self._copies[name] = _copied(weight)
+        return linear_fp8(
+            x.values, x.scales, copy.values, copy.scales, layer._parameters["bias"], out_dtype=weight.dtype
+        )
+
+    def compare(self) -> bool | None:
+        """Whether the last comparison found a change, None if that is not known yet; asks for the next one."""
+        found: bool | None = None
+        if self._answer is not None:
+            flag, event = self._answer
+            if event is not None and not event.query():
+                return None
+            found, self._answer = bool(flag), None
+        copies = [copy for copy in self._copies.values() if copy.is_of(copy.source)]
+        if copies:
+            differ = torch.stack([(_bits(copy.source) != copy.sample).any() for copy in copies]).any()
+            if differ.is_cuda:
+                flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+                flag.copy_(differ, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+                self._answer = flag, event
+            else:
+                self._answer = differ, None
+        return found
+
+    def forget_the_question(self) -> None:
+        """Drops a comparison under way, of copies that are none any more."""
+        self._answer = None
+
+
+def weights_of(block: nn.Module) -> Weights:
+    """The weights of a block in 8 bits, made as they are needed. Now and then compares those of some block."""
+    _watch.tick()
+    known = memory(block)
+    if "fp8" not in known:
+        known["fp8"] = Weights()
+    weights: Weights = known["fp8"]
+    return weights
+
+
+def generation() -> int:
+    """How often all copies were thrown away."""
+    return _watch.generation
+
+
+def compare_next() -> None:
+    """Compares the weights of the block whose turn it is; for whoever replays steps without calling the blocks."""
+    _watch.compare_next()
+
+
+class _Watch:
+    """Whose turn it is to be compared, and how often a change was found."""
+
+    def __init__(self) -> None:
+        self.stores: WeakSet[Weights] = WeakSet()
+        self.generation = 0
+        self._calls = itertools.count(1)
+        self._turns: list[Weights] = []
+
+    def tick(self) -> None:
+        if next(self._calls) % EVERY == 0:
+            self.compare_next()
+
+    def compare_next(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        if not self._turns:
+            self._turns = list(self.stores)
+        if self._turns and self._turns.pop().compare():
+            self.generation += 1
+            for store in self.stores:
+                store.forget_the_question()
+            warnings.warn(
+                "diffkern: weights changed without a sign, as merging an adapter changes them. Their copies in 8 bits "
+                "are made anew; the last calls still ran with the old ones",
+                stacklevel=2,
+            )
+
+
+_watch = _Watch()
+
+
+@torch.no_grad()
+def _copied(weight: Tensor) -> _Copy:
+    values, scales = activation_fp8(weight.detach())
+    return _Copy(weight, version(weight), weight.data_ptr(), _watch.generation, values, scales, _bits(weight).clone())
+
+
+def _bits(weight: Tensor) -> Tensor:
+    """Some rows of a weight as integers: NaN is equal to itself there."""
+    return weight.detach()[::SAMPLED].view({2: torch.int16, 4: torch.int32}[weight.element_size()])
+
+
+def gelu_feed_forward(weights: Weights, feed_forward: nn.Module, rows: Rows, provider: str | None) -> Tensor:
+    """Diffusers' ``FeedForward`` with a tanh GELU and silent dropouts, both products in 8 bits."""
+    net: Any = feed_forward._modules["net"]
+    first, *rest = net._modules.values()
+    x = weights.run("ff.0", first._modules["proj"], rows)
+    (last,) = (layer for layer in rest if type(layer) is nn.Linear)
+    return weights.run("ff.1", last, Rows(*activation_fp8(x, "gelu_tanh", provider=provider)))

@@ -1,0 +1,267 @@
+r"""Matrix products in 8 bits, and the steps before them that hand over rows of 8 bits.
+
+A row of 8 bits is a row in e4m3 and one scale in float32, found from the row itself: :math:`s = \max|x| / 448`,
+:math:`q = \operatorname{e4m3}(x / s)`, so that the largest number of the format is used whatever the row holds. e4m3
+has four significant binary digits: a rounding is off by up to 6 %, and a product of many by about 3.7 % of its root
+mean square. Zeros stay zeros, and a row with an infinity or a NaN is none of numbers.
+
+Numerical contract (``docs/numerics.md`` has the table): float32, float16 and bfloat16; all arithmetic before the
+rounding to e4m3 in float32. These functions have no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from diffkern.ops.contract import ContractRow
+from diffkern.ops.modulate import Norm
+from diffkern.ops.registration import Op
+from diffkern.providers.eager.activation import FUNCTIONS
+from diffkern.providers.eager.fp8 import E4M3
+from diffkern.providers.eager.modulate import NORMS, gated_shape, modulated_shape, promoted_dtype
+
+_BOUND = "each value at most one rounding of e4m3 from float64, each scale 1e-6"
+
+CONTRACT = (
+    ContractRow("norm_modulate_fp8", "any", "float32, float16, bfloat16 in any mix", "float32", "once, to e4m3",
+                bound=_BOUND),
+    ContractRow("gate_residual_norm_modulate_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
+                "the new residual to its dtype before the norm reads it, the modulated norm once, to e4m3",
+                bound=_BOUND),
+    ContractRow("activation_fp8", "identity, gelu, gelu_tanh, silu, quick_gelu", "one dtype", "float32",
+                "once, to e4m3", bound=_BOUND),
+    ContractRow("linear_fp8", "any", "e4m3 rows and weight", "float32 sums, on NVIDIA's tensor cores shortened ones",
+                "once, to the output dtype", bound="1e-2 of the product of the same rows and weight in float64"),
+)  # fmt: skip
+
+
+def norm_modulate_fp8(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    norm: Norm | None = "rms",
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`diffkern.ops.norm_modulate` into rows of 8 bits.
+
+    Args:
+        x: As there, and so are ``scale``, ``shift``, ``weight``, ``bias`` and ``norm``.
+        scale: See ``x``.
+        shift: See ``x``.
+        weight: See ``x``.
+        bias: See ``x``.
+        eps: Added to the mean square or the variance.
+        norm: See ``x``.
+        provider: ``"triton"`` or ``"eager"``; None chooses the first that can.
+
+    Returns:
+        Values in e4m3 of the shape to which ``x``, ``scale`` and ``shift`` broadcast, contiguous, and scales in
+        float32 of that shape with a last dimension of 1.
+
+    Raises:
+        RuntimeError: the shapes do not broadcast, or a gradient is wanted.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+    """
+    rows: tuple[Tensor, Tensor] = _norm_modulate.call((x, scale, shift, weight, bias), (eps, norm), provider)
+    return rows
+
+
+def gate_residual_norm_modulate_fp8(
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    norm: Norm | None = "rms",
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`diffkern.ops.gate_residual_norm_modulate` whose modulated norm comes in rows of 8 bits.
+
+    Args:
+        residual: As there, and so are the other tensors and ``norm``.
+        x: See ``residual``.
+        gate: See ``residual``.
+        scale: See ``residual``.
+        shift: See ``residual``.
+        weight: See ``residual``.
+        bias: See ``residual``.
+        eps: Added to the mean square or the variance.
+        norm: See ``residual``.
+        provider: As in :func:`norm_modulate_fp8`.
+
+    Returns:
+        The new residual in the promoted dtype, and values and scales as :func:`norm_modulate_fp8` gives them.
+
+    Raises:
+        As :func:`norm_modulate_fp8`.
+    """
+    operands = residual, x, gate, scale, shift, weight, bias
+    result: tuple[Tensor, Tensor, Tensor] = _gate_residual_norm_modulate.call(operands, (eps, norm), provider)
+    return result
+
+
+def activation_fp8(x: Tensor, function: str = "identity", *, provider: str | None = None) -> tuple[Tensor, Tensor]:
+    """An activation into rows of 8 bits.
+
+    Args:
+        x: ``[..., D]``; float32, float16 or bfloat16. Leading dimensions that cannot be merged are copied.
+        function: ``"identity"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"silu"`` or ``"quick_gelu"``.
+        provider: As in :func:`norm_modulate_fp8`.
+
+    Returns:
+        Values and scales as :func:`norm_modulate_fp8` gives them.
+
+    Raises:
+        ValueError: the function is unknown, or ``x`` is a scalar.
+        RuntimeError: a gradient is wanted.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+    """
+    rows: tuple[Tensor, Tensor] = _activation.call((x,), (function,), provider)
+    return rows
+
+
+def linear_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    provider: str | None = None,
+) -> Tensor:
+    r"""A linear layer on rows of 8 bits: :math:`s_x s_w\, q_x q_w^\top + b`.
+
+    On NVIDIA GPUs of compute capability 8.9 and newer, and into bfloat16, the tensor cores multiply the bytes;
+    elsewhere the numbers behind them are multiplied in float32, which is right, and slow.
+
+    Args:
+        x: Values in e4m3 of shape ``[..., K]``.
+        x_scale: Their scales in float32 of shape ``[..., 1]``.
+        weight: Values in e4m3 of shape ``[N, K]``; for tensor cores K and N must be multiples of 16.
+        weight_scale: Their scales in float32 of shape ``[N, 1]``.
+        bias: ``[N]`` of ``out_dtype``, or None.
+        out_dtype: Dtype of the result.
+        provider: ``"eager"`` or None: what there is to fuse, torch itself fuses.
+
+    Returns:
+        A new tensor of shape ``[..., N]``.
+
+    Raises:
+        TypeError: values are not e4m3, or scales not float32.
+        ValueError: shapes do not fit together.
+    """
+    y: Tensor = _linear.call((x, x_scale, weight, weight_scale, bias), (out_dtype,), provider)
+    return y
+
+
+# --- checks, shapes --------------------------------------------------------------------------------------
+
+
+def _norm_code(norm: str | None) -> int:
+    if norm not in NORMS:
+        raise ValueError(f"norm is {norm!r}: choose one of {', '.join(map(repr, NORMS))}")
+    return NORMS[norm]
+
+
+def _norm_modulate_prepare(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    norm: str | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    return x, scale, shift, weight, bias, eps, _norm_code(norm)
+
+
+def _gate_residual_norm_modulate_prepare(
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, eps: float, norm: str | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    return residual, x, gate, scale, shift, weight, bias, eps, _norm_code(norm)
+
+
+def _activation_prepare(x: Tensor, function: str) -> tuple[Any, ...]:
+    if function not in ("identity", *FUNCTIONS):
+        raise ValueError(f"activation {function!r}: choose one of identity, {', '.join(FUNCTIONS)}")
+    if x.ndim == 0:
+        raise ValueError("a row of 8 bits needs a tensor of at least one dimension, got a scalar")
+    return x, function
+
+
+def _linear_prepare(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> tuple[Any, ...]:
+    for name, values, scales in (("x", x, x_scale), ("weight", weight, weight_scale)):
+        if values.dtype != E4M3 or scales.dtype != torch.float32:
+            raise TypeError(f"{name} must be {E4M3} with float32 scales, got {values.dtype} and {scales.dtype}")
+        if scales.shape != (*values.shape[:-1], 1):
+            raise ValueError(
+                f"{name} of shape {tuple(values.shape)} needs scales of shape {(*values.shape[:-1], 1)}, "
+                f"got {tuple(scales.shape)}"
+            )
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"rows of shape {tuple(x.shape)} and a weight of shape {tuple(weight.shape)} do not fit together"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the bias has shape {tuple(bias.shape)}, and the weight {weight.shape[0]} rows")
+    return x, x_scale, weight, weight_scale, bias, out_dtype
+
+
+def _rows(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    return x.new_empty(shape, dtype=E4M3), x.new_empty((*shape[:-1], 1), dtype=torch.float32)
+
+
+def _norm_modulate_fake(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    norm: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _rows(x, modulated_shape(x.shape, scale, shift, norm))
+
+
+def _gate_residual_norm_modulate_fake(
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, eps: float, norm: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = gated_shape(residual, x, gate, scale, shift)
+    new = residual.new_empty(shape, dtype=promoted_dtype(residual.dtype, x, gate))
+    return (new, *_rows(residual, shape))
+
+
+def _activation_fake(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
+    return _rows(x, x.shape)
+
+
+def _linear_fake(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keeps nothing."""
+
+
+def _backward(ctx: Any, *grads: Tensor) -> NoReturn:
+    raise RuntimeError("rounding to 8 bits has no gradient: use norm_modulate, gelu and linear where one is wanted")
+
+
+_norm_modulate = Op("norm_modulate_fp8", _norm_modulate_prepare, _norm_modulate_fake, _setup_context, _backward)
+_gate_residual_norm_modulate = Op(
+    "gate_residual_norm_modulate_fp8",
+    _gate_residual_norm_modulate_prepare,
+    _gate_residual_norm_modulate_fake,
+    _setup_context,
+    _backward,
+)
+_activation = Op("activation_fp8", _activation_prepare, _activation_fake, _setup_context, _backward)
+_linear = Op("linear_fp8", _linear_prepare, _linear_fake, _setup_context, _backward)

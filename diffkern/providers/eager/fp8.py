@@ -1,0 +1,62 @@
+"""Rows in 8 bits with one scale each, in plain PyTorch: how they are made, and their product with such a weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diffkern.providers.eager import activation as plain_activation
+from diffkern.providers.eager import modulate
+from diffkern.providers.fp8 import fp8_unavailable_reason
+
+E4M3 = torch.float8_e4m3fn
+#: The largest number of e4m3.
+LARGEST = 448.0
+#: A row whose largest magnitude is below this is divided by what this gives.
+SMALLEST_PEAK = 1e-12
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each row in e4m3, its peak brought to 448, and the scale in float32 that takes it back."""
+    x = x.float().contiguous()
+    peak = x.abs().amax(dim=-1, keepdim=True).clamp_min(SMALLEST_PEAK)
+    return (x * (LARGEST / peak)).to(E4M3), peak / LARGEST
+
+
+def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
+    """Computes :func:`diffkern.ops.activation_fp8`."""
+    return quantize_rows(x if function == "identity" else plain_activation.activation(x.float(), function))
+
+
+def norm_modulate_fp8(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    norm: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes :func:`diffkern.ops.norm_modulate_fp8`."""
+    return quantize_rows(modulate.norm_modulate(x, scale, shift, weight, bias, eps, norm, 1.0, False, torch.float32))
+
+
+def gate_residual_norm_modulate_fp8(
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, eps: float, norm: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes :func:`diffkern.ops.gate_residual_norm_modulate_fp8`."""
+    new, y = modulate.gate_residual_norm_modulate(
+        residual, x, gate, scale, shift, weight, bias, eps, norm, 0, 1.0, False, None, torch.float32
+    )
+    return (new, *quantize_rows(y))
+
+
+def linear_fp8(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Computes :func:`diffkern.ops.linear_fp8`: in hardware, or on the numbers that the bytes stand for."""
+    rows, scales = x.flatten(0, -2), x_scale.flatten(0, -2)
+    if out_dtype == torch.bfloat16 and fp8_unavailable_reason(x.device) is None:
+        y = torch._scaled_mm(
+            rows, weight.t(), scales, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=True
+        )
+    else:
+        y = (rows.float() * scales) @ (weight.float() * weight_scale).t()
+        y = (y if bias is None else y + bias.float()).to(out_dtype)
+    return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,0 +1,61 @@
+"""The Triton kernel of activations into rows of 8 bits. Imported at first use, since this needs Triton.
+
+A program computes ``ROWS`` rows in ``STEPS`` blocks of ``COLS`` columns. With one step a row is read once; else it is
+read again after its peak is known.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# The arguments of a kernel have the types that Triton gives them, which mypy does not know.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diffkern.providers.triton.activation_kernels import activate
+
+_LARGEST: tl.constexpr = tl.constexpr(448.0)
+_SMALLEST_PEAK: tl.constexpr = tl.constexpr(1e-12)
+
+
+@triton.jit
+def row_scale(peak):
+    """What brings the peak of a row to 448, the largest number of e4m3, and the scale that takes it back."""
+    peak = tl.maximum(peak, _SMALLEST_PEAK)
+    return tl.div_rn(_LARGEST, peak), tl.div_rn(peak, _LARGEST)
+
+
+@triton.jit
+def _activated(x_ptr, rows, col, mask, x_stride, FUNCTION: tl.constexpr):
+    x = tl.load(x_ptr + rows[:, None] + (col.to(tl.int64) * x_stride)[None, :], mask=mask, other=0.0).to(tl.float32)
+    if FUNCTION == "identity":
+        return x
+    else:
+        return activate(x, FUNCTION)
+
+
+@triton.jit(do_not_specialize=["count"])
+def activation_fp8_kernel(
+    x_ptr, y_ptr, scale_ptr, count, length, x_row, x_stride,
+    FUNCTION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Writes ``activation(x)`` as rows of e4m3, laid out densely, and the scale of each."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    peak = tl.zeros((ROWS,), dtype=tl.float32)
+    if STEPS > 1:
+        for step in range(STEPS):
+            col = step * COLS + tl.arange(0, COLS)
+            mask = inside[:, None] & (col < length)[None, :]
+            y = _activated(x_ptr, row * x_row, col, mask, x_stride, FUNCTION)
+            peak = tl.maximum(peak, tl.max(tl.abs(y), axis=1))
+    for step in range(STEPS):
+        col = step * COLS + tl.arange(0, COLS)
+        mask = inside[:, None] & (col < length)[None, :]
+        y = _activated(x_ptr, row * x_row, col, mask, x_stride, FUNCTION)
+        if STEPS == 1:
+            peak = tl.max(tl.abs(y), axis=1)
+        factor, scale = row_scale(peak)
+        if step == 0:
+            tl.store(scale_ptr + row, scale, mask=inside)
+        y = (y * factor[:, None]).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + (row * length)[:, None] + col.to(tl.int64)[None, :], y, mask=mask)

@@ -1,0 +1,218 @@
+"""The LTX block with products in 8 bits: its error as stated, and copies of weights that are never out of date."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from diffkern import inject_optimized_kernels, restore
+from diffkern.bench.measure import relative_error
+from diffkern.blocks import fp8
+from diffkern.blocks.fp8 import EVERY
+from diffkern.blocks.ltx import FP8_ALLOWANCE
+from diffkern.blocks.memory import memory
+from diffkern.injection import inject
+from tests.injection.models import all_fused, ltx_inputs, tiny_ltx
+
+
+@pytest.fixture(autouse=True)
+def _hardware(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU, or the CPU taken for one: there the numbers behind the 8 bits are multiplied."""
+    if request.node.get_closest_marker("gpu"):
+        if torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("this GPU has no numbers of 8 bits")
+    elif "device" in request.fixturenames:
+        monkeypatch.setattr(inject, "fp8_unavailable_reason", lambda device: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="diffkern: weights changed")
+        yield
+
+
+def model_on(device: str, layers: int = 3) -> Any:
+    return tiny_ltx(layers).to(device, torch.bfloat16)
+
+
+def output(model: Any, device: str) -> Tensor:
+    inputs = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in ltx_inputs(batch=2, frames=5, dtype=torch.bfloat16).items()
+    }
+    with torch.no_grad():
+        result: Tensor = model(**inputs)[0]
+    return result
+
+
+def in_float64(model: Any, device: str) -> Tensor:
+    inputs = {
+        name: value.to(device, torch.float64 if value.is_floating_point() else value.dtype)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in ltx_inputs(batch=2, frames=5, dtype=torch.bfloat16).items()
+    }
+    exact = copy.deepcopy(model).double()
+    exact.rope.double_precision = True
+    with torch.no_grad():
+        result: Tensor = exact(**inputs)[0]
+    return result
+
+
+def test_the_error_is_the_stated_one_and_everything_runs_in_8_bits(device: str) -> None:
+    model = model_on(device)
+    stock, exact = output(model, device), in_float64(model, device)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    report = inject_optimized_kernels(model, numerics="fp8")
+    blocks = [site for site in report.patched if site.op == "ltx_block"]
+    assert len(blocks) == 3 and not report.failed
+    for site in blocks:
+        assert all(0 < m.fused <= 1.05 * m.stock + FP8_ALLOWANCE for m in site.measurements)
+    first, second = output(model, device), output(model, device)
+    assert all_fused(report) and not any(count["stock_pieces"] for count in report.calls().values())
+    assert torch.equal(first, second)
+    error = relative_error(first, exact)
+    assert relative_error(stock, exact) < error <= 0.06
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all("fp8" in memory(block) for block in model.transformer_blocks)
+    report.restore()
+    assert torch.equal(output(model, device), stock)
+    assert not any(memory(block) for block in model.transformer_blocks)
+
+
+def test_on_a_device_without_8_bits_nothing_is_patched() -> None:
+    report = inject_optimized_kernels(model_on("cpu"), numerics="fp8")
+    assert not report.patched
+    assert {site.reason for site in report.skipped if site.op is not None} == {
+        "8 bits need an NVIDIA GPU of compute capability 8.9 or newer, and this is cpu: "
+        "use numerics='fast' or 'exact' instead of 'fp8'"
+    }
+
+
+def test_where_nothing_has_a_form_in_8_bits_the_report_says_so(device: str) -> None:
+    norm = torch.nn.RMSNorm(64, eps=1e-6).to(device, torch.bfloat16)
+    report = inject_optimized_kernels(norm, numerics="fp8")
+    assert report.patched and any("no module here has a form in 8 bits" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("target", ["attn1.to_k", "attn1.to_out.0", "ff.net.2", "attn2.to_q"])
+def test_a_layer_with_an_adapter_is_called_and_its_piece_runs_as_fast(device: str, target: str) -> None:
+    model = model_on(device, layers=1)
+    inject_optimized_kernels(model, numerics="fp8")
+    plain = output(model, device)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=[target], init_lora_weights="gaussian"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    exact = in_float64(model, device)
+    with_adapter = output(model, device)
+    assert relative_error(with_adapter, exact) <= 0.06 and not torch.equal(with_adapter, plain)
+    model.disable_adapters()
+    assert relative_error(output(model, device), plain.double()) <= 0.06
+
+
+def test_changed_weights_are_copied_anew_at_once(device: str) -> None:
+    model = model_on(device, layers=1)
+    inject_optimized_kernels(model, numerics="fp8")
+    block, before = model.transformer_blocks[0], output(model, device)
+    with torch.no_grad():
+        block.ff.net[2].weight.mul_(-1.5)  # in place: its version counts
+        block.attn1.to_v.weight = torch.nn.Parameter(-block.attn1.to_v.weight, requires_grad=False)
+        block.attn1.to_q.weight.data = block.attn1.to_q.weight.data.flip(0).contiguous()  # another address
+    changed, exact = output(model, device), in_float64(model, device)
+    assert relative_error(changed, exact) <= 0.06 < relative_error(before, exact)
+
+
+def test_a_merged_adapter_is_noticed_though_it_leaves_no_sign(device: str) -> None:
+    model = model_on(device)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    output(model, device)
+    for block in model.transformer_blocks:
+        version, address = block.ff.net[2].weight._version, block.ff.net[2].weight.data_ptr()
+        block.ff.net[2].weight.data += 0.3  # what peft's merge does
+        assert (block.ff.net[2].weight._version, block.ff.net[2].weight.data_ptr()) == (version, address)
+    exact = in_float64(model, device)
+    with pytest.warns(UserWarning, match="weights changed without a sign"):
+        for _ in range(4 * EVERY):
+            output(model, device)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    assert relative_error(output(model, device), exact) <= 0.06
+    report.restore()
+
+
+def test_weights_with_nan_are_not_taken_for_changed_ones(device: str) -> None:
+    model = model_on(device, layers=1)
+    inject_optimized_kernels(model, numerics="fp8")
+    with torch.no_grad():
+        model.transformer_blocks[0].ff.net[2].weight[0, 0] = torch.nan
+    before = fp8.generation()
+    for _ in range(4 * EVERY):
+        output(model, device)
+    assert fp8.generation() == before
+
+
+def test_with_gradients_enabled_nothing_is_in_8_bits_and_the_report_says_so(device: str) -> None:
+    model = model_on(device, layers=1)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    inputs = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in ltx_inputs(batch=2, frames=5, dtype=torch.bfloat16).items()
+    }
+    x: Any = inputs["hidden_states"]
+    x.requires_grad_()
+    model(**inputs)[0].sum().backward()
+    assert x.grad.isfinite().all()
+    assert report.calls()["transformer_blocks.0"]["stock_pieces"] == {"attn1 in 8 bits": 1, "ff in 8 bits": 1}
+
+
+def test_copies_of_a_model_do_not_share_its_copies_of_weights(device: str) -> None:
+    model = model_on(device, layers=1)
+    inject_optimized_kernels(model, numerics="fp8")
+    before = output(model, device)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.transformer_blocks[0].ff.net[2].weight.mul_(3)
+    assert not torch.equal(output(other, device), before)
+    assert torch.equal(output(model, device), before)
+    restore(other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_than_bfloat16_run_stock_on_a_gpu(dtype: torch.dtype) -> None:
+    model = tiny_ltx(1).to("cuda", dtype)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    (site,) = [site for site in (*report.patched, *report.failed) if site.op == "ltx_block"]
+    inputs = {n: v.to("cuda", dtype if v.is_floating_point() else v.dtype) if isinstance(v, Tensor) else v
+              for n, v in ltx_inputs().items()}  # fmt: skip
+    with torch.no_grad():
+        model(**inputs)
+    assert any("give bfloat16" in reason for reason in report.calls()[site.path]["stock_reasons"])
+
+
+@pytest.mark.gpu
+def test_replays_notice_changed_weights_too() -> None:
+    model = model_on("cuda", layers=2)
+    report = inject_optimized_kernels(model, numerics="fp8", cuda_graph=True)
+    for _ in range(4):
+        captured = output(model, "cuda")
+    for block in model.transformer_blocks:
+        block.ff.net[2].weight.data += 0.3
+    exact = in_float64(model, "cuda")
+    assert relative_error(captured, exact) > 0.06
+    with pytest.warns(UserWarning, match="weights changed without a sign"):
+        for _ in range(8):
+            output(model, "cuda")
+            torch.cuda.synchronize()
+    assert relative_error(output(model, "cuda"), exact) <= 0.06
+    report.restore()
