@@ -28,6 +28,7 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
