@@ -35,7 +35,7 @@ from diffkern.injection.report import InjectionReport, Measurement, Site
 from diffkern.injection.state import LEFT_ALONE, PatchState, patch, patch_state, unpatch
 from diffkern.matching import full_name, match
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
-from diffkern.providers.fp8 import fp8_unavailable_reason
+from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.providers.liger import Flags
 
 NUMERICS = ("exact", "fast", "fp8")

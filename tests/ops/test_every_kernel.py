@@ -9,6 +9,7 @@ from torch import Tensor
 from diffkern.providers import eager, get_provider
 from diffkern.providers.registry import kernel_for
 from tests.ops.kernel_calls import CALLS
+from tests.ops.reference import INTERPRETED
 
 
 def _all(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -30,4 +31,8 @@ def test_dk18_kernels_agree_with_the_reference_also_on_nothing(op: str, batch: i
     for y, truth in zip(results, expected, strict=True):
         assert (y.shape, y.dtype, y.device) == (truth.shape, truth.dtype, truth.device)
         assert y.shape[0] == batch
+        if y.dtype == torch.float8_e4m3fn:
+            if not INTERPRETED:  # whose e4m3 is wrong
+                torch.testing.assert_close(y.float(), truth.float(), rtol=2**-3, atol=2**-9)  # neighbours
+            continue
         torch.testing.assert_close(y, truth, rtol=1e-5, atol=1e-5)

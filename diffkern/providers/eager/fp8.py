@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diffkern.providers.eager import activation as plain_activation
-from diffkern.providers.eager import modulate
-from diffkern.providers.fp8 import fp8_unavailable_reason
+from diffkern.providers.eager.activation import activation
+from diffkern.providers.eager.modulate import gate_residual_norm_modulate, norm_modulate
 
 E4M3 = torch.float8_e4m3fn
 #: The largest number of e4m3.
 LARGEST = 448.0
 #: A row whose largest magnitude is below this is divided by what this gives.
 SMALLEST_PEAK = 1e-12
+
+#: Compute capability of the first NVIDIA GPUs that multiply e4m3: Ada, then Hopper.
+CAPABILITY = (8, 9)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,7 +27,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.activation_fp8`."""
-    return quantize_rows(x if function == "identity" else plain_activation.activation(x.float(), function))
+    return quantize_rows(x if function == "identity" else activation(x.float(), function))
 
 
 def norm_modulate_fp8(
@@ -33,7 +35,7 @@ def norm_modulate_fp8(
     norm: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.norm_modulate_fp8`."""
-    return quantize_rows(modulate.norm_modulate(x, scale, shift, weight, bias, eps, norm, 1.0, False, torch.float32))
+    return quantize_rows(norm_modulate(x, scale, shift, weight, bias, eps, norm, 1.0, False, torch.float32))
 
 
 def gate_residual_norm_modulate_fp8(
@@ -41,7 +43,7 @@ def gate_residual_norm_modulate_fp8(
     weight: Tensor | None, bias: Tensor | None, eps: float, norm: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.gate_residual_norm_modulate_fp8`."""
-    new, y = modulate.gate_residual_norm_modulate(
+    new, y = gate_residual_norm_modulate(
         residual, x, gate, scale, shift, weight, bias, eps, norm, 0, 1.0, False, None, torch.float32
     )
     return (new, *quantize_rows(y))
@@ -60,3 +62,13 @@ def linear_fp8(
         y = (rows.float() * scales) @ (weight.float() * weight_scale).t()
         y = (y if bias is None else y + bias.float()).to(out_dtype)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def fp8_unavailable_reason(device: torch.device) -> str | None:
+    """Returns why the hardware of ``device`` has no numbers in e4m3 that torch multiplies, or None."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"8 bits need an NVIDIA GPU of compute capability 8.9 or newer, and this is {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        return f"8 bits need compute capability 8.9 or newer, and this GPU has {capability[0]}.{capability[1]}"
+    return None

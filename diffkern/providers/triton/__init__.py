@@ -13,7 +13,7 @@ from importlib import import_module
 import torch
 
 from diffkern.providers.base import ROPE_DTYPES, Kernel, Request, Support
-from diffkern.providers.fp8 import fp8_unavailable_reason
+from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.providers.triton.availability import unavailable_reason
 
 #: Every op, and the module of this package whose function of the same name computes it.
