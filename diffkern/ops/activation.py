@@ -169,10 +169,9 @@ def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
     """The value and the gate, as views."""
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim {dim} is out of range for an input of {x.ndim} dimensions")
-    size = x.shape[dim]
-    if size % 2:
-        raise ValueError(f"dimension {dim} has the odd size {size} and cannot be halved")
-    first, second = x.split(size // 2, dim) if size else (x, x)
+    if x.shape[dim] % 2:
+        raise ValueError(f"dimension {dim} has the odd size {x.shape[dim]} and cannot be halved")
+    first, second = x.chunk(2, dim)
     return (second, first) if gate_first else (first, second)
 
 

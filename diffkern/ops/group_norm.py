@@ -210,13 +210,14 @@ def _per_sample(name: str, modulation: Tensor | None, x: Tensor) -> Tensor | Non
 
 def _is_channels_last(x: Tensor) -> bool:
     """Whether torch takes ``x``, dense or not, for a tensor in channels-last order."""
-    if x.ndim not in (4, 5) or x.stride(1) == 0:
+    strides = x.stride()
+    if len(strides) not in (4, 5) or strides[1] == 0:
         return False
-    at_least = 0
-    for dim in (1, *range(x.ndim - 1, 1, -1), 0):
-        size, stride = x.shape[dim], x.stride(dim)
+    shape, at_least = x.shape, 0
+    for dim in (1, 4, 3, 2, 0) if len(strides) == 5 else (1, 3, 2, 0):
+        size, stride = shape[dim], strides[dim]
         # Where nothing but the batch is larger than 1, every order is as good, and torch says no.
-        if size == 0 or stride < at_least or (dim == 0 and at_least == x.stride(1)):
+        if size == 0 or stride < at_least or (dim == 0 and at_least == strides[1]):
             return False
         at_least = stride * max(size, 1)
     return True

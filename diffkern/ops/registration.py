@@ -138,7 +138,7 @@ class Op:
             return self._call_traced(args, provider)
         if _needs_torch(args):
             return self.op(*args, provider)
-        kernel = self._kernel([_dtype_of(value) for value in args], args[0].device, provider)
+        kernel = kernel_for(self._name, args[0].device, provider, *self._dtypes(args))
         result = kernel(*args)
         if key is not None and isinstance(kernel, OpOverload):
             self._remember(key, kernel, operands, args)
@@ -152,17 +152,17 @@ class Op:
         Args:
             device: Device of the input.
             provider: As in the public functions.
-            dtypes: For each argument of the kernel its dtype, or the one it names, or None.
+            dtypes: What it computes in, in the order of its arguments; None for what is not given.
 
         Raises:
             TypeError: as :func:`~diffkern.providers.registry.kernel_for`.
             NoProviderError: as there.
         """
-        kernel = self._kernel(dtypes, device, provider)
+        kernel = kernel_for(self._name, device, provider, *dtypes)
         if isinstance(kernel, OpOverload):
             return kernel
         if kernel not in self._of_kernels:
-            given = tuple(dict.fromkeys(dtype for i in self._computed_in if (dtype := dtypes[i]) is not None))
+            given = tuple(dict.fromkeys(dtype for dtype in dtypes if dtype is not None))
             who = re.sub(r"\W", "_", select(self._name, device, given, provider).provider)
             # No defaults: torch does not pass what equals a default on to Python.
             signature = without_defaults(SIGNATURES[self._name])
@@ -191,8 +191,7 @@ class Op:
 
     def _call_traced(self, args: tuple[Any, ...], provider: str | None) -> Any:
         if not (_grad_is_enabled() and _wants_gradient(args)):
-            dtypes = tuple(_dtype_of(value) for value in args)
-            held = _op_for_graph(self._name, args[0].device, provider, dtypes, self._needed(args))
+            held = _op_for_graph(self._name, args[0].device, provider, self._dtypes(args), self._needed(args))
             if held is not None and self._seen_through is not None:
                 return self._seen_through(*args)
             if held is not None:
@@ -203,14 +202,15 @@ class Op:
     def _compute(self, *given: Any) -> Any:
         """What :attr:`op` runs."""
         *args, provider = self._completed(given)
-        return self._kernel([_dtype_of(value) for value in args], args[0].device, provider)(*args)
+        return kernel_for(self._name, args[0].device, provider, *self._dtypes(args))(*args)
 
     def _completed(self, given: Sequence[Any]) -> list[Any]:
         """The arguments of :attr:`op`; torch leaves out the last ones that have their default."""
         return [*given, *self._defaults[len(given) :]]
 
-    def _kernel(self, dtypes: Sequence[torch.dtype | None], device: torch.device, provider: str | None) -> Kernel:
-        return kernel_for(self._name, device, provider, *(dtypes[index] for index in self._computed_in))
+    def _dtypes(self, args: Sequence[Any]) -> tuple[torch.dtype | None, ...]:
+        """What a kernel computes in, as :meth:`of_provider` takes it."""
+        return tuple([_dtype_of(args[index]) for index in self._computed_in])
 
 
 def _op_for_graph(
@@ -250,12 +250,13 @@ def _needs_torch(args: Sequence[Any]) -> bool:
         return False
     if type(args[0]) is not Tensor and type(args[0]) is not torch.nn.Parameter:
         return True
+    wanted = _grad_is_enabled()
     # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it.
-    return any(tensor.is_neg() for tensor in _tensors(args)) or (_grad_is_enabled() and _wants_gradient(args))
+    return any([tensor.is_neg() or (wanted and tensor.requires_grad) for tensor in _tensors(args)])
 
 
 def _wants_gradient(values: Sequence[Any]) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors(values))
+    return any([tensor.requires_grad for tensor in _tensors(values)])
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -271,10 +272,10 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 def _dtype_of(value: Any) -> torch.dtype | None:
     """The dtype of a tensor, or of those in a list, or the one that an argument names; else None."""
-    if isinstance(value, (list, tuple)):
-        value = value[0] if value else None
     if isinstance(value, Tensor):
         return value.dtype
+    if isinstance(value, (list, tuple)):
+        return _dtype_of(value[0]) if value else None
     return value if isinstance(value, torch.dtype) else None
 
 
