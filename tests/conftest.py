@@ -91,6 +91,11 @@ def provider(request: pytest.FixtureRequest, device: str) -> str:
     return name
 
 
+@pytest.fixture(autouse=True)
+def the_same_numbers_on_every_run() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ranges_as_the_compiler_takes_them() -> Iterator[None]:
     """Makes the interpreter refuse what Triton's compiler refuses: a range whose length is no power of two."""

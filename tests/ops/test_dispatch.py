@@ -243,9 +243,10 @@ def test_lazy_signs_are_resolved(device: str) -> None:
 
 
 def test_fake_tensors_are_traced_and_not_run(device: str) -> None:
-    real = ops.norm_modulate(X.to(device), SCALE.to(device), SHIFT.to(device))
+    tensors = [t.to(device) for t in (X, SCALE, SHIFT)]
+    real = ops.norm_modulate(*tensors)
     with FakeTensorMode() as mode:
-        fake = ops.norm_modulate(*(mode.from_tensor(t.to(device)) for t in (X, SCALE, SHIFT)))
+        fake = ops.norm_modulate(*map(mode.from_tensor, tensors))
     assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
 
 
