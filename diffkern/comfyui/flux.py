@@ -23,11 +23,41 @@ _FP16_MAX = 65504
 
 
 class FluxBlock(ComfyRecipe):
-    """What the two kinds of blocks share."""
+    """What the two kinds of blocks share.
+
+    Attributes:
+        native_class: The class of ComfyUI whose forward this is.
+    """
 
     families: ClassVar[frozenset[str]] = frozenset({MODULATION, QK_NORM_ROPE})
     ops = ("norm_modulate", "gate_residual", "gate_residual_norm_modulate", "qk_norm_rope")
     versions = "ComfyUI 0.33"
+    words: ClassVar[frozenset[str]] = frozenset(
+        {
+            "attn1_output_patch",
+            "attn1_patch",
+            "attn_mask",
+            "dim",
+            "extra_options",
+            "k",
+            "mask",
+            "nan",
+            "neginf",
+            "patches",
+            "pe",
+            "posinf",
+            "q",
+            "skip_reshape",
+            "transformer_options",
+            "v",
+        }
+    )
+
+    native_class: ClassVar[type[nn.Module]]
+
+    @override
+    def sources(self) -> tuple[Callable[..., Any], ...]:
+        return self.native_class.forward, native.QKNorm.forward, native.apply_mod, native_math.attention
 
     @staticmethod
     def _refusal(module: Any, x: Tensor, tokens: int, pe: Any, parts: Any, options: dict[str, Any]) -> str | None:
@@ -107,27 +137,8 @@ class FluxDoubleBlock(FluxBlock):
 
     op = "comfy_flux_double_block"
     fingerprints = frozenset({"468bc39868d0d493"})
-    words: ClassVar[frozenset[str]] = frozenset(
-        {
-            "attn1_output_patch",
-            "attn1_patch",
-            "attn_mask",
-            "dim",
-            "extra_options",
-            "img_slice",
-            "k",
-            "mask",
-            "nan",
-            "neginf",
-            "patches",
-            "pe",
-            "posinf",
-            "q",
-            "skip_reshape",
-            "transformer_options",
-            "v",
-        }
-    )
+    words: ClassVar[frozenset[str]] = FluxBlock.words | {"img_slice"}
+    native_class = native.DoubleStreamBlock
 
     @staticmethod
     @override
@@ -173,10 +184,11 @@ class FluxDoubleBlock(FluxBlock):
         for name, x, mods in (("txt", txt, txt_mods), ("img", img, img_mods)):
             attention, norm = getattr(block, f"{name}_attn"), getattr(block, f"{name}_norm1")
             y = self._modulate(norm, x, mods[0], f"{name}_norm1" not in stock, provider)
-            own = None if tables is None else (tables[0][:, :, ends[name]], tables[1][:, :, ends[name]])
             fuse_norms = f"{name}_attn.norm" not in stock
             streams.append(
-                self._queries_keys_values(attention.norm, attention.qkv(y), block.num_heads, own, fuse_norms, provider)
+                self._queries_keys_values(
+                    attention.norm, attention.qkv(y), block.num_heads, _of(tables, ends[name]), fuse_norms, provider
+                )
             )
         q, k, v = (torch.cat(pair, dim=2) for pair in zip(*streams, strict=True))
         y = native.attention(q, k, v, pe=None if tables is not None else pe, mask=mask, transformer_options=options)
@@ -191,22 +203,20 @@ class FluxDoubleBlock(FluxBlock):
         return img, _finite(txt)
 
     @override
-    def sources(self) -> tuple[Callable[..., Any], ...]:
-        return native.DoubleStreamBlock.forward, native.QKNorm.forward, native.apply_mod, native_math.attention
-
-    @override
     def samples(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         block: Any = module
         random, size = Samples(device, dtype), block.hidden_size
-        pe = Samples(device, torch.float32).rotations(1, 1, 2 * tokens, size // block.num_heads // 2)
         vec: Any = random(2, size, scale=0.5)
         if not block.modulation:
             vec = tuple(tuple(_modulation(random, size) for _ in range(2)) for _ in range(2))
         # As many text tokens as image tokens, so that a proof can lay both results on top of each other.
         img, txt = random(2, tokens, size), random(2, tokens, size)
-        return [(img, txt, vec, rotation, None, None, None, sample_options()) for rotation in (pe, None)]
+        return [
+            (img, txt, vec, rotation, None, None, None, sample_options())
+            for rotation in _rotations(block, 2 * tokens, device)
+        ]
 
 
 class FluxSingleBlock(FluxBlock):
@@ -214,26 +224,7 @@ class FluxSingleBlock(FluxBlock):
 
     op = "comfy_flux_single_block"
     fingerprints = frozenset({"caf9a31670dcd931"})
-    words: ClassVar[frozenset[str]] = frozenset(
-        {
-            "attn1_output_patch",
-            "attn1_patch",
-            "attn_mask",
-            "dim",
-            "extra_options",
-            "k",
-            "mask",
-            "nan",
-            "neginf",
-            "patches",
-            "pe",
-            "posinf",
-            "q",
-            "skip_reshape",
-            "transformer_options",
-            "v",
-        }
-    )
+    native_class = native.SingleStreamBlock
 
     @staticmethod
     @override
@@ -264,9 +255,7 @@ class FluxSingleBlock(FluxBlock):
         modulation = block.modulation(vec)[0] if block.modulation else vec
         y = block.linear1(self._modulate(block.pre_norm, x, modulation, "pre_norm" not in stock, provider))
         qkv, mlp = y.split((3 * block.hidden_size, block.mlp_hidden_dim_first), dim=-1)
-        tables = self._rotary(pe)
-        if tables is not None:
-            tables = tables[0][:, :, : x.shape[1]], tables[1][:, :, : x.shape[1]]
+        tables = _of(self._rotary(pe), slice(0, x.shape[1]))
         q, k, v = self._queries_keys_values(block.norm, qkv, block.num_heads, tables, "norm" not in stock, provider)
         y = native.attention(q, k, v, pe=None if tables is not None else pe, mask=mask, transformer_options=options)
         if block.yak_mlp:
@@ -277,23 +266,31 @@ class FluxSingleBlock(FluxBlock):
         return _finite(self._add(x, block.linear2(torch.cat((y, mlp), dim=2)), modulation.gate, provider))
 
     @override
-    def sources(self) -> tuple[Callable[..., Any], ...]:
-        return native.SingleStreamBlock.forward, native.QKNorm.forward, native.apply_mod, native_math.attention
-
-    @override
     def samples(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         block: Any = module
         random, size = Samples(device, dtype), block.hidden_size
-        pe = Samples(device, torch.float32).rotations(1, 1, tokens, size // block.num_heads // 2)
         vec = random(2, size, scale=0.5) if block.modulation else _modulation(random, size)
         x = random(2, tokens, size)
-        return [(x, vec, rotation, None, None, sample_options()) for rotation in (pe, None)]
+        return [(x, vec, rotation, None, None, sample_options()) for rotation in _rotations(block, tokens, device)]
+
+
+def _of(tables: Tables | None, tokens: slice) -> Tables | None:
+    """The rotary tables of some tokens: tables with a single row are those of all."""
+    if tables is None or tables[0].shape[2] == 1:
+        return tables
+    return tables[0][:, :, tokens], tables[1][:, :, tokens]
 
 
 def _finite(x: Tensor) -> Tensor:
     return torch.nan_to_num(x, nan=0.0, posinf=_FP16_MAX, neginf=-_FP16_MAX) if x.dtype == torch.float16 else x
+
+
+def _rotations(block: Any, tokens: int, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Rotary embeddings of sample calls: one for each token, one for all of them, none."""
+    random, pairs = Samples(device, torch.float32), block.hidden_size // block.num_heads // 2
+    return random.rotations(1, 1, tokens, pairs), random.rotations(1, 1, 1, pairs), None
 
 
 def _modulation(random: Samples, size: int) -> Any:
