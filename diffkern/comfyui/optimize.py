@@ -72,6 +72,9 @@ def optimize(
         patches = _plan(model, denoiser, numerics == "exact", chosen, provider, blocks, report, dtype, device)
         if strict:
             _refuse(report)
+        if kitchen_backend.is_installed(model):
+            report.notes.append("comfy-kitchen is served as the Optimize Model before this one says")
+            kitchen = "off"
         backend = kitchen_backend.prepare(kitchen, device, dtype, numerics, provider, report)
     clone = model.clone()
     if patches:

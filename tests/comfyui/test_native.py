@@ -71,10 +71,10 @@ def adapted(model: Any, kind: str) -> Any:
 def test_the_names_of_events_are_those_of_comfyui() -> None:
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-    from diffkern.comfyui import kitchen_backend, patcher
+    from diffkern.comfyui import patcher
 
     assert (patcher._ON_CLONE, patcher._ON_CLEANUP) == (CallbacksMP.ON_CLONE, CallbacksMP.ON_CLEANUP)
-    assert WrappersMP.APPLY_MODEL == kitchen_backend._APPLY_MODEL
+    assert WrappersMP.APPLY_MODEL == patcher.APPLY_MODEL
 
 
 def test_every_recipe_fits_this_comfyui() -> None:
@@ -355,12 +355,16 @@ def test_verify_and_benchmark(files: dict[str, Path]) -> None:
     good = verify(optimized, **options, steps=2, tolerance=1e-4)
     same = verify(exact, **options, steps=1, tolerance=0.0)
     strict = verify(optimized, **options, steps=1, tolerance=0.0)
+    served = verify(optimize(model, families=[], kitchen="on")[0], **options, steps=1, tolerance=1e-4)
+    nothing = verify(model, **options, steps=1, tolerance=0.0)
     times = benchmark(exact, **options, steps=3, runs=2)
     optimized.model.diffusion_model.blocks[0].modulation.data.fill_(float("nan"))
     broken = verify(optimized, **options, steps=1, tolerance=1.0)
 
     assert good.passed and 0 < good.error < 1e-4 and good.fused == 12 and str(good).startswith("PASS")
     assert same.passed and same.identical and "bit for bit" in str(same)
+    assert served.passed and str(served).endswith("; comfy-kitchen served")
+    assert nothing.passed and str(nothing).endswith("; nothing is patched")
     assert not strict.passed and str(strict).startswith("FAIL")
     assert not broken.passed and "native model itself" in str(broken)
     assert len(times.native.milliseconds) == 2 and times.native.memory is None and "CPU" in str(times)
