@@ -61,6 +61,27 @@ def test_example_workflows_come_with_a_picture_and_a_node_to_bypass(name: str) -
     assert "Ctrl+B" in note["widgets_values"][0]
 
 
+@pytest.mark.parametrize("name", ["ltx_video_ab", "flux_ab", "wan_ab"])
+def test_a_bypassed_group_takes_the_previews_of_its_reports_along(name: str) -> None:
+    """A preview whose report comes from a bypassed node has no input, which ComfyUI shows as an error."""
+    graph = json.loads((PACK / "example_workflows" / f"{name}.json").read_text())
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    groups = [{number for number, node in nodes.items() if _is_inside(node, group)} for group in graph["groups"]]
+    ours = {number for number, node in nodes.items() if node["type"] in ("DiffkernOptimizeModel", "DiffkernBenchmark")}
+
+    assert [len(group & ours) for group in groups] == [1, 1] and all(len(group) == 2 for group in groups)
+    for _, source, _, target, _, kind in graph["links"]:
+        for group in groups:
+            assert source not in group or target in group or kind == "MODEL"
+            assert nodes[source]["mode"] == 0 or nodes[target]["mode"] == nodes[source]["mode"]
+
+
+def _is_inside(node: dict[str, Any], group: dict[str, Any]) -> bool:
+    (x, y, width, height), (left, top) = group["bounding"], node["pos"]
+    right, bottom = left + node["size"][0], top + node["size"][1]
+    return bool(x <= left and y <= top and right <= x + width and bottom <= y + height)
+
+
 def test_the_folder_hands_on_the_entrypoint_and_the_help_pages() -> None:
     spec = importlib.util.spec_from_file_location("custom_nodes.diffkern", PACK / "__init__.py")
     assert spec is not None and spec.loader is not None
