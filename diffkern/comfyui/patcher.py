@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -125,6 +126,17 @@ def patches_of(model: Any) -> dict[str, Patch]:
     return found
 
 
+def own_modules(model: Any, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module of a model and all below it, by path, as they are without the patches of any clone.
+
+    While another clone is loaded, its patches are on the model, whole modules among them.
+    """
+    module = model.object_patches_backup.get(path, module)
+    yield path, module
+    for name, child in module.named_children():
+        yield from own_modules(model, f"{path}.{name}", child)
+
+
 def conflict(model: Any, path: str, module: nn.Module) -> str | None:
     """Says what else is patched where a patch of ours would go, or None.
 
@@ -140,7 +152,7 @@ def conflict(model: Any, path: str, module: nn.Module) -> str | None:
         above = ".".join(parts[:end])
         if above in model.object_patches:
             return f"another node replaces {above}: {_describe(model.object_patches[above])}"
-    forward = model.get_model_object(key)
+    forward = model.object_patches_backup.get(key, module.forward)
     if not (isinstance(forward, MethodType) and forward.__func__ is type(module).forward):
         return f"its forward was replaced: {_describe(forward)}"
     return None

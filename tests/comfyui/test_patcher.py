@@ -245,6 +245,19 @@ def test_the_original_is_seen_under_the_patch_of_a_clone_that_is_loaded(host: Ho
     assert len(report.patched) == 3
 
 
+def test_modules_that_another_clone_puts_in_while_it_is_loaded_are_not_taken_for_those_of_this_one(host: Host) -> None:
+    other = host.patcher.clone()
+    other.add_object_patch("diffusion_model.blocks.1", toy.Block())
+    other.add_object_patch("diffusion_model.blocks.2", nn.Identity())
+    expected = host.run(host.patcher)
+    other.patch_model()
+    optimized, report = optimize(host.patcher)
+    other.unpatch_model()
+
+    assert len(report.patched) == 3 and close(host.run(optimized), expected)
+    assert {patch.module for patch in patches_of(optimized).values()} <= set(_modules(host))
+
+
 def test_a_forward_that_was_replaced_on_the_class_object_is_left(host: Host) -> None:
     block = host.patcher.model.diffusion_model.blocks[0]
     block.forward = lambda x, *_, **__: x
