@@ -63,6 +63,8 @@ def optimize(
         raise ValueError(f"kitchen={kitchen!r}: choose one of {', '.join(kitchen_backend.CHOICES)}")
     started = time.perf_counter()
     report = InjectionReport(type(model.model.diffusion_model).__name__, numerics)
+    if not chosen:
+        report.notes.append("every family is switched off")
     dtype, device = inference_dtype(model), torch.device(model.load_device)
     if dtype not in KERNEL_DTYPES:
         report.notes.append(f"the model computes in {dtype}; float32, float16 and bfloat16 are served")
@@ -182,6 +184,7 @@ def _first_that_passes(
     site: Site,
 ) -> Patch | None:
     """Tries a recipe with all families, and then with each alone; the site hears of the proofs that speak for it."""
+    without: list[str] = []
     for recipe in recipes:
         fusion = ComfyFusion(recipe, dtype)
         try:
@@ -194,8 +197,9 @@ def _first_that_passes(
         site.provider, site.measurements = choice.provider, proofs
         if failed is not None:
             site.reason = failed.reason
+            without.append(f"not {' and '.join(sorted(recipe.chosen))}: {failed.reason}")
             continue
-        site.reason = choice.describe_declined()
+        site.reason = "; ".join(filter(None, (choice.describe_declined(), *without)))
         return Patch(module, fusion, provider, verifier, frozenset({device}))
     return None
 

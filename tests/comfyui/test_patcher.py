@@ -274,6 +274,16 @@ def test_a_module_that_breaks_the_contract_is_refused(host: Host, toy_recipe: Ca
     assert not patches_of(optimized)
 
 
+def test_the_report_says_which_family_is_left_out_and_why(host: Host, toy_recipe: Callable[[str], None]) -> None:
+    toy_recipe("HALF_WRONG")
+    optimized, report = optimize(host.patcher)
+
+    assert len(report.patched) == 3 and not report.failed and close(host.run(optimized), host.run(host.patcher))
+    reason = report.patched[0].reason
+    assert reason.startswith("not modulation and qk_norm_rope: ") and "against stock's" in reason
+    assert reason in " ".join(str(report).replace("why:", "").split())
+
+
 def test_a_forward_that_knows_a_new_word_is_not_trusted_to_a_proof(
     host: Host, toy_recipe: Callable[[str], None]
 ) -> None:
@@ -305,6 +315,7 @@ def test_a_dtype_that_no_kernel_serves_is_named(host: Host) -> None:
 
 def test_families_and_blocks_choose_what_is_patched(host: Host) -> None:
     assert not optimize(host.patcher, families=["qk_norm_rope"])[1].patched
+    assert optimize(host.patcher, families=[])[1].notes[0] == "every family is switched off"
     _, report = optimize(host.patcher, blocks="0, 2-5")
     assert [site.path for site in report.patched] == ["diffusion_model.blocks.0", "diffusion_model.blocks.2"]
     with pytest.raises(ValueError, match="fits none of the 3 modules"):
