@@ -16,6 +16,7 @@ import pytest
 import diffkern
 from tests.comfyui.server import PACK, REPOSITORY
 
+_GITHUB, _RAW = "https://github.com", "https://raw.githubusercontent.com"
 CODE = sorted((REPOSITORY / "diffkern" / "comfyui").glob("*.py"))
 NODES = [
     node for path in CODE if path.name.startswith("nodes_") for node in re.findall(r'node_id="(\w+)"', path.read_text())
@@ -34,9 +35,13 @@ def test_the_registry_finds_what_it_wants() -> None:
     project, comfy = configuration()["project"], configuration()["tool"]["comfy"]
 
     assert "comfyui" not in project["name"].lower() and re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
-    assert project["version"] == diffkern.__version__ and project["license"] and project["urls"]["Repository"]
+    assert project["version"] == diffkern.__version__ and project["license"] == {"text": "Apache-2.0"}
+    assert (
+        comfy["Icon"]
+        == f"{_RAW}{project['urls']['Repository'].removeprefix(_GITHUB)}/main/integrations/comfyui/icon.svg"
+    )
     assert comfy["PublisherId"] and comfy["DisplayName"] and comfy["requires-comfyui"]
-    assert (PACK / comfy["Icon"].rpartition("/")[2]).read_text().startswith("<svg")
+    assert (PACK / "icon.svg").read_text().startswith("<svg")
     assert (PACK / "requirements.txt").read_text().split() == project["dependencies"]
 
 
