@@ -60,12 +60,16 @@ class FluxBlock(ComfyRecipe):
         return self.native_class.forward, native.QKNorm.forward, native.apply_mod, native_math.attention
 
     @staticmethod
-    def _refusal(module: Any, x: Tensor, tokens: int, pe: Any, parts: Any, options: dict[str, Any]) -> str | None:
+    def _refusal(
+        module: Any, x: Tensor, vec: Any, tokens: int, pe: Any, parts: Any, options: dict[str, Any]
+    ) -> str | None:
         if in_training():
             return "ComfyUI is training"
         reason = unfit_input(x)
         if reason is not None:
             return reason
+        if _dtype_of(vec) != x.dtype:
+            return "its modulation is not of the dtype of the hidden states"
         if parts is not None:
             return "its tokens are modulated in parts"
         patches = options.get("patches", {})
@@ -156,12 +160,12 @@ class FluxDoubleBlock(FluxBlock):
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
-        img, txt, _, pe, _, img_parts, txt_parts, options = call
+        img, txt, vec, pe, _, img_parts, txt_parts, options = call
         reason = unfit_input(txt)
         if reason is not None:
             return reason
         parts = txt_parts if img_parts is None else img_parts
-        return self._refusal(module, img, img.shape[1] + txt.shape[1], pe, parts, options)
+        return self._refusal(module, img, vec, img.shape[1] + txt.shape[1], pe, parts, options)
 
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
@@ -240,8 +244,8 @@ class FluxSingleBlock(FluxBlock):
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
-        x, _, pe, _, parts, options = call
-        return self._refusal(module, x, x.shape[1], pe, parts, options)
+        x, vec, pe, _, parts, options = call
+        return self._refusal(module, x, vec, x.shape[1], pe, parts, options)
 
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
@@ -274,6 +278,13 @@ class FluxSingleBlock(FluxBlock):
         vec = random(2, size, scale=0.5) if block.modulation else _modulation(random, size)
         x = random(2, tokens, size)
         return [(x, vec, rotation, None, None, sample_options()) for rotation in _rotations(block, tokens, device)]
+
+
+def _dtype_of(modulation: Any) -> torch.dtype:
+    """The dtype of a modulation, or of the vector that a block computes its own from."""
+    while not isinstance(modulation, Tensor):
+        modulation = modulation[0] if isinstance(modulation, (tuple, list)) else modulation.scale
+    return modulation.dtype
 
 
 def _of(tables: Tables | None, tokens: slice) -> Tables | None:

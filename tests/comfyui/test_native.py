@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffkern.comfyui.fusion import _mapped
 from diffkern.comfyui.optimize import native as without
 from diffkern.comfyui.optimize import optimize
 from diffkern.comfyui.patcher import patches_of
@@ -331,6 +332,21 @@ def test_guidance_that_skips_an_attention(files: dict[str, Path]) -> None:
 
     assert near(results[1], results[0])
     assert any("guidance" in reason for c in report.calls().values() for reason in c["stock_reasons"])
+
+
+def test_modulation_of_another_dtype_runs_native(model: Any, kind: str) -> None:
+    """The native forward goes on in the wider dtype, and a fused one would not."""
+    positions = {"LTXBlock": 3, "LTXAVBlock": 4, "FluxDoubleBlock": 2, "FluxSingleBlock": 1, "WanBlock": 1}
+    seen = set()
+    for patch in patches_of(optimize(model)[0]).values():
+        position = positions.get(type(patch.fusion.recipe).__name__)
+        if position is not None:
+            seen.add(position)
+            for call in patch.fusion.samples(patch.module, torch.device("cpu"), torch.float32, False):
+                other = (*call[:position], _mapped(torch.Tensor.double, call[position]), *call[position + 1 :])
+                assert patch.fusion.declines(patch.module, call) is None
+                assert "its modulation is not" in str(patch.fusion.declines(patch.module, other))
+    assert seen
 
 
 def test_a_dtype_that_changes_after_the_node_runs_native(files: dict[str, Path]) -> None:
