@@ -23,19 +23,53 @@ _FP16_MAX = 65504
 
 
 class FluxBlock(ComfyRecipe):
-    """What the two kinds of blocks share."""
+    """What the two kinds of blocks share.
+
+    Attributes:
+        native_class: The class of ComfyUI whose forward this is.
+    """
 
     families: ClassVar[frozenset[str]] = frozenset({MODULATION, QK_NORM_ROPE})
     ops = ("norm_modulate", "gate_residual", "gate_residual_norm_modulate", "qk_norm_rope")
     versions = "ComfyUI 0.33"
+    words: ClassVar[frozenset[str]] = frozenset(
+        {
+            "attn1_output_patch",
+            "attn1_patch",
+            "attn_mask",
+            "dim",
+            "extra_options",
+            "k",
+            "mask",
+            "nan",
+            "neginf",
+            "patches",
+            "pe",
+            "posinf",
+            "q",
+            "skip_reshape",
+            "transformer_options",
+            "v",
+        }
+    )
+
+    native_class: ClassVar[type[nn.Module]]
+
+    @override
+    def sources(self) -> tuple[Callable[..., Any], ...]:
+        return self.native_class.forward, native.QKNorm.forward, native.apply_mod, native_math.attention
 
     @staticmethod
-    def _refusal(module: Any, x: Tensor, tokens: int, pe: Any, parts: Any, options: dict[str, Any]) -> str | None:
+    def _refusal(
+        module: Any, x: Tensor, vec: Any, tokens: int, pe: Any, parts: Any, options: dict[str, Any]
+    ) -> str | None:
         if in_training():
             return "ComfyUI is training"
         reason = unfit_input(x)
         if reason is not None:
             return reason
+        if _dtype_of(vec) != x.dtype:
+            return "its modulation is not of the dtype of the hidden states"
         if parts is not None:
             return "its tokens are modulated in parts"
         patches = options.get("patches", {})
@@ -107,27 +141,8 @@ class FluxDoubleBlock(FluxBlock):
 
     op = "comfy_flux_double_block"
     fingerprints = frozenset({"468bc39868d0d493"})
-    words: ClassVar[frozenset[str]] = frozenset(
-        {
-            "attn1_output_patch",
-            "attn1_patch",
-            "attn_mask",
-            "dim",
-            "extra_options",
-            "img_slice",
-            "k",
-            "mask",
-            "nan",
-            "neginf",
-            "patches",
-            "pe",
-            "posinf",
-            "q",
-            "skip_reshape",
-            "transformer_options",
-            "v",
-        }
-    )
+    words: ClassVar[frozenset[str]] = FluxBlock.words | {"img_slice"}
+    native_class = native.DoubleStreamBlock
 
     @staticmethod
     @override
@@ -145,12 +160,12 @@ class FluxDoubleBlock(FluxBlock):
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
-        img, txt, _, pe, _, img_parts, txt_parts, options = call
+        img, txt, vec, pe, _, img_parts, txt_parts, options = call
         reason = unfit_input(txt)
         if reason is not None:
             return reason
         parts = txt_parts if img_parts is None else img_parts
-        return self._refusal(module, img, img.shape[1] + txt.shape[1], pe, parts, options)
+        return self._refusal(module, img, vec, img.shape[1] + txt.shape[1], pe, parts, options)
 
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
@@ -173,10 +188,11 @@ class FluxDoubleBlock(FluxBlock):
         for name, x, mods in (("txt", txt, txt_mods), ("img", img, img_mods)):
             attention, norm = getattr(block, f"{name}_attn"), getattr(block, f"{name}_norm1")
             y = self._modulate(norm, x, mods[0], f"{name}_norm1" not in stock, provider)
-            own = None if tables is None else (tables[0][:, :, ends[name]], tables[1][:, :, ends[name]])
             fuse_norms = f"{name}_attn.norm" not in stock
             streams.append(
-                self._queries_keys_values(attention.norm, attention.qkv(y), block.num_heads, own, fuse_norms, provider)
+                self._queries_keys_values(
+                    attention.norm, attention.qkv(y), block.num_heads, _of(tables, ends[name]), fuse_norms, provider
+                )
             )
         q, k, v = (torch.cat(pair, dim=2) for pair in zip(*streams, strict=True))
         y = native.attention(q, k, v, pe=None if tables is not None else pe, mask=mask, transformer_options=options)
@@ -191,22 +207,20 @@ class FluxDoubleBlock(FluxBlock):
         return img, _finite(txt)
 
     @override
-    def sources(self) -> tuple[Callable[..., Any], ...]:
-        return native.DoubleStreamBlock.forward, native.QKNorm.forward, native.apply_mod, native_math.attention
-
-    @override
     def samples(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         block: Any = module
         random, size = Samples(device, dtype), block.hidden_size
-        pe = Samples(device, torch.float32).rotations(1, 1, 2 * tokens, size // block.num_heads // 2)
         vec: Any = random(2, size, scale=0.5)
         if not block.modulation:
             vec = tuple(tuple(_modulation(random, size) for _ in range(2)) for _ in range(2))
         # As many text tokens as image tokens, so that a proof can lay both results on top of each other.
         img, txt = random(2, tokens, size), random(2, tokens, size)
-        return [(img, txt, vec, rotation, None, None, None, sample_options()) for rotation in (pe, None)]
+        return [
+            (img, txt, vec, rotation, None, None, None, sample_options())
+            for rotation in _rotations(block, 2 * tokens, device)
+        ]
 
 
 class FluxSingleBlock(FluxBlock):
@@ -214,26 +228,7 @@ class FluxSingleBlock(FluxBlock):
 
     op = "comfy_flux_single_block"
     fingerprints = frozenset({"caf9a31670dcd931"})
-    words: ClassVar[frozenset[str]] = frozenset(
-        {
-            "attn1_output_patch",
-            "attn1_patch",
-            "attn_mask",
-            "dim",
-            "extra_options",
-            "k",
-            "mask",
-            "nan",
-            "neginf",
-            "patches",
-            "pe",
-            "posinf",
-            "q",
-            "skip_reshape",
-            "transformer_options",
-            "v",
-        }
-    )
+    native_class = native.SingleStreamBlock
 
     @staticmethod
     @override
@@ -249,8 +244,8 @@ class FluxSingleBlock(FluxBlock):
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
-        x, _, pe, _, parts, options = call
-        return self._refusal(module, x, x.shape[1], pe, parts, options)
+        x, vec, pe, _, parts, options = call
+        return self._refusal(module, x, vec, x.shape[1], pe, parts, options)
 
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
@@ -264,9 +259,7 @@ class FluxSingleBlock(FluxBlock):
         modulation = block.modulation(vec)[0] if block.modulation else vec
         y = block.linear1(self._modulate(block.pre_norm, x, modulation, "pre_norm" not in stock, provider))
         qkv, mlp = y.split((3 * block.hidden_size, block.mlp_hidden_dim_first), dim=-1)
-        tables = self._rotary(pe)
-        if tables is not None:
-            tables = tables[0][:, :, : x.shape[1]], tables[1][:, :, : x.shape[1]]
+        tables = _of(self._rotary(pe), slice(0, x.shape[1]))
         q, k, v = self._queries_keys_values(block.norm, qkv, block.num_heads, tables, "norm" not in stock, provider)
         y = native.attention(q, k, v, pe=None if tables is not None else pe, mask=mask, transformer_options=options)
         if block.yak_mlp:
@@ -277,23 +270,38 @@ class FluxSingleBlock(FluxBlock):
         return _finite(self._add(x, block.linear2(torch.cat((y, mlp), dim=2)), modulation.gate, provider))
 
     @override
-    def sources(self) -> tuple[Callable[..., Any], ...]:
-        return native.SingleStreamBlock.forward, native.QKNorm.forward, native.apply_mod, native_math.attention
-
-    @override
     def samples(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         block: Any = module
         random, size = Samples(device, dtype), block.hidden_size
-        pe = Samples(device, torch.float32).rotations(1, 1, tokens, size // block.num_heads // 2)
         vec = random(2, size, scale=0.5) if block.modulation else _modulation(random, size)
         x = random(2, tokens, size)
-        return [(x, vec, rotation, None, None, sample_options()) for rotation in (pe, None)]
+        return [(x, vec, rotation, None, None, sample_options()) for rotation in _rotations(block, tokens, device)]
+
+
+def _dtype_of(modulation: Any) -> torch.dtype:
+    """The dtype of a modulation, or of the vector that a block computes its own from."""
+    while not isinstance(modulation, Tensor):
+        modulation = modulation[0] if isinstance(modulation, (tuple, list)) else modulation.scale
+    return modulation.dtype
+
+
+def _of(tables: Tables | None, tokens: slice) -> Tables | None:
+    """The rotary tables of some tokens: tables with a single row are those of all."""
+    if tables is None or tables[0].shape[2] == 1:
+        return tables
+    return tables[0][:, :, tokens], tables[1][:, :, tokens]
 
 
 def _finite(x: Tensor) -> Tensor:
     return torch.nan_to_num(x, nan=0.0, posinf=_FP16_MAX, neginf=-_FP16_MAX) if x.dtype == torch.float16 else x
+
+
+def _rotations(block: Any, tokens: int, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Rotary embeddings of sample calls: one for each token, one for all of them, none."""
+    random, pairs = Samples(device, torch.float32), block.hidden_size // block.num_heads // 2
+    return random.rotations(1, 1, tokens, pairs), random.rotations(1, 1, 1, pairs), None
 
 
 def _modulation(random: Samples, size: int) -> Any:

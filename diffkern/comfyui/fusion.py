@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.comfyui.recipe import ComfyRecipe, plain_arithmetic
-from diffkern.comfyui.stand_in import shell
-from diffkern.injection.block_fusion import BlockFusion
+from diffkern.comfyui.stand_in import is_state_of_comfy, shell
+from diffkern.injection.block_fusion import BlockFusion, settings
 from diffkern.injection.proof import Verifier
 from diffkern.injection.report import Measurement
 from diffkern.injection.samples import block_stand_in
@@ -53,7 +53,7 @@ class ComfyFusion(BlockFusion):
         layers = tuple(
             (
                 name, full_name(type(child)),
-                getattr(child, "in_features", None), getattr(child, "out_features", None), getattr(child, "eps", None),
+                tuple(setting for setting in settings(child) if not is_state_of_comfy(setting[0])),
             )
             for name, child in module.named_modules()
         )  # fmt: skip

@@ -14,6 +14,8 @@ from torch import nn
 
 from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, Kitchen, unfit
 from diffkern.comfyui.kitchen_fusion import KitchenFusion
+from diffkern.comfyui.patcher import APPLY_MODEL
+from diffkern.comfyui.rope import one_model_call
 from diffkern.injection import InjectionReport
 from diffkern.injection.proof import Verifier
 from diffkern.providers import KERNEL_DTYPES, NoProviderError, select
@@ -22,9 +24,7 @@ from diffkern.providers import KERNEL_DTYPES, NoProviderError, select
 CHOICES = ("auto", "on", "off")
 
 #: Under which the wrapper is known to the model patcher.
-KEY = "diffkern"
-# Name of ComfyUI's WrappersMP.
-_APPLY_MODEL = "apply_model"
+KEY = "diffkern.kitchen"
 
 
 def prepare(
@@ -93,16 +93,20 @@ def install(model: Any, backend: str) -> None:
     from comfy_kitchen.registry import registry
 
     def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        with registry.use_backend(backend):
+        with one_model_call(), registry.use_backend(backend):
             return executor(*args, **kwargs)
 
-    remove(model)
-    model.add_wrapper_with_key(_APPLY_MODEL, KEY, run)
+    model.add_wrapper_with_key(APPLY_MODEL, KEY, run)
+
+
+def is_installed(model: Any) -> bool:
+    """Whether a clone of a model has a backend of ours."""
+    return bool(model.get_wrappers(APPLY_MODEL, KEY))
 
 
 def remove(model: Any) -> None:
     """Takes the backend from a clone of a model."""
-    model.remove_wrappers_with_key(_APPLY_MODEL, KEY)
+    model.remove_wrappers_with_key(APPLY_MODEL, KEY)
 
 
 def _dtypes(parameter: str, dtype: torch.dtype, exact: bool) -> frozenset[torch.dtype]:

@@ -43,6 +43,8 @@ _AUDIO = _Stream(
 )
 #: Rows of the table of the attention between the streams: before the gate come scale and shift, twice.
 _CROSS_GATE = 4
+#: Where in a call the modulation is.
+_TIMES = (4, 5, 10, 11, 12, 13, 16, 17)
 
 
 class LTXAVBlock(ComfyRecipe):
@@ -115,7 +117,13 @@ class LTXAVBlock(ComfyRecipe):
         video, audio = call[0]
         if in_training():
             return "ComfyUI is training"
-        return unfit_input(video) or unfit_input(audio)
+        reason = unfit_input(video) or unfit_input(audio)
+        if reason is not None:
+            return reason
+        times = (time for position in _TIMES if (time := call[position]) is not None)
+        if any(getattr(time, "data", time).dtype != video.dtype for time in times):
+            return "its modulation is not of the dtype of the hidden states"
+        return None
 
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:

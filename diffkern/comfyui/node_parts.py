@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from comfy_api.latest import io, ui
+from typing_extensions import override
 
 from diffkern.comfyui.optimize import NUMERICS
 from diffkern.providers import ORDER
@@ -19,6 +21,16 @@ MAX_SEED = 0xFFFFFFFFFFFFFFFF
 OFF = "off"
 
 _MODES = dict(zip(("auto", "exact"), NUMERICS, strict=True))
+
+
+class RunsEveryTime(io.ComfyNode):
+    """A node whose result is of the moment, and not remembered for the same inputs."""
+
+    @classmethod
+    @override
+    def fingerprint_inputs(cls, **kwargs: Any) -> float:
+        """Returns what is different every time."""
+        return time.time()
 
 
 def mode_input(what: str) -> io.Input:

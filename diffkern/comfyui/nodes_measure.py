@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from comfy_api.latest import io
 from typing_extensions import override
 
 from diffkern.comfyui.benchmark import benchmark
-from diffkern.comfyui.node_parts import CATEGORY, seed_input, with_text
+from diffkern.comfyui.node_parts import CATEGORY, RunsEveryTime, seed_input, with_text
 from diffkern.comfyui.verify import verify
 
 _SEED = "Of the noise, the same for both models."
@@ -75,7 +74,7 @@ class VerifyModel(io.ComfyNode):
         return with_text(str(verdict), verdict.passed)
 
 
-class BenchmarkModel(io.ComfyNode):
+class BenchmarkModel(RunsEveryTime):
     """Times both models in turns."""
 
     @classmethod
@@ -100,12 +99,6 @@ class BenchmarkModel(io.ComfyNode):
             outputs=[io.Float.Output("speedup"), io.String.Output("report")],
             is_output_node=True,
         )
-
-    @classmethod
-    @override
-    def fingerprint_inputs(cls, **kwargs: Any) -> float:
-        """Makes the node run every time: a time is of the moment."""
-        return time.time()
 
     @classmethod
     @override

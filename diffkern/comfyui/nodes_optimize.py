@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from io import StringIO
 from typing import Any
 
@@ -14,6 +13,7 @@ from diffkern.comfyui import kitchen_backend
 from diffkern.comfyui.node_parts import (
     CATEGORY,
     OFF,
+    RunsEveryTime,
     backend_input,
     mode_input,
     numerics_of,
@@ -93,7 +93,7 @@ class OptimizeModel(io.ComfyNode):
         return with_text(_as_text(report), optimized)
 
 
-class Doctor(io.ComfyNode):
+class Doctor(RunsEveryTime):
     """What is installed, what serves, and why the rest does not."""
 
     @classmethod
@@ -111,12 +111,6 @@ class Doctor(io.ComfyNode):
             outputs=[io.String.Output("report")],
             is_output_node=True,
         )
-
-    @classmethod
-    @override
-    def fingerprint_inputs(cls, **kwargs: Any) -> float:
-        """Makes the node run every time: what is installed may have changed."""
-        return time.time()
 
     @classmethod
     @override

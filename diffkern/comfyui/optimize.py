@@ -13,7 +13,7 @@ from torch import nn
 
 from diffkern.comfyui import kitchen_backend, patcher
 from diffkern.comfyui.fusion import ComfyFusion, prove
-from diffkern.comfyui.patcher import Patch, conflict
+from diffkern.comfyui.patcher import Patch, conflict, own_modules
 from diffkern.comfyui.recipe import FAMILIES, ComfyRecipe
 from diffkern.comfyui.recipes import find_recipe
 from diffkern.injection import InjectionError, InjectionReport
@@ -62,16 +62,20 @@ def optimize(
     if kitchen not in kitchen_backend.CHOICES:
         raise ValueError(f"kitchen={kitchen!r}: choose one of {', '.join(kitchen_backend.CHOICES)}")
     started = time.perf_counter()
-    denoiser = model.model.diffusion_model
-    report = InjectionReport(type(denoiser).__name__, numerics)
+    report = InjectionReport(type(model.model.diffusion_model).__name__, numerics)
+    if not chosen:
+        report.notes.append("every family is switched off")
     dtype, device = inference_dtype(model), torch.device(model.load_device)
     if dtype not in KERNEL_DTYPES:
         report.notes.append(f"the model computes in {dtype}; float32, float16 and bfloat16 are served")
         patches, backend = {}, None
     else:
-        patches = _plan(model, denoiser, numerics == "exact", chosen, provider, blocks, report, dtype, device)
+        patches = _plan(model, numerics == "exact", chosen, provider, blocks, report, dtype, device)
         if strict:
             _refuse(report)
+        if kitchen_backend.is_installed(model):
+            report.notes.append("comfy-kitchen is served as the Optimize Model before this one says")
+            kitchen = "off"
         backend = kitchen_backend.prepare(kitchen, device, dtype, numerics, provider, report)
     clone = model.clone()
     if patches:
@@ -124,7 +128,6 @@ def inference_dtype(model: Any) -> torch.dtype:
 
 def _plan(
     model: Any,
-    denoiser: nn.Module,
     exact: bool,
     families: frozenset[str],
     provider: str | None,
@@ -136,12 +139,11 @@ def _plan(
     verifier = Verifier("exact" if exact else "fast")
     patches: dict[str, Patch] = {}
     known = selected = 0
-    for name, module in denoiser.named_modules():
+    for path, module in own_modules(model, DENOISER, model.model.diffusion_model):
         found = find_recipe(module)
         if found is None:
             continue
         known += 1
-        path = f"{DENOISER}.{name}"
         if not selects(blocks, path):
             continue
         selected += 1
@@ -182,6 +184,7 @@ def _first_that_passes(
     site: Site,
 ) -> Patch | None:
     """Tries a recipe with all families, and then with each alone; the site hears of the proofs that speak for it."""
+    without: list[str] = []
     for recipe in recipes:
         fusion = ComfyFusion(recipe, dtype)
         try:
@@ -194,8 +197,9 @@ def _first_that_passes(
         site.provider, site.measurements = choice.provider, proofs
         if failed is not None:
             site.reason = failed.reason
+            without.append(f"not {' and '.join(sorted(recipe.chosen))}: {failed.reason}")
             continue
-        site.reason = choice.describe()
+        site.reason = "; ".join(filter(None, (choice.describe(), *without)))
         return Patch(module, fusion, provider, verifier, frozenset({device}))
     return None
 

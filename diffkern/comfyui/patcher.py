@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -16,11 +17,14 @@ import torch
 from torch import nn
 
 from diffkern.comfyui.fusion import ComfyFusion, prove
+from diffkern.comfyui.rope import one_model_call
 from diffkern.injection.proof import Verifier
 
 #: Under which callbacks and wrappers of ours are known to the model patcher.
 KEY = "diffkern"
 
+#: Name of ComfyUI's WrappersMP for what runs around every call of a model.
+APPLY_MODEL = "apply_model"
 # Names of ComfyUI's CallbacksMP.
 _ON_CLONE, _ON_CLEANUP = "on_clone", "on_cleanup"
 
@@ -38,6 +42,7 @@ class Patch:
         proven: Devices that are.
 
     Attributes:
+        stock: The forward that the fused one was proven against.
         fused_calls: Calls that ran fused.
         stock_calls: Calls that ran the stock forward, by reason.
         stock_pieces: Of the fused calls, those in which a part ran stock, by part.
@@ -52,6 +57,7 @@ class Patch:
         proven: frozenset[torch.device] = frozenset(),
     ) -> None:
         self.module = module
+        self.stock = type(module).forward
         self.fusion = fusion
         self.provider = provider
         self.verifier = verifier
@@ -76,7 +82,7 @@ class Patch:
     def _admit(self, call: Any) -> tuple[str, ...] | None:
         """The parts of this call that run stock, or None if all of it does."""
         fusion, module = self.fusion, self.module
-        reason = self.revoked or fusion.declines(module, call)
+        reason = self.revoked or self._replaced() or fusion.declines(module, call)
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
             if reason is not None or fusion.subject(call).device not in self.proven:
@@ -91,6 +97,13 @@ class Patch:
         self.stock_pieces.update(pieces)
         self.fused_calls += 1
         return pieces
+
+    def _replaced(self) -> str | None:
+        """Notices nodes that give a module another class, or its class another forward, after this one ran."""
+        forward = type(self.module).forward
+        if forward is self.stock:
+            return None
+        return f"its class has another forward since it was optimized: {_describe(forward)}"
 
     def _prove(self, device: torch.device) -> str | None:
         """Proves a device that the node did not see, such as a second GPU, at the first call there."""
@@ -113,6 +126,17 @@ def patches_of(model: Any) -> dict[str, Patch]:
     return found
 
 
+def own_modules(model: Any, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module of a model and all below it, by path, as they are without the patches of any clone.
+
+    While another clone is loaded, its patches are on the model, whole modules among them.
+    """
+    module = model.object_patches_backup.get(path, module)
+    yield path, module
+    for name, child in module.named_children():
+        yield from own_modules(model, f"{path}.{name}", child)
+
+
 def conflict(model: Any, path: str, module: nn.Module) -> str | None:
     """Says what else is patched where a patch of ours would go, or None.
 
@@ -128,7 +152,7 @@ def conflict(model: Any, path: str, module: nn.Module) -> str | None:
         above = ".".join(parts[:end])
         if above in model.object_patches:
             return f"another node replaces {above}: {_describe(model.object_patches[above])}"
-    forward = model.get_model_object(key)
+    forward = model.object_patches_backup.get(key, module.forward)
     if not (isinstance(forward, MethodType) and forward.__func__ is type(module).forward):
         return f"its forward was replaced: {_describe(forward)}"
     return None
@@ -141,6 +165,8 @@ def install(model: Any, patches: dict[str, Patch]) -> None:
     for event, callback in ((_ON_CLONE, _bind_again), (_ON_CLEANUP, _tell)):
         model.remove_callbacks_with_key(event, KEY)
         model.add_callback_with_key(event, KEY, callback)
+    model.remove_wrappers_with_key(APPLY_MODEL, KEY)
+    model.add_wrapper_with_key(APPLY_MODEL, KEY, _as_one_call)
 
 
 def remove(model: Any) -> None:
@@ -149,6 +175,12 @@ def remove(model: Any) -> None:
         del model.object_patches[f"{path}.forward"]
     for event in (_ON_CLONE, _ON_CLEANUP):
         model.remove_callbacks_with_key(event, KEY)
+    model.remove_wrappers_with_key(APPLY_MODEL, KEY)
+
+
+def _as_one_call(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    with one_model_call():
+        return executor(*args, **kwargs)
 
 
 def _bind_again(model: Any, clone: Any) -> None:
@@ -170,7 +202,8 @@ def _tell(model: Any) -> None:
     for patch in patches:
         reasons.update(patch.stock_calls)
     stock = f", {reasons.total()} stock: {reasons.most_common(1)[0][0]}" if reasons else ""
-    _log.info("diffkern: %d modules patched, %d calls fused so far%s", len(patches), fused, stock)
+    compiled = "" if fused or reasons else ", not counting those in compiled graphs"
+    _log.info("diffkern: %d modules patched, %d calls fused so far%s%s", len(patches), fused, stock, compiled)
 
 
 def _describe(value: Any) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
@@ -52,7 +54,6 @@ def known_recipes() -> dict[str, Found]:
     return {name: found for name in _RECIPES if (found := _find(name)) is not None}
 
 
-@cache
 def _find(class_name: str) -> Found | None:
     if class_name not in _RECIPES:
         return None
@@ -62,6 +63,12 @@ def _find(class_name: str) -> Found | None:
         sources = recipe.sources()
     except (ImportError, AttributeError) as error:
         return Found(None, None, f"this ComfyUI lacks what its recipe was written against: {error}")
+    return _judge(recipe, sources)
+
+
+@cache
+def _judge(recipe: ComfyRecipe, sources: tuple[Callable[..., Any], ...]) -> Found:
+    """Compares the sources with the recipe: again, if another node has put functions of its own in their place."""
     if fingerprint(sources) in recipe.fingerprints:
         return Found(recipe, "recipe")
     strange = strange_words(recipe)

@@ -8,6 +8,9 @@ The matrices are not assumed to be rotations. With a cosine and a sine for each 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,26 +22,45 @@ Tables = tuple[Tensor, Tensor]
 
 _FORMS = ("interleaved", "half")
 
-#: Tables by the identity of the matrices they are from: all blocks of a step share one tensor. An entry dies with it.
-_tables: dict[tuple[int, str], tuple[weakref.ref[Tensor], Tables]] = {}
+#: Tables by the identity of the matrices they are from: all blocks of a step share one tensor. An entry dies with it,
+#: and holds as long as the state of the matrices is the same.
+_tables: dict[tuple[int, str], tuple[weakref.ref[Tensor], object, Tables]] = {}
+
+#: Stands for the call of a model that is running in this context.
+_call: ContextVar[object | None] = ContextVar("_call", default=None)
+
+
+@contextmanager
+def one_model_call() -> Iterator[None]:
+    """Remembers the tables of inference tensors until the call of a model that runs inside is over."""
+    token = _call.set(object())
+    try:
+        yield
+    finally:
+        _call.reset(token)
 
 
 def rotary_tables(matrices: Tensor, pairing: str) -> Tables:
     """Returns cosines and sines ``[..., D]`` for matrices ``[..., D/2, 2, 2]``.
 
+    They are remembered for the next caller until somebody writes into the matrices. Inference tensors do not count how
+    often they are written, so theirs are remembered only inside :func:`one_model_call`, in which nobody may write.
+
     Args:
-        matrices: On the device of what they will rotate. Not written in place while it lives: every step of a run
-            makes its own.
+        matrices: On the device of what they will rotate.
         pairing: ``"interleaved"`` or ``"half"``, as in :func:`diffkern.ops.rope`.
     """
     if torch.compiler.is_compiling():  # a graph computes them once anyway
         return _compute(matrices, pairing)
+    state = _call.get() if matrices.is_inference() else matrices._version
+    if state is None:
+        return _compute(matrices, pairing)
     key = id(matrices), pairing
     known = _tables.get(key)
-    if known is not None and known[0]() is matrices:
-        return known[1]
+    if known is not None and known[0]() is matrices and known[1] == state:
+        return known[2]
     tables = _compute(matrices, pairing)
-    _tables[key] = weakref.ref(matrices, lambda gone: _forget(key, gone)), tables
+    _tables[key] = weakref.ref(matrices, lambda gone: _forget(key, gone)), state, tables
     return tables
 
 

@@ -56,7 +56,7 @@ def shell(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
         return Pick(linear.in_features, linear.out_features, device, dtype)
     copy = type(module).__new__(type(module))
     # Low-VRAM streaming and object patches keep their state in attributes, which a new module has not.
-    kept = {key: value for key, value in module.__dict__.items() if not _is_state_of_comfy(key) and key != "forward"}
+    kept = {key: value for key, value in module.__dict__.items() if not is_state_of_comfy(key) and key != "forward"}
     copy.__dict__ |= kept | {hooks: OrderedDict() for hooks in _HOOKS} | {"training": False}
     generator = torch.Generator("cpu").manual_seed(len(module._parameters))
     around = 1.0 if norm_kind(copy) is not None else 0.0
@@ -73,7 +73,8 @@ def shell(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
     return copy
 
 
-def _is_state_of_comfy(name: str) -> bool:
+def is_state_of_comfy(name: str) -> bool:
+    """Whether an attribute of a module says how ComfyUI has loaded it, and not what it computes."""
     return name.startswith(("_v", "_prefetch", "comfy_", "prev_comfy_", "weight_", "bias_"))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from diffkern.bench.measure import relative_error
+from diffkern.comfyui import kitchen_backend
 from diffkern.comfyui.optimize import native
 from diffkern.comfyui.patcher import patches_of
 from diffkern.comfyui.sampling import denoise
@@ -24,8 +25,10 @@ class Verdict:
         finite: Whether all of the optimized latents are finite.
         native_finite: Whether all of the native latents are.
         tolerance: The error that is allowed.
-        fused: Calls that ran fused, of all patched modules.
+        patched: Modules that are patched.
+        fused: Calls of theirs that ran fused, those in compiled graphs aside.
         stock: Calls that did not.
+        kitchen: Whether comfy-kitchen was served.
     """
 
     error: float
@@ -33,8 +36,10 @@ class Verdict:
     finite: bool
     native_finite: bool
     tolerance: float
+    patched: int
     fused: int
     stock: int
+    kitchen: bool
 
     @property
     def passed(self) -> bool:
@@ -50,10 +55,17 @@ class Verdict:
             state = "bit for bit the native result"
         else:
             state = f"relative error {self.error:.1e}, allowed {self.tolerance:.1e}"
-        calls = (
-            f"{self.fused} calls ran fused, {self.stock} stock" if self.fused or self.stock else "nothing is patched"
-        )
-        return f"{'PASS' if self.passed else 'FAIL'}: {state}; {calls}"
+        return f"{'PASS' if self.passed else 'FAIL'}: {state}; {self._what_ran()}"
+
+    def _what_ran(self) -> str:
+        parts = []
+        if self.fused or self.stock:
+            parts.append(f"{self.fused} calls ran fused, {self.stock} stock")
+        elif self.patched:
+            parts.append(f"{self.patched} modules patched, whose calls in compiled graphs are not counted")
+        if self.kitchen:
+            parts.append("comfy-kitchen served")
+        return ", ".join(parts) or "nothing is patched"
 
 
 def verify(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, seed: int, tolerance: float) -> Verdict:
@@ -73,7 +85,10 @@ def verify(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, 
     fused, stock = (now - then for now, then in zip(_calls(model), before, strict=True))
     finite, native_finite = (bool(torch.isfinite(result).all()) for result in (found, expected))
     error = relative_error(found, expected) if finite and native_finite else float("nan")
-    return Verdict(error, torch.equal(found, expected), finite, native_finite, tolerance, fused, stock)
+    return Verdict(
+        error, torch.equal(found, expected), finite, native_finite, tolerance,
+        len(patches_of(model)), fused, stock, kitchen_backend.is_installed(model),
+    )  # fmt: skip
 
 
 def _calls(model: Any) -> tuple[int, int]:

@@ -75,7 +75,7 @@ class BlockFusion(Fusion):
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
-        children = tuple((full_name(type(child)), _settings(child)) for child in module.modules())
+        children = tuple((full_name(type(child)), settings(child)) for child in module.modules())
         parameters = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
         return self.op, children, parameters
 
@@ -135,7 +135,7 @@ class BlockFusion(Fusion):
         return self.stock(copy, _doubled(call))
 
 
-def _settings(module: nn.Module) -> Hashable:
+def settings(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
     """The plain attributes of a module itself, which may decide what it computes: strides, say, or a mode."""
     return tuple((name, value) for name, value in vars(module).items() if _is_plain(value))
 

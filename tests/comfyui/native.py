@@ -37,9 +37,11 @@ def start() -> None:
 
 
 def declare_torchvision() -> None:
-    """Declares what torchvision registers kernels for: its library may be built for another torch."""
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
+    """Declares what torchvision registers kernels for, if its own library is built for another torch."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 

@@ -42,7 +42,7 @@ def patcher() -> double.ModelPatcher:
 
 def call(patcher: double.ModelPatcher, function: Any, *arguments: Any) -> Any:
     """Runs a function as ComfyUI runs a model: inside the wrappers of the clone."""
-    wrappers = patcher.get_wrappers("apply_model", "diffkern")
+    wrappers = patcher.get_wrappers("apply_model", kitchen_backend.KEY)
     return wrappers[0](function, *arguments) if wrappers else function(*arguments)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffkern.comfyui.fusion import _mapped
 from diffkern.comfyui.optimize import native as without
 from diffkern.comfyui.optimize import optimize
 from diffkern.comfyui.patcher import patches_of
@@ -71,10 +72,10 @@ def adapted(model: Any, kind: str) -> Any:
 def test_the_names_of_events_are_those_of_comfyui() -> None:
     from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-    from diffkern.comfyui import kitchen_backend, patcher
+    from diffkern.comfyui import patcher
 
     assert (patcher._ON_CLONE, patcher._ON_CLEANUP) == (CallbacksMP.ON_CLONE, CallbacksMP.ON_CLEANUP)
-    assert WrappersMP.APPLY_MODEL == kitchen_backend._APPLY_MODEL
+    assert WrappersMP.APPLY_MODEL == patcher.APPLY_MODEL
 
 
 def test_every_recipe_fits_this_comfyui() -> None:
@@ -333,6 +334,21 @@ def test_guidance_that_skips_an_attention(files: dict[str, Path]) -> None:
     assert any("guidance" in reason for c in report.calls().values() for reason in c["stock_reasons"])
 
 
+def test_modulation_of_another_dtype_runs_native(model: Any, kind: str) -> None:
+    """The native forward goes on in the wider dtype, and a fused one would not."""
+    positions = {"LTXBlock": 3, "LTXAVBlock": 4, "FluxDoubleBlock": 2, "FluxSingleBlock": 1, "WanBlock": 1}
+    seen = set()
+    for patch in patches_of(optimize(model)[0]).values():
+        position = positions.get(type(patch.fusion.recipe).__name__)
+        if position is not None:
+            seen.add(position)
+            for call in patch.fusion.samples(patch.module, torch.device("cpu"), torch.float32, False):
+                other = (*call[:position], _mapped(torch.Tensor.double, call[position]), *call[position + 1 :])
+                assert patch.fusion.declines(patch.module, call) is None
+                assert "its modulation is not" in str(patch.fusion.declines(patch.module, other))
+    assert seen
+
+
 def test_a_dtype_that_changes_after_the_node_runs_native(files: dict[str, Path]) -> None:
     optimized, report = optimize(native.load(files["flux"]))
     changed = optimized.clone()
@@ -355,12 +371,16 @@ def test_verify_and_benchmark(files: dict[str, Path]) -> None:
     good = verify(optimized, **options, steps=2, tolerance=1e-4)
     same = verify(exact, **options, steps=1, tolerance=0.0)
     strict = verify(optimized, **options, steps=1, tolerance=0.0)
+    served = verify(optimize(model, families=[], kitchen="on")[0], **options, steps=1, tolerance=1e-4)
+    nothing = verify(model, **options, steps=1, tolerance=0.0)
     times = benchmark(exact, **options, steps=3, runs=2)
     optimized.model.diffusion_model.blocks[0].modulation.data.fill_(float("nan"))
     broken = verify(optimized, **options, steps=1, tolerance=1.0)
 
     assert good.passed and 0 < good.error < 1e-4 and good.fused == 12 and str(good).startswith("PASS")
     assert same.passed and same.identical and "bit for bit" in str(same)
+    assert served.passed and str(served).endswith("; comfy-kitchen served")
+    assert nothing.passed and str(nothing).endswith("; nothing is patched")
     assert not strict.passed and str(strict).startswith("FAIL")
     assert not broken.passed and "native model itself" in str(broken)
     assert len(times.native.milliseconds) == 2 and times.native.memory is None and "CPU" in str(times)

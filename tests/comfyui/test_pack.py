@@ -16,6 +16,7 @@ import pytest
 import diffkern
 from tests.comfyui.server import PACK, REPOSITORY
 
+_GITHUB, _RAW = "https://github.com", "https://raw.githubusercontent.com"
 CODE = sorted((REPOSITORY / "diffkern" / "comfyui").glob("*.py"))
 NODES = [
     node for path in CODE if path.name.startswith("nodes_") for node in re.findall(r'node_id="(\w+)"', path.read_text())
@@ -34,9 +35,13 @@ def test_the_registry_finds_what_it_wants() -> None:
     project, comfy = configuration()["project"], configuration()["tool"]["comfy"]
 
     assert "comfyui" not in project["name"].lower() and re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
-    assert project["version"] == diffkern.__version__ and project["license"] and project["urls"]["Repository"]
+    assert project["version"] == diffkern.__version__ and project["license"] == {"text": "Apache-2.0"}
+    assert (
+        comfy["Icon"]
+        == f"{_RAW}{project['urls']['Repository'].removeprefix(_GITHUB)}/main/integrations/comfyui/icon.svg"
+    )
     assert comfy["PublisherId"] and comfy["DisplayName"] and comfy["requires-comfyui"]
-    assert (PACK / comfy["Icon"].rpartition("/")[2]).read_text().startswith("<svg")
+    assert (PACK / "icon.svg").read_text().startswith("<svg")
     assert (PACK / "requirements.txt").read_text().split() == project["dependencies"]
 
 
@@ -59,6 +64,27 @@ def test_example_workflows_come_with_a_picture_and_a_node_to_bypass(name: str) -
     assert optimize["inputs"][0]["type"] == optimize["outputs"][0]["type"] == "MODEL"
     (note,) = [node for node in graph["nodes"] if node["type"] == "MarkdownNote"]
     assert "Ctrl+B" in note["widgets_values"][0]
+
+
+@pytest.mark.parametrize("name", ["ltx_video_ab", "flux_ab", "wan_ab"])
+def test_a_bypassed_group_takes_the_previews_of_its_reports_along(name: str) -> None:
+    """A preview whose report comes from a bypassed node has no input, which ComfyUI shows as an error."""
+    graph = json.loads((PACK / "example_workflows" / f"{name}.json").read_text())
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    groups = [{number for number, node in nodes.items() if _is_inside(node, group)} for group in graph["groups"]]
+    ours = {number for number, node in nodes.items() if node["type"] in ("DiffkernOptimizeModel", "DiffkernBenchmark")}
+
+    assert [len(group & ours) for group in groups] == [1, 1] and all(len(group) == 2 for group in groups)
+    for _, source, _, target, _, kind in graph["links"]:
+        for group in groups:
+            assert source not in group or target in group or kind == "MODEL"
+            assert nodes[source]["mode"] == 0 or nodes[target]["mode"] == nodes[source]["mode"]
+
+
+def _is_inside(node: dict[str, Any], group: dict[str, Any]) -> bool:
+    (x, y, width, height), (left, top) = group["bounding"], node["pos"]
+    right, bottom = left + node["size"][0], top + node["size"][1]
+    return bool(x <= left and y <= top and right <= x + width and bottom <= y + height)
 
 
 def test_the_folder_hands_on_the_entrypoint_and_the_help_pages() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from diffkern.comfyui import recipes
+from diffkern.comfyui import kitchen_backend, recipes
+from diffkern.comfyui.fusion import ComfyFusion
 from diffkern.comfyui.optimize import native, optimize, selects
-from diffkern.comfyui.patcher import patches_of
+from diffkern.comfyui.patcher import APPLY_MODEL, patches_of
 from diffkern.injection import InjectionError
 from tests.comfyui import double, toy
 
@@ -20,16 +21,14 @@ BLOCK = "tests.comfyui.toy.Block"
 
 
 @pytest.fixture(autouse=True)
-def toy_recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def toy_recipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """The recipe of the toy, and what chooses another one."""
 
     def choose(name: str) -> None:
         monkeypatch.setitem(recipes._RECIPES, BLOCK, ("tests.comfyui.toy", name))
-        recipes._find.cache_clear()
 
     choose("RECIPE")
-    yield choose
-    recipes._find.cache_clear()
+    return choose
 
 
 class Host:
@@ -138,18 +137,53 @@ def test_an_option_that_the_recipe_does_not_serve_runs_stock_and_is_counted(host
 
 
 def test_an_argument_that_a_newer_forward_has_runs_stock(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimized, report = optimize(host.patcher)
     stock = toy.Block.forward
 
     def newer(self: Any, x: Tensor, modulation: Tensor, transformer_options: Any = None, factor: float = 1.0) -> Tensor:
         return stock(self, x, modulation, transformer_options or {}) * factor
 
     monkeypatch.setattr(toy.Block, "forward", newer)
-    expected = host.run(host.patcher, factor=2.0)
+    optimized, report = optimize(host.patcher)
 
-    assert torch.equal(host.run(optimized, factor=2.0), expected)
+    assert torch.equal(host.run(optimized, factor=2.0), host.run(host.patcher, factor=2.0))
     reasons = report.calls()["diffusion_model.blocks.0"]["stock_reasons"]
     assert reasons == {"it is called with other arguments than the recipe knows": 1}
+
+
+def test_a_module_that_another_node_gives_another_class_runs_the_forward_of_that(host: Host) -> None:
+    class Halved(toy.Block):
+        def forward(self, x: Tensor, modulation: Tensor, transformer_options: Any = None) -> Tensor:
+            return toy.Block.forward(self, x, modulation, transformer_options or {}) * 0.5
+
+    optimized, report = optimize(host.patcher)
+    plain = host.run(host.patcher)
+    host.patcher.model.diffusion_model.blocks[1].__class__ = Halved
+    changed = host.run(host.patcher)
+    assert not close(changed, plain) and close(host.run(optimized), changed)
+    (reason,) = report.calls()["diffusion_model.blocks.1"]["stock_reasons"]
+    assert reason.startswith("its class has another forward since it was optimized: tests.comfyui.test_patcher")
+
+
+def test_a_forward_that_another_node_replaces_on_the_class_is_looked_at_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: Tensor, modulation: Tensor, transformer_options: Any = None) -> Tensor:
+        return x * transformer_options["strength"]
+
+    before = recipes.find_recipe(toy.Block())
+    monkeypatch.setattr(toy.Block, "forward", forward)
+    after = recipes.find_recipe(toy.Block())
+
+    assert before is not None and before.recipe is toy.RECIPE
+    assert after is not None and after.recipe is None and "knows 'strength'" in after.reason
+
+
+def test_modules_that_differ_in_a_setting_alone_are_proven_apart(host: Host) -> None:
+    recipe = ComfyFusion(toy.RECIPE, torch.float32)
+    one, other = toy.Block(), toy.Block()
+    assert recipe.kind(one) == recipe.kind(other)
+    other.linear.weight_function, other.linear.comfy_cast_weights = [abs], True  # how it is loaded is no setting
+    assert recipe.kind(one) == recipe.kind(other)
+    other.heads = 2
+    assert recipe.kind(one) != recipe.kind(other)
 
 
 def test_a_call_in_another_dtype_than_the_proof_runs_stock(host: Host) -> None:
@@ -171,6 +205,18 @@ def test_a_second_optimizer_finds_the_first_and_changes_nothing(host: Host) -> N
     assert torch.equal(host.run(second), host.run(first))
     with pytest.raises(InjectionError, match="already optimized"):
         optimize(first, strict=True)
+
+
+@pytest.mark.parametrize("kitchen", ["on", "off"])
+def test_a_second_optimizer_leaves_the_kitchen_of_the_first(host: Host, kitchen: str) -> None:
+    pytest.importorskip("comfy_kitchen")
+    first, _ = optimize(host.patcher, numerics="exact", kitchen="on")
+    second, report = optimize(first, kitchen=kitchen)
+    wrappers = [each.get_wrappers(APPLY_MODEL, kitchen_backend.KEY) for each in (first, second, native(second))]
+
+    assert len(wrappers[0]) == 1 and wrappers[1] == wrappers[0] and not wrappers[2]
+    assert "comfy-kitchen is served as the Optimize Model before this one says" in report.notes
+    assert not native(second).wrappers.get(APPLY_MODEL)
 
 
 def test_patches_of_other_nodes_are_left_and_named(host: Host) -> None:
@@ -199,6 +245,19 @@ def test_the_original_is_seen_under_the_patch_of_a_clone_that_is_loaded(host: Ho
     assert len(report.patched) == 3
 
 
+def test_modules_that_another_clone_puts_in_while_it_is_loaded_are_not_taken_for_those_of_this_one(host: Host) -> None:
+    other = host.patcher.clone()
+    other.add_object_patch("diffusion_model.blocks.1", toy.Block())
+    other.add_object_patch("diffusion_model.blocks.2", nn.Identity())
+    expected = host.run(host.patcher)
+    other.patch_model()
+    optimized, report = optimize(host.patcher)
+    other.unpatch_model()
+
+    assert len(report.patched) == 3 and close(host.run(optimized), expected)
+    assert {patch.module for patch in patches_of(optimized).values()} <= set(_modules(host))
+
+
 def test_a_forward_that_was_replaced_on_the_class_object_is_left(host: Host) -> None:
     block = host.patcher.model.diffusion_model.blocks[0]
     block.forward = lambda x, *_, **__: x
@@ -213,6 +272,16 @@ def test_a_module_that_breaks_the_contract_is_refused(host: Host, toy_recipe: Ca
 
     assert len(report.failed) == 3 and "against stock's" in report.failed[0].reason
     assert not patches_of(optimized)
+
+
+def test_the_report_says_which_family_is_left_out_and_why(host: Host, toy_recipe: Callable[[str], None]) -> None:
+    toy_recipe("HALF_WRONG")
+    optimized, report = optimize(host.patcher)
+
+    assert len(report.patched) == 3 and not report.failed and close(host.run(optimized), host.run(host.patcher))
+    reason = report.patched[0].reason
+    assert reason.startswith("not modulation and qk_norm_rope: ") and "against stock's" in reason
+    assert reason in " ".join(str(report).replace("why:", "").split())
 
 
 def test_a_forward_that_knows_a_new_word_is_not_trusted_to_a_proof(
@@ -246,6 +315,7 @@ def test_a_dtype_that_no_kernel_serves_is_named(host: Host) -> None:
 
 def test_families_and_blocks_choose_what_is_patched(host: Host) -> None:
     assert not optimize(host.patcher, families=["qk_norm_rope"])[1].patched
+    assert optimize(host.patcher, families=[])[1].notes[0] == "every family is switched off"
     _, report = optimize(host.patcher, blocks="0, 2-5")
     assert [site.path for site in report.patched] == ["diffusion_model.blocks.0", "diffusion_model.blocks.2"]
     with pytest.raises(ValueError, match="fits none of the 3 modules"):

@@ -14,7 +14,7 @@ from diffkern.comfyui.cast import weight_and_bias
 from diffkern.comfyui.norms import NORMS, norm_kind, readable
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
 from diffkern.comfyui.recipe import Samples, in_training, plain_arithmetic, strange_words
-from diffkern.comfyui.rope import rotary_tables, unfit_matrices
+from diffkern.comfyui.rope import one_model_call, rotary_tables, unfit_matrices
 from diffkern.comfyui.stand_in import Pick, input_size, shell
 from diffkern.ops import rope
 from tests.comfyui import toy
@@ -84,10 +84,26 @@ def test_tables_are_computed_once_for_a_tensor_and_die_with_it() -> None:
     assert len(rope_module._tables) == before
 
 
-def test_inference_tensors_are_remembered_too() -> None:
+def test_tables_follow_what_is_written_into_the_matrices() -> None:
+    matrices = Samples(CPU, torch.float32).rotations(1, 5, 1, 4)
+    before = rotary_tables(matrices, "half")[0].clone()
+    matrices[:, 1:].mul_(2.0)
+
+    after = rotary_tables(matrices, "half")[0]
+    assert torch.equal(after[:, 1:], 2 * before[:, 1:]) and torch.equal(after[:, :1], before[:, :1])
+    assert rotary_tables(matrices, "half")[0] is after
+
+
+def test_tables_of_inference_tensors_are_remembered_during_one_call_of_the_model() -> None:
     with torch.inference_mode():
         matrices = Samples(CPU, torch.float32).rotations(1, 5, 1, 4)
-        assert rotary_tables(matrices, "half") is rotary_tables(matrices, "half")
+        assert rotary_tables(matrices, "half") is not rotary_tables(matrices, "half")
+        with one_model_call():
+            first = rotary_tables(matrices, "half")
+            assert rotary_tables(matrices, "half") is first
+        matrices.mul_(2.0)  # inference tensors do not count this
+        with one_model_call():
+            assert torch.equal(rotary_tables(matrices, "half")[0], 2 * first[0])
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,63 @@ def test_example_workflows_fit_the_nodes_of_this_comfyui(server: Server, path: P
         assert required <= {entry["name"] for entry in node["inputs"] if entry.get("link") is not None}
 
 
+@pytest.mark.parametrize("kind", LATENTS)
+@pytest.mark.parametrize("bypassed", [False, True], ids=["fused", "bypassed"])
+def test_example_workflows_run_with_tiny_models_in_place_of_their_files(
+    server: Server, kind: str, bypassed: bool
+) -> None:
+    (path,) = (PACK / "example_workflows").glob(f"{kind}*.json")
+    graph = json.loads(path.read_text())
+    prompt = posted(graph, kind, bypassed)
+    shown = server.run(prompt)
+    texts = [text for number, output in shown.items() if prompt[number]["class_type"] == "PreviewAny"
+             for text in output["text"]]  # fmt: skip
+
+    assert len(texts) == (1 if bypassed else 2)
+    assert sum("patched" in text and "by compiled" in text for text in texts) == (0 if bypassed else 1)
+    assert sum(text.startswith("PASS") for text in texts) == 1
+    assert ("bit for bit the native result; nothing is patched" in texts[0]) is bypassed
+    assert len(list((server.base / "output").glob(f"example_{kind}_{bypassed}_*.latent"))) == 1
+
+
+def posted(graph: dict[str, Any], kind: str, bypassed: bool) -> dict[str, Any]:
+    """What ComfyUI's page makes of a graph, with tiny models and sizes, and latents instead of pictures."""
+    x, y, width, height = graph["groups"][0]["bounding"]
+    links = {link[0]: (str(link[1]), link[2]) for link in graph["links"]}
+    loaders = {"UNETLoader", "CheckpointLoaderSimple"}
+    left_out = {"MarkdownNote", "CLIPLoader", "DualCLIPLoader", "VAELoader", "CreateVideo", "SaveVideo", "SaveImage"}
+    small = {"width": 96, "height": 64, "length": 9, "steps": 2}
+    prompt: dict[str, Any] = {}
+    passes = {}
+    for node in graph["nodes"]:
+        values, number, type_ = iter(node["widgets_values"]), str(node["id"]), node["type"]
+        inputs = {}
+        for entry in node["inputs"]:
+            if "widget" in entry:
+                value = next(values)
+                inputs[entry["name"]] = small.get(entry["name"], value)
+                if "seed" in entry["name"]:
+                    assert next(values) == "fixed"
+            elif entry["link"] is not None:
+                inputs[entry["name"]] = links[entry["link"]]
+        in_group = x <= node["pos"][0] < x + width and y <= node["pos"][1] < y + height
+        if type_ == "DiffkernOptimizeModel" and bypassed:
+            passes[number, 0] = inputs["model"]
+        if type_ in left_out or node["mode"] == 4 or (in_group and bypassed):
+            continue
+        if type_ in loaders:
+            type_, inputs = "UNETLoader", {"unet_name": f"{kind}.safetensors", "weight_dtype": "default"}
+        elif type_ == "CLIPTextEncode":
+            type_, inputs = "TinyConditioning", {"seed": node["id"], "run": 0}
+        elif type_ == "VAEDecode":
+            type_ = "SaveLatent"
+            inputs = {"samples": inputs["samples"], "filename_prefix": f"example_{kind}_{bypassed}"}
+        prompt[number] = {"class_type": type_, "inputs": inputs}
+    for node in prompt.values():
+        node["inputs"] = {name: passes.get(value, value) for name, value in node["inputs"].items()}
+    return prompt
+
+
 def _is_widget(spec: list[Any]) -> bool:
     plain = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")
     return isinstance(spec[0], list) or spec[0] in plain

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffkern.blocks.pieces import unfit_input
-from diffkern.comfyui.recipe import MODULATION, ComfyRecipe, Samples
+from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, ComfyRecipe, Samples
 from diffkern.comfyui.stand_in import input_size
 from diffkern.ops import gate_residual, norm_modulate
 
@@ -88,13 +88,23 @@ class Wrong(Recipe):
         return gate_residual(x, module.linear(norm_modulate(x, scale, shift, provider=provider)), provider=provider)
 
 
+class HalfWrong(Wrong):
+    """Forgets it with one of its families."""
+
+    families = frozenset({MODULATION, QK_NORM_ROPE})
+
+    def compute(self, module: Any, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        kind = Wrong if QK_NORM_ROPE in self.chosen else Recipe
+        return kind.compute(self, module, call, provider, stock)
+
+
 class Ignorant(Recipe):
     """Was written against a forward without the option."""
 
     words = frozenset({"dim", "eps"})
 
 
-RECIPE, WRONG, IGNORANT = Recipe(), Wrong(), Ignorant()
+RECIPE, WRONG, HALF_WRONG, IGNORANT = Recipe(), Wrong(), HalfWrong(), Ignorant()
 
 
 def inputs(seed: int = 0) -> tuple[Tensor, Tensor]:

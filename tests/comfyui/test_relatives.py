@@ -1,0 +1,141 @@
+"""Other models of ComfyUI that are made of the same blocks, small and random: they are served as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffkern.comfyui.optimize import optimize
+from tests.comfyui import double
+
+CPU = torch.device("cpu")
+TEXT = 32
+
+_FLUX = {
+    "in_channels": 64, "out_channels": 64, "vec_in_dim": None, "context_in_dim": TEXT, "hidden_size": 256,
+    "mlp_ratio": 3.0, "num_heads": 2, "depth": 1, "depth_single_blocks": 1, "axes_dim": [32, 32, 32, 32],
+    "theta": 2000, "patch_size": 1, "qkv_bias": False, "guidance_embed": False, "txt_ids_dims": [3],
+    "default_ref_method": "index",
+}  # fmt: skip
+_CHROMA = {
+    "in_channels": 64, "out_channels": 64, "context_in_dim": TEXT, "hidden_size": 256, "mlp_ratio": 4.0,
+    "num_heads": 2, "depth": 1, "depth_single_blocks": 1, "axes_dim": [16, 56, 56], "theta": 10000, "patch_size": 2,
+    "qkv_bias": True, "in_dim": 64, "out_dim": 256, "hidden_dim": 64, "n_layers": 1, "txt_ids_dims": [],
+    "vec_in_dim": 1,
+}  # fmt: skip
+_WAN = {
+    "dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2, "in_dim": 16, "out_dim": 16, "text_dim": TEXT,
+    "cross_attn_norm": True,
+}  # fmt: skip
+
+
+def _flux(random: Callable[..., Tensor], times: Tensor) -> dict[str, Any]:
+    return {"x": random(2, 64, 6, 6), "timestep": times, "context": random(2, 7, TEXT), "y": None}
+
+
+def _wan(random: Callable[..., Tensor], times: Tensor) -> dict[str, Any]:
+    return {"x": random(2, 16, 2, 6, 8), "timestep": 1000 * times, "context": random(2, 7, TEXT)}
+
+
+#: Name -> module, class, its configuration, inputs of a call, patched modules.
+MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]], int]] = {
+    "Chroma": (
+        "chroma.model", "Chroma", _CHROMA,
+        lambda random, times: {
+            "x": random(2, 16, 8, 8), "timestep": times, "context": random(2, 7, TEXT), "guidance": times,
+        },
+        2,
+    ),
+    "Flux.2": (
+        "flux.model", "Flux", {**_FLUX, "global_modulation": True, "mlp_silu_act": True, "ops_bias": False}, _flux, 2
+    ),
+    "Flux with another feed-forward and a reference": (
+        "flux.model", "Flux", {**_FLUX, "yak_mlp": True, "txt_norm": True},
+        lambda random, times: {**_flux(random, times), "ref_latents": [random(2, 64, 4, 4)]},
+        2,
+    ),
+    "Flux.2 with tokens of another time": (
+        "flux.model", "Flux", {**_FLUX, "global_modulation": True},
+        lambda random, times: {
+            **_flux(random, times), "ref_latents": [random(2, 64, 4, 4)], "ref_latents_method": "index_timestep_zero",
+        },
+        2,
+    ),
+    "Hunyuan3D": (
+        "hunyuan3d.model", "Hunyuan3Dv2",
+        {"context_in_dim": TEXT, "hidden_size": 256, "num_heads": 2, "depth": 1, "depth_single_blocks": 1},
+        lambda random, times: {"x": random(2, 64, 20), "timestep": times, "context": random(2, 14, TEXT)},
+        2,
+    ),
+    "Wan VACE": (
+        "wan.model", "VaceWanModel", {**_WAN, "vace_layers": 1, "vace_in_dim": 96},
+        lambda random, times: {
+            **_wan(random, times), "vace_context": random(2, 1, 96, 2, 6, 8), "vace_strength": [1.0],
+        },
+        8,
+    ),
+    "Wan from an image": (
+        "wan.model", "WanModel", {**_WAN, "model_type": "i2v"},
+        lambda random, times: {**_wan(random, times), "clip_fea": random(2, 257, 1280)},
+        6,
+    ),
+    "Wan without some norms, frames of their own times": (
+        "wan.model", "WanModel", {**_WAN, "model_type": "t2v", "qk_norm": False, "cross_attn_norm": False},
+        lambda random, times: {**_wan(random, times), "timestep": torch.tensor([[500.0, 0.0], [400.0, 0.0]])},
+        6,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def inference(comfyui: None) -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_relative_is_served_exact_is_exact_and_bypassing_undoes_it(name: str, dtype: torch.dtype) -> None:
+    from importlib import import_module
+
+    import comfy.ops
+    from comfy.model_patcher import ModelPatcher
+
+    module, class_name, configuration, inputs, count = MODELS[name]
+    generator = torch.Generator("cpu").manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    build = getattr(import_module(f"comfy.ldm.{module}"), class_name)
+    model: nn.Module = build(**configuration, dtype=dtype, device="cpu", operations=comfy.ops.manual_cast)
+    for parameter_name, parameter in model.named_parameters():
+        around = 1.0 if parameter.ndim == 1 and "norm" in parameter_name and parameter_name.endswith("weight") else 0.0
+        scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1
+        parameter.requires_grad_(False).copy_(random(*parameter.shape) * scale + around)
+    arguments = inputs(random, torch.tensor([0.5, 0.4]).to(dtype))
+    patcher = ModelPatcher(double.Model(model.to(dtype)), CPU, CPU)
+
+    def run(clone: Any) -> Tensor:
+        clone.patch_model()
+        try:
+            result: Tensor = clone.model.diffusion_model(**arguments)
+            return result
+        finally:
+            clone.unpatch_model()
+
+    native = run(patcher)
+    optimized, report = optimize(patcher)
+    fused = run(optimized)
+    exact = run(optimize(patcher, numerics="exact")[0])
+
+    assert len(report.patched) == count and not report.failed and not report.skipped
+    tolerance = 1e-5 if dtype is torch.float32 else 0.03
+    assert native.isfinite().all() and (fused - native).norm() <= tolerance * native.norm()
+    assert torch.equal(run(patcher), native) and torch.equal(exact, native)
+    reasons = {reason for calls in report.calls().values() for reason in calls["stock_reasons"]}
+    assert reasons == ({"its tokens are modulated in parts"} if "tokens of another time" in name else set())
