@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One proof: how far the fused and the stock forward are from a float64 reference.
+    """One proof: how far the fused and the stock forward, or their gradients, are from a float64 reference.
 
     Errors are relative, ``‖y − y_ref‖₂ / ‖y_ref‖₂``, over at least 64 random rows.
 
@@ -33,6 +33,8 @@ class Measurement:
         bit_identical: Whether both results were equal bit for bit.
         passed: Whether the fused forward kept the contract.
         reason: Why it did not, or "".
+        gradients: Whether these are the errors of a call with its backward: of the result or the one of its gradients
+            that breaks the contract, or else is furthest above stock.
     """
 
     device: str
@@ -43,6 +45,7 @@ class Measurement:
     bit_identical: bool
     passed: bool
     reason: str = ""
+    gradients: bool = False
 
 
 @dataclass

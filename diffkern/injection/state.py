@@ -148,11 +148,13 @@ class PatchState:
             return None  # then the ops are plain PyTorch
         with torch.no_grad():
             provider = self.rule.at(x.device, module.training)
-            reason = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype)
-        if reason is None:
+            measurement = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype)
+        if measurement is not None and self.site is not None:
+            self.site.measurements.append(measurement)
+        if measurement is None or measurement.passed:
             self.proven_gradients.add(key)
             return None
-        self.no_gradients = f"runs stock wherever gradients are wanted: {reason}"
+        self.no_gradients = f"runs stock wherever gradients are wanted: {measurement.reason}"
         if self.site is not None:
             self.site.reason = self.no_gradients
         warnings.warn(f"diffkern: {type(module).__name__} {self.no_gradients}", stacklevel=4)

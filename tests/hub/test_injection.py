@@ -216,7 +216,7 @@ def test_the_kernel_changes_with_the_mode_and_is_proven_for_each(
     model.train()
     model(x).sum().backward()
     assert model.first.weight.grad is not None
-    assert [m.provider for m in site.measurements[before:]] == ["eager"]
+    assert [(m.provider, m.gradients) for m in site.measurements[before:]] == [("eager", False), ("eager", True)]
     model.eval()
     model(x)
     assert report.calls()["first"] == {"fused": 3, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
