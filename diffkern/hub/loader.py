@@ -98,9 +98,13 @@ def _import(found: Found, device: torch.device) -> tuple[Mapping[str, Any], Modu
 
     directory = found.directory
     metadata = _metadata(directory)
-    dependencies = metadata.get("kernel-depends") or metadata.get("kernels-depends")
+    dependencies = _dependencies(metadata)
     if dependencies:
-        raise HubError(f"{directory} needs further kernels ({dependencies}), which diffkern would have to pin as well")
+        raise HubError(
+            f"{directory} is built on other kernels ({dependencies}), and diffkern loads none that neither the "
+            "configuration nor the lock file names: name a kernel that needs no other, or call this one yourself, "
+            "by kernels.get_kernel"
+        )
     _check_arch(directory, device)
     same = _already_here(str(metadata["id"]), directory)
     if same is not None:
@@ -120,6 +124,12 @@ def _metadata(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HubError(f"{directory} has no metadata.json of a kernel ({type(error).__name__}: {error})") from error
     return dict(metadata)
+
+
+def _dependencies(metadata: Mapping[str, Any]) -> str:
+    """The kernels that a kernel would load in turn, as ``kernel-depends`` of its metadata names them."""
+    needed = metadata.get("kernel-depends") or ()
+    return ", ".join(str(entry.get("repo-id", entry)) if isinstance(entry, dict) else str(entry) for entry in needed)
 
 
 def _refuse_other_backends(found: Found, metadata: Mapping[str, Any], device: torch.device) -> None:
