@@ -112,7 +112,7 @@ def write_package(
     from diffkern.build import BuildError, ToolchainError
     from diffkern.hub.package import PackageError, package
 
-    with _reasons("package", PackageError, BuildError, ToolchainError, OSError):
+    with _reasons("package", PackageError, BuildError, ToolchainError):
         written = package(output, repo_id)
     typer.echo(f"{written.directory}: version {written.version}")
     for variant in written.variants:
@@ -140,7 +140,7 @@ def upload(
 @contextlib.contextmanager
 def _reasons(command: str, *kinds: type[Exception]) -> Iterator[None]:
     """Ends the program with the reason alone where one of these errors says it all."""
-    expected: tuple[type[Exception], ...] = (HubError, ValueError, *kinds)
+    expected: tuple[type[Exception], ...] = (HubError, ValueError, OSError, *kinds)
     try:
         off = switched_off() if command in ("lock", "download") else None
         if off is not None:

@@ -87,6 +87,7 @@ def test_lock_what_a_configuration_names(published: LoopbackHub, tmp_path: Path)
         (["lock", "stranger/norms"], r"not of a publisher"),
         (["lock", "org/nothing"], "answered 404"),
         (["lock", "org"], "names no kernel"),
+        (["lock", "--config", "missing.toml"], "No such file or directory: 'missing.toml'"),
         (["download"], "is no lock file"),
         (["list"], "is no lock file"),
         (["package", "out", "--repo-id", "nothing"], "is no repository"),
