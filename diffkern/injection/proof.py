@@ -26,7 +26,7 @@ from diffkern.injection.gradients import TrainingErrors
 from diffkern.injection.measures import relative_error
 from diffkern.injection.report import Measurement
 from diffkern.providers import NoProviderError
-from diffkern.providers.hub import refusals_raise
+from diffkern.providers.hub import public_name, refusals_raise
 
 #: error(fused) may be this much of error(stock), ...
 RATIO = 1.05
@@ -86,7 +86,7 @@ class Verifier:
         self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any
     ) -> Measurement | None:
         x = fusion.subject(call)
-        device, dtype, chosen = str(x.device), _name(x.dtype), provider or "auto"
+        device, dtype, chosen = str(x.device), _name(x.dtype), public_name(provider or "auto")
         try:
             chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
             errors = gradients.measure(fusion, module, provider, call, RATIO)
@@ -134,7 +134,8 @@ class Verifier:
                 fused = _as_one(fusion.compute(module, call, provider, fusion.stock_pieces(module, call)))
         except NoProviderError as error:
             none = float("nan")
-            return Measurement(str(x.device), _name(x.dtype), provider or "auto", none, none, False, False, str(error))
+            name = public_name(provider or "auto")
+            return Measurement(str(x.device), _name(x.dtype), name, none, none, False, False, str(error))
         fused_error, stock_error = relative_error(fused, reference), relative_error(stock, reference)
         identical = fused.dtype == stock.dtype and torch.equal(fused, stock)
         reason = reason or self._verdict(fused, stock, fused_error, stock_error, identical)

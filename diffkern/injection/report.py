@@ -171,7 +171,7 @@ class InjectionReport:
     def summary(self) -> str:
         """Returns one sentence: how many sites, by whom, and how many not."""
         verb = "would patch" if self.dry_run else "patched"
-        by = Counter(f"{site.provider}" for site in self.patched)
+        by = Counter(site.provider or "nobody on this device" for site in self.patched)
         served = ", ".join(f"{count} by {name}" for name, count in by.most_common())
         parts = [f"{verb} {len(self.patched)} modules of {self.target}" + (f" ({served})" if served else "")]
         parts.append(f"left {len(self.skipped)} alone")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffkern import InjectionError, KernelConfig, inject_optimized_kernels, plan
+from diffkern import InjectionError, KernelConfig, StrictModeError, inject_optimized_kernels, plan
 from diffkern.hub import Mode
 from diffkern.providers import compiled, registry
 from tests.hub import kernels
@@ -220,6 +220,57 @@ def test_the_kernel_changes_with_the_mode_and_is_proven_for_each(
     model.eval()
     model(x)
     assert report.calls()["first"] == {"fused": 3, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
+
+
+def test_a_kernel_for_training_that_is_not_there_costs_inference_nothing(
+    published: LoopbackHub, model: Model, x: Tensor
+) -> None:
+    """What cannot be had at ``train()`` the next provider serves, as at injection; ``strict`` raises there alone."""
+    config = {"rms_norm": {"inference": "org/norms", "training": "org/gone"}}
+    report = inject_optimized_kernels(model, config=config)
+    model.train()
+    with pytest.warns(UserWarning, match="org/gone.* the next provider serves on cpu in training"):
+        model(x)
+    model.eval()
+    model(x)
+    (site,) = (site for site in report.patched if site.path == "first")
+    assert "org/gone" in site.reason and not report.failed
+    kernels_of = {(proof.provider, proof.passed) for proof in site.measurements if "/" in proof.provider}
+    assert kernels_of == {("org/norms", True), ("org/gone", False)}
+    assert report.calls()["first"] == {"fused": 2, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
+    report.restore()
+    inject_optimized_kernels(model, config=config, strict=True)
+    model.train()
+    with pytest.raises(StrictModeError, match="org/gone"), pytest.warns(UserWarning):
+        model(x)
+    model.eval()
+    model(x)
+
+
+def test_a_provider_that_fails_in_training_is_kept_from_training_alone() -> None:
+    norm, x = nn.RMSNorm(16).eval(), torch.randn(3, 16)
+    report = inject_optimized_kernels(norm, config={"rms_norm": {"inference": "eager", "training": "triton"}})
+    norm.train()
+    with pytest.warns(UserWarning, match="triton: .* it runs stock on cpu in training"):
+        norm(x)
+    norm.eval()
+    norm(x)
+    norm.train()
+    norm(x)
+    (reason,) = report.calls()[""]["stock_reasons"]
+    assert (report.calls()[""]["fused"], report.calls()[""]["stock"]) == (1, 2) and "triton" in reason
+    assert not report.failed and "triton" in report.patched[0].reason
+
+
+def test_a_gated_unit_of_two_layers_is_not_said_to_be_served_by_a_kernel_for_halves(hub: LoopbackHub) -> None:
+    """Values and gates of Llama come from two layers, those of Phi 3 from one."""
+    build = pytest.importorskip("tests.transformers.models", exc_type=ImportError).build
+    hub.repository("org/act").commit(kernel(kernels.ACTIVATION), "v1")
+    for name, packed in (("phi3", True), ("llama", False)):
+        report = inject_optimized_kernels(build(name), config={"glu": "org/act"})
+        sites = [site for site in report.patched if site.op == "glu"]
+        assert sites and {site.provider == "org/act" for site in sites} == {packed}
+        assert {"halves of one packed tensor" in site.reason for site in sites} == {not packed}
 
 
 def test_an_explicit_mode_wins_over_the_training_flag(published: LoopbackHub, model: Model) -> None:
