@@ -90,9 +90,9 @@ class Verifier:
         try:
             chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
             errors = gradients.measure(fusion, module, provider, call, RATIO)
-        except Exception as error:  # kernels of other packages come without a word on what they cannot do
+        except Exception as error:
             none = float("nan")
-            return Measurement(device, dtype, chosen, none, none, False, False, f"failed: {error}", True)
+            return Measurement(device, dtype, chosen, none, none, False, False, _said(error), True)
         if errors is None:
             return None
         reason, (fused, stock) = self._refuse(errors), (errors.fused, errors.stock)
@@ -132,10 +132,9 @@ class Verifier:
             with refusals_raise():
                 chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
                 fused = _as_one(fusion.compute(module, call, provider, fusion.stock_pieces(module, call)))
-        except NoProviderError as error:
-            none = float("nan")
-            name = public_name(provider or "auto")
-            return Measurement(str(x.device), _name(x.dtype), name, none, none, False, False, str(error))
+        except Exception as error:  # kernels of other packages come without a word on what they cannot do
+            none, name = float("nan"), public_name(provider or "auto")
+            return Measurement(str(x.device), _name(x.dtype), name, none, none, False, False, _said(error))
         fused_error, stock_error = relative_error(fused, reference), relative_error(stock, reference)
         identical = fused.dtype == stock.dtype and torch.equal(fused, stock)
         reason = reason or self._verdict(fused, stock, fused_error, stock_error, identical)
@@ -166,6 +165,14 @@ def _as_one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     if isinstance(result, Tensor):
         return result
     return torch.cat([part.reshape(-1, 1) for part in result])
+
+
+def _said(error: Exception) -> str:
+    """Why a provider refused, or what its kernel raised, in one line."""
+    if isinstance(error, NoProviderError):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    return f"failed: {type(error).__name__}: {lines[0]}"
 
 
 def _margin(proof: Measurement) -> tuple[bool, float]:

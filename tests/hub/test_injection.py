@@ -105,6 +105,30 @@ def test_a_layer_that_computes_something_else_is_refused_with_the_measured_error
     assert "error " in site.reason and "against stock's" in site.reason
 
 
+def test_a_kernel_that_raises_is_a_reason_for_the_next_provider(hub: LoopbackHub, model: Model, x: Tensor) -> None:
+    """On the sizes of this model, which no sample of an adapter has: at injection, and in another dtype later."""
+    raising = kernels.RMSNORM.replace(
+        "wide = input.float()",
+        """if input.shape[-1] == 16 and input.dtype in DTYPES: raise ValueError("misaligned address\\nframes")
+        wide = input.float()""",
+    )
+    layers = kernels.LIGER_LAYERS.replace("return self.down_proj(F.silu", "raise ValueError(); self.down_proj(F.silu")
+    for name, dtypes in (("org/all", "(torch.float32, torch.bfloat16)"), ("org/half", "(torch.bfloat16,)")):
+        hub.repository(name).commit(kernel(raising.replace("DTYPES", dtypes), layers), "v1")
+    config = {"first": "org/all", "second": "org/half", "Gated": "org/all:LigerSwiGLUMLP"}
+    with torch.no_grad():
+        report = inject_optimized_kernels(model, config=config)
+        sites = {site.path: site for site in report.patched + report.failed}
+        assert "org/all: float32 on cpu: failed: ValueError: misaligned address" in sites["first"].reason
+        assert "failed: ValueError" in sites["mlp"].reason
+        assert sites["first"].provider != "org/all" and sites["second"].provider == "org/half"
+        model(x)
+        model.bfloat16()
+        with pytest.warns(UserWarning, match="failed: ValueError: misaligned address; the next provider serves"):
+            model(x.bfloat16())
+    assert report.calls()["second"]["fused"] == 2 and not report.calls()["second"]["stock"]
+
+
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
