@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -47,6 +48,11 @@ class Measurement:
     reason: str = ""
     gradients: bool = False
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as plain data; an error that is no number, which JSON does not have, is None."""
+        data = asdict(self)
+        return data | {name: data[name] if math.isfinite(data[name]) else None for name in ("fused", "stock")}
+
 
 @dataclass
 class Site:
@@ -88,7 +94,7 @@ class Site:
             "provider": self.provider,
             "how": self.how,
             "reason": self.reason,
-            "measurements": [asdict(measurement) for measurement in self.measurements],
+            "measurements": [measurement.to_dict() for measurement in self.measurements],
         }
 
 
