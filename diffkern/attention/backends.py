@@ -128,7 +128,7 @@ def backend_of(name: str) -> Backend:
         ValueError: there is none; the message names the nearest, or all.
     """
     if name not in BACKENDS:
-        close = difflib.get_close_matches(name, BACKENDS, n=1)
+        close = difflib.get_close_matches(name.lower(), [*BACKENDS, "auto"], n=1) if isinstance(name, str) else []
         hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(BACKENDS)},"
         raise ValueError(
             f"unknown attention backend {name!r}: {hint} or 'auto' to measure, or a kernel of the Hub such as "

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from diffkern.providers import eager
 from diffkern.providers.base import Kernel
+from diffkern.providers.eager.rope import FLOAT32, FLOAT64, INPUT
 
 
 @dataclass(frozen=True)
@@ -296,12 +297,12 @@ def _apply_rotary(module: ModuleType) -> list[Adapter]:
 
 def _declines_rope(args: Sequence[Any]) -> str | None:
     x, cos, sin, _, arithmetic, rotary_dim, _, start, length = args
-    if arithmetic != 0:
-        return "it computes in float32"
+    if arithmetic != FLOAT32 and not (arithmetic == INPUT and x.dtype == torch.float32):
+        return "it computes in float32, and this rotation in " + ("float64" if arithmetic == FLOAT64 else str(x.dtype))
     if rotary_dim not in (0, x.shape[-1]) or (start, length) not in ((0, -1),):
         return "it rotates whole heads of all tokens"
     if cos.shape[-1] * 2 != x.shape[-1] or sin.shape != cos.shape:
-        return "it takes one angle for each pair"
+        return "it takes one angle for each pair of numbers, and these tables do not have that form"
     if cos.dtype != x.dtype or sin.dtype != x.dtype:
         return f"its tables have the dtype of the input, {x.dtype}"
     return None

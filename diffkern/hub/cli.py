@@ -41,13 +41,16 @@ def lock(
         policy = Policy(True if vouched is True else (*(vouched or ()), *(trust or ())))
         locked = LockFile.read(path) if path.is_file() else LockFile()
         references = [KernelReference.parse(text) for text in kernels or ()]
+        local = next((reference for reference in references if reference.is_local), None)
+        if local is not None:
+            raise HubError(f"{local} is a path of this machine: only repositories of the Hub are pinned")
         references += [reference for reference in settings.references() if not reference.is_local]
         if settings.hub == "auto":
             references += [KernelReference.parse(text) for ops in DEFAULTS.values() for text in ops.values()]
-        if not references:
+        if config is None and not kernels:
             references = [KernelReference(entry.repository, entry.revision) for entry in locked.kernels]
         if not references:
-            raise HubError("nothing to lock: name kernels, or a configuration that does")
+            raise HubError("nothing to lock: name kernels of the Hub, or a configuration that does")
         wanted = dict.fromkeys(replace(reference, name="") for reference in references)
         found = [_with_own_digests(ask_hub(reference, policy), all_variants) for reference in wanted]
         locked.updated(found).write(path)
@@ -112,7 +115,7 @@ def write_package(
     from diffkern.build import BuildError, ToolchainError
     from diffkern.hub.package import PackageError, package
 
-    with _reasons("package", PackageError, BuildError, ToolchainError, OSError):
+    with _reasons("package", PackageError, BuildError, ToolchainError):
         written = package(output, repo_id)
     typer.echo(f"{written.directory}: version {written.version}")
     for variant in written.variants:
@@ -140,7 +143,7 @@ def upload(
 @contextlib.contextmanager
 def _reasons(command: str, *kinds: type[Exception]) -> Iterator[None]:
     """Ends the program with the reason alone where one of these errors says it all."""
-    expected: tuple[type[Exception], ...] = (HubError, ValueError, *kinds)
+    expected: tuple[type[Exception], ...] = (HubError, ValueError, OSError, *kinds)
     try:
         off = switched_off() if command in ("lock", "download") else None
         if off is not None:

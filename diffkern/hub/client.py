@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ WAITS = (0.5, 2.0, 5.0)
 LONGEST_WAIT = 30.0
 _BUSY = (429, 500, 502, 503, 504)
 _HIDDEN = (401, 403, 404)
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 #: Files of a build by path below its directory, with the digests that the Hub gives for them.
 Files = Mapping[str, str]
@@ -103,7 +105,9 @@ def download(repository: str, commit: str, variant: str, files: Sequence[str]) -
             ),
             tries=2,  # huggingface_hub tries every file several times by itself
         )
-    except PermissionError as error:
+    except OSError as error:
+        if not _is_of_the_disk(error):
+            raise
         raise HubError(f"the cache {cache_directory()} cannot be written to ({error.strerror})") from error
     return where
 
@@ -126,24 +130,41 @@ def _ask(repository: str, question: Callable[[Any], T], tries: int = 4) -> T:
     for attempt, wait in enumerate((*WAITS[: tries - 1], None)):
         try:
             return question(api)
-        except PermissionError:
-            raise
         except OfflineModeIsEnabled as error:
             raise Unreachable(f"{where} cannot be asked: huggingface_hub is in offline mode") from error
-        except HfHubHTTPError as error:
-            status = getattr(error.response, "status_code", None)
+        except Exception as error:
+            answer = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
+            if answer is None:  # no connection, a broken one, a file shorter than announced ...
+                if _is_of_the_disk(error):
+                    raise
+                if wait is None or _is_refused(error):
+                    raise Unreachable(f"{where} cannot be reached ({_summary(error)})") from error
+                time.sleep(wait)
+                continue
+            status = getattr(answer.response, "status_code", None)
             if status in _HIDDEN:
                 raise _Missing(_refused(where, status)) from error
             if status not in _BUSY:
-                raise Unreachable(f"{where} cannot be had ({_summary(error)})") from error
+                raise Unreachable(f"{where} cannot be had ({_summary(answer)})") from error
+            if answer is not error:  # huggingface_hub has been patient already, with each file
+                raise Unreachable(f"{where} is busy: it went on answering {status}") from error
             if wait is None:
                 raise Unreachable(f"{where} is busy: it answered {status} {attempt + 1} times") from error
-            time.sleep(_asked_wait(error.response, wait))
-        except Exception as error:  # no connection, a broken one, a file shorter than announced ...
-            if wait is None or _is_refused(error):
-                raise Unreachable(f"{where} cannot be reached ({_summary(error)})") from error
-            time.sleep(wait)
+            time.sleep(_asked_wait(answer.response, wait))
     raise AssertionError("unreachable")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it was raised from."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    """Whether this machine refused to write, be it for rights or for room; the Hub has no part in it."""
+    return isinstance(error, OSError) and error.errno in _UNWRITABLE
 
 
 def _refused(where: str, status: int | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from diffkern.hub.mode import MODE_NAMES, PREFERENCE, Mode
-from diffkern.hub.reference import KernelReference, is_reference
+from diffkern.hub.reference import KernelReference, is_reference, is_repository
 from diffkern.hub.rule import ALIASES, DEVICES, Rule, Value
 from diffkern.providers import OPS, ORDER
 
@@ -89,10 +90,12 @@ class KernelConfig:
         if isinstance(self.mode, str):
             object.__setattr__(self, "mode", Mode.parse(self.mode))
         if self.mode is not None:
+            if not isinstance(self.mode, Mode):
+                raise ValueError(f"mode={self.mode!r}: pass a Mode, or its name: {', '.join(MODE_NAMES)}")
             object.__setattr__(self, "mode", _complete(self.mode))
         trust = self.trust_remote_code
         if isinstance(trust, Iterable) and not isinstance(trust, str):
-            object.__setattr__(self, "trust_remote_code", tuple(trust))
+            object.__setattr__(self, "trust_remote_code", tuple(map(_check_repository, trust)))
         elif not isinstance(trust, bool):
             raise ValueError(f"trust_remote_code={trust!r}: pass True, False, or a list of repositories")
         if self.lock is not None:
@@ -185,6 +188,8 @@ class KernelConfig:
             ValueError: a key is unknown, or as in the constructor.
         """
         known = ("rules", "hub", "mode", "trust_remote_code", "lock")
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{data!r} is no configuration: that is a table of {', '.join(known)}")
         for key in data:
             if key not in known:
                 raise ValueError(f"{key!r} is no part of a configuration: {', '.join(known)}.{_nearest(key, known)}")
@@ -238,6 +243,10 @@ def _normalised(value: Any, where: str, above: frozenset[str]) -> Value:
         return ""
     if isinstance(value, Mapping):
         keys = {key: _situation(key, where) for key in value}
+        twice = [name for name, count in Counter(keys.values()).items() if count > 1]
+        if twice:
+            same = " and ".join(repr(key) for key, name in keys.items() if name == twice[0])
+            raise ValueError(f"{where} says {twice[0]!r} twice, by the keys {same}: keep one of them")
         kinds = {"a device" if name in DEVICES else "a mode" for name in keys.values()}
         if len(kinds) != 1 or kinds & above or not value:
             raise ValueError(
@@ -264,14 +273,16 @@ def _normalised(value: Any, where: str, above: frozenset[str]) -> Value:
 
 def _situation(key: Any, where: str) -> str:
     """A key of a dict that is a value: the name of a device or of a mode."""
-    if isinstance(key, Mode):
-        return key.text
-    if isinstance(key, str):
-        name = ALIASES.get(key.lower(), key.lower())
+    if isinstance(key, (Mode, str)):
+        text = key.text if isinstance(key, Mode) else key.lower()
+        name = ALIASES.get(text, text)
         if name in DEVICES:
             return name
         if all(part.strip() in MODE_NAMES for part in name.split("|")):
-            return Mode.parse(name).text
+            try:
+                return Mode.parse(name).text
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
     names = (*DEVICES, *ALIASES, *MODE_NAMES)
     raise ValueError(
         f"{where} has the key {key!r}, which is no device and no mode: {', '.join(names)}.{_nearest(str(key), names)}"
@@ -285,6 +296,12 @@ def _check_key(key: Any) -> bool:
             "the name of a class, or a pattern on module paths"
         )
     return True
+
+
+def _check_repository(repository: Any) -> str:
+    if not isinstance(repository, str) or not is_repository(repository):
+        raise ValueError(f"trust_remote_code names {repository!r}: name repositories, 'org/repo', without a revision")
+    return repository
 
 
 def _complete(mode: Mode) -> Mode:
@@ -309,9 +326,9 @@ def _toml(value: Any) -> str:
         return "{ " + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _nearest(word: str, words: Sequence[str], cutoff: float = 0.6) -> str:
-    close = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
+def _nearest(word: Any, words: Sequence[str], cutoff: float = 0.6) -> str:
+    close = difflib.get_close_matches(word, words, n=1, cutoff=cutoff) if isinstance(word, str) else ()
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -8,6 +8,7 @@ kernel serves the patterns that it passed.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from diffkern.providers import eager
 from diffkern.providers.base import Kernel
+from diffkern.providers.eager.rope import ARITHMETICS
 
 #: error(kernel) may be this much of error(plain PyTorch), plus this much, relative.
 RATIO = 1.05
@@ -209,12 +211,11 @@ def _table(random: Random, *shape: int) -> tuple[Tensor, Tensor]:
 
 def _rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
-    for half in (False, True):
-        for batch in (1, 2):
-            cos, sin = _table(random, batch, 17, 1, 32)
-            calls.append((random(2, 17, 3, 64), cos, sin, half, 0, 0, 1, 0, -1))
-            cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
-            calls.append((random(2, 3, 17, 64), cos, sin, half, 0, 0, 2, 0, -1))
+    for half, batch, arithmetic in itertools.product((False, True), (1, 2), ARITHMETICS.values()):
+        cos, sin = _table(random, batch, 17, 1, 32)
+        calls.append((random(2, 17, 3, 64), cos, sin, half, arithmetic, 0, 1, 0, -1))
+        cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+        calls.append((random(2, 3, 17, 64), cos, sin, half, arithmetic, 0, 2, 0, -1))
     return calls
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from diffkern.hub import digests
+from diffkern.hub import client, digests
 from diffkern.hub.policy import HubError, Policy, switched_off
 from diffkern.hub.reference import KernelReference
 from diffkern.hub.resolve import Found, find
@@ -71,9 +71,13 @@ def load(reference: KernelReference, policy: Policy, device: torch.device) -> Lo
         raise HubError(off)
     _require_kernels()
     with _lock:
-        found = find(reference, policy, "cpu" if device.type == "cpu" else None)
-        if found.directory not in _loaded:
-            _loaded[found.directory] = _import(found, device)
+        try:
+            found = find(reference, policy, "cpu" if device.type == "cpu" else None)
+            if found.directory not in _loaded:
+                _loaded[found.directory] = _import(found, device)
+        except OSError as error:
+            where = error.filename or client.cache_directory()
+            raise HubError(f"{reference}: {where} cannot be read ({error.strerror}): see to its permissions") from error
         metadata, module = _loaded[found.directory]
         _refuse_other_backends(found, metadata, device)
         return LoadedKernel(reference, found, metadata, module)
@@ -98,9 +102,12 @@ def _import(found: Found, device: torch.device) -> tuple[Mapping[str, Any], Modu
 
     directory = found.directory
     metadata = _metadata(directory)
-    dependencies = metadata.get("kernel-depends") or metadata.get("kernels-depends")
+    dependencies = _dependencies(metadata)
     if dependencies:
-        raise HubError(f"{directory} needs further kernels ({dependencies}), which diffkern would have to pin as well")
+        raise HubError(
+            f"{directory} is built on other kernels ({dependencies}), and diffkern loads only those that the "
+            "configuration names: name a kernel that needs no other, or call this one yourself, by kernels.get_kernel"
+        )
     _check_arch(directory, device)
     same = _already_here(str(metadata["id"]), directory)
     if same is not None:
@@ -108,7 +115,7 @@ def _import(found: Found, device: torch.device) -> tuple[Mapping[str, Any], Modu
     try:
         with _fresh_bytecode():
             module = kernels.get_local_kernel(directory, backend="cpu" if device.type == "cpu" else None)
-    except Exception as error:  # whatever a foreign binary comes up with is a reason, not a crash
+    except (Exception, SystemExit) as error:  # whatever a foreign module comes up with is a reason, not a crash
         raise HubError(f"loading {directory} failed ({_describe(error)})") from error
     return metadata, module
 
@@ -120,6 +127,13 @@ def _metadata(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HubError(f"{directory} has no metadata.json of a kernel ({type(error).__name__}: {error})") from error
     return dict(metadata)
+
+
+def _dependencies(metadata: Mapping[str, Any]) -> str:
+    """The kernels that a kernel would load in turn, as ``kernel-depends`` of its metadata names them."""
+    needed = metadata.get("kernel-depends") or []
+    needed = needed if isinstance(needed, list) else [needed]
+    return ", ".join(str(entry.get("repo-id", entry)) if isinstance(entry, dict) else str(entry) for entry in needed)
 
 
 def _refuse_other_backends(found: Found, metadata: Mapping[str, Any], device: torch.device) -> None:
@@ -137,11 +151,11 @@ def _check_arch(directory: Path, device: torch.device) -> None:
     from kernels import Metadata
     from kernels.validate import ArchValidator
 
-    metadata = Metadata.read_from_file(directory / "metadata.json")
     try:
+        metadata = Metadata.read_from_file(directory / "metadata.json")
         with torch.cuda.device(device):
             ArchValidator().validate_metadata(metadata=metadata, variant=directory.name)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # another architecture; metadata that kernels cannot read
         raise HubError(str(error)) from error
 
 

@@ -33,6 +33,20 @@ class LockedKernel:
     trusted: bool
     variants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LockedKernel:
+        """Reads what ``vars`` returns, from a file that anybody may have changed.
+
+        Raises:
+            TypeError: there is something else in it.
+        """
+        kernel = cls(**data)
+        texts = (kernel.repository, kernel.revision, kernel.commit)
+        digests = [value for files in _table(kernel.variants) for value in _table(files)]
+        if not all(isinstance(text, str) for text in (*texts, *digests)) or not isinstance(kernel.trusted, bool):
+            raise TypeError(f"the entry of {kernel.repository!r} has values of other types than it should")
+        return kernel
+
 
 @dataclass(frozen=True)
 class LockFile:
@@ -63,7 +77,7 @@ class LockFile:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["version"] != _FORMAT:
                 raise HubError(f"{path} has format {data['version']}, and this diffkern reads {_FORMAT}: update it")
-            return cls(tuple(LockedKernel(**entry) for entry in data["kernels"]))
+            return cls(tuple(LockedKernel.from_dict(entry) for entry in data["kernels"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise HubError(f"{path} is no lock file of diffkern ({error}): write it with `diffkern hub lock`") from None
 
@@ -71,6 +85,12 @@ class LockFile:
         """Writes the file at once, so that nobody reads half of it."""
         data: dict[str, Any] = {"version": _FORMAT, "kernels": [vars(kernel) for kernel in self.kernels]}
         write_json(path, data)
+
+
+def _table(data: Any) -> list[Any]:
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{data!r} is no table")
+    return list(data.values())
 
 
 def write_json(path: Path, data: Any) -> None:

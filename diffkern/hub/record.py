@@ -35,7 +35,7 @@ def recall(endpoint: str, repository: str, revision: str) -> tuple[LockedKernel,
     """Returns what was found out for a repository and revision, and how many seconds ago."""
     try:
         entry = _read()[_key(endpoint, repository, revision)]
-        return LockedKernel(**entry["kernel"]), time.time() - float(entry["time"])
+        return LockedKernel.from_dict(entry["kernel"]), time.time() - float(entry["time"])
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_HUB = re.compile(
-    r"(?P<source>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^:@]+))?(?::(?P<name>[A-Za-z_]\w*))?"
-)
+_REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+_HUB = re.compile(rf"(?P<source>{_REPOSITORY})(?:@(?P<revision>[^:@]+))?(?::(?P<name>[A-Za-z_]\w*))?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _RANGE = re.compile(r"(?:(?:>=|<=|==|!=|~=|>|<)\d+(?:\.\d+)*)(?:,(?:>=|<=|==|!=|~=|>|<)\d+(?:\.\d+)*)*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -85,3 +84,8 @@ class KernelReference:
 def is_reference(text: str) -> bool:
     """Whether ``text`` is meant as a reference and not as the name of a provider."""
     return "/" in text or text.startswith("~")
+
+
+def is_repository(text: str) -> bool:
+    """Whether ``text`` is the name of a repository of the Hub, ``"org/repo"``, and nothing else."""
+    return re.fullmatch(_REPOSITORY, text) is not None

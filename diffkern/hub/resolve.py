@@ -202,7 +202,7 @@ def _from_cache(reference: KernelReference, error: HubError) -> LockedKernel:
     snapshots = sorted(directory.glob("snapshots/*/build"), key=lambda path: path.stat().st_mtime, reverse=True)
     there = {path.parent.name: path for path in snapshots}
     commits = {
-        path.relative_to(directory / "refs").as_posix(): path.read_text(encoding="utf-8").strip()
+        path.relative_to(directory / "refs").as_posix(): path.read_text(encoding="utf-8", errors="replace").strip()
         for path in directory.glob("refs/**/*")
         if path.is_file()
     }

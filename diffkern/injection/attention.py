@@ -64,7 +64,7 @@ def plan_attention(
     Raises:
         ValueError: there is no such backend.
     """
-    if wish != AUTO and not is_reference(wish):
+    if not isinstance(wish, str) or (wish != AUTO and not is_reference(wish)):
         backend_of(wish)
     plans: list[Plan] = []
     models = _models(modules, report)

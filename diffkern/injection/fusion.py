@@ -98,3 +98,10 @@ class Fusion(Protocol):
         None, as here, if gradients are not proven apart from the result.
         """
         return None
+
+    def gradient_ratio(self, dtype: torch.dtype) -> float | None:
+        """What errors of gradients of ``dtype`` may be of stock's, where the fusion has a contract of its own for them.
+
+        None, as here, if they keep that of every proof.
+        """
+        return None

@@ -32,10 +32,10 @@ class TrainingErrors:
     """Relative errors of a result and its gradients.
 
     Attributes:
-        fused: Error of the fused forward where it has least room.
+        fused: Error of the fused forward where it has no room left, or else where it is furthest above stock's.
         stock: The stock forward's in the same place.
-        margin: How much room it has there: ``ratio * stock - fused``, and one rounding more where few numbers are
-            compared.
+        margin: How much room it has where it has least: ``ratio * stock - fused``, and one rounding more where few
+            numbers are compared; ``ratio`` is that of every proof, or of gradients the fusion's own.
         identical: Whether all are equal bit for bit.
         alien: Whether not even the stock ones are near the exact ones.
     """
@@ -72,15 +72,22 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
     stock = with_gradients(lambda: fusion.stock(module, call), leaves)
     fused = with_gradients(lambda: fusion.compute(module, call, provider, pieces), leaves)
     triples = list(zip(fused, stock, exact, strict=True))
-    errors = [(relative_error(f, e), relative_error(s, e), _luck(f)) for f, s, e in triples]
-    worst = min(errors, key=lambda error: ratio * error[1] + error[2] - error[0])
+    errors = [(_error(f, s, e), relative_error(s, e)) for f, s, e in triples]
+    ratios = (ratio, *(fusion.gradient_ratio(gradient.dtype) or ratio for gradient in fused[1:]))
+    margins = [own * s + _luck(y) - f for own, (f, s), y in zip(ratios, errors, fused, strict=True)]
+    _, worst = min(zip(margins, errors, strict=True), key=lambda place: (place[0] >= 0, place[1][1] - place[1][0]))
     return TrainingErrors(
-        worst[0],
-        worst[1],
-        ratio * worst[1] + worst[2] - worst[0],
+        *worst,
+        min(margins),
         all(torch.equal(f, s) for f, s, _ in triples),
         any(error[1] > _SANE.get(y.dtype, 1e-3) for error, y in zip(errors, stock, strict=True)),
     )
+
+
+def _error(fused: Tensor, stock: Tensor, exact: Tensor) -> float:
+    """The relative error of a fused tensor; infinite if it is finite elsewhere than the stock one."""
+    alike = torch.equal(torch.isfinite(fused), torch.isfinite(stock))
+    return relative_error(fused, exact) if alike else float("inf")
 
 
 def _luck(y: Tensor) -> float:

@@ -41,7 +41,10 @@ def usable(flags: liger.Flags | None, modules: Mapping[str, nn.Module], report: 
         for root in modules.values()
         for module in (root.modules() if flags.fused_linear_cross_entropy else ())
     ):
-        report.notes.append("fused_linear_cross_entropy: in training with labels, the output has no logits")
+        report.notes.append(
+            "fused_linear_cross_entropy: in training with labels, the output has no logits; in half precision, its "
+            f"gradients may have {liger.LINEAR_LOSS_GRADIENT_RATIO} times the error of stock's"
+        )
     return flags
 
 
@@ -139,6 +142,11 @@ class LigerLossFusion(InnerFusion):
     @override
     def kind(self, module: nn.Module) -> Hashable:
         return self.recipe, self.weight_dtype(module)
+
+    @override
+    def gradient_ratio(self, dtype: torch.dtype) -> float | None:
+        linear = isinstance(self.recipe, CausalLoss) and self.recipe.linear
+        return liger.LINEAR_LOSS_GRADIENT_RATIO if linear and dtype in (torch.float16, torch.bfloat16) else None
 
     @override
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Sample]:

@@ -27,7 +27,7 @@ from diffkern.injection.gradients import TrainingErrors
 from diffkern.injection.measures import relative_error
 from diffkern.injection.report import Measurement
 from diffkern.providers import NoProviderError
-from diffkern.providers.hub import refusals_raise
+from diffkern.providers.hub import public_name, refusals_raise
 
 #: error(fused) may be this much of error(stock), ...
 RATIO = 1.05
@@ -48,7 +48,7 @@ class Verifier:
         self.exact = numerics == "exact"
         self._ledger: dict[Hashable, Measurement | None] = {}
         self._semantics: dict[Hashable, str | None] = {}
-        self._gradients: dict[Hashable, str | None] = {}
+        self._gradients: dict[Hashable, Measurement | None] = {}
 
     def prove(
         self, module: nn.Module, fusion: Fusion, provider: str | None, device: torch.device, dtype: torch.dtype
@@ -69,22 +69,38 @@ class Verifier:
 
     def prove_gradients(
         self, module: nn.Module, fusion: Fusion, provider: str | None, device: torch.device, dtype: torch.dtype
-    ) -> str | None:
-        """Proves on random input that calls with a backward keep the contract; returns why they do not, or None."""
+    ) -> Measurement | None:
+        """Proves on random input that calls with a backward keep the contract.
+
+        None if there was nothing to prove: no sample, or a fusion whose gradients are not proven apart.
+        """
         key = ("gradients", fusion.kind(module), device, dtype, provider)
         if key not in self._gradients:
             copy = fusion.stand_in(module, device)
             calls = fusion.samples(copy, device, dtype, self.exact)
             calls = [call for call in calls if fusion.declines(copy, call) is None]
-            try:
-                found = [gradients.measure(fusion, copy, provider, call, RATIO) for call in calls]
-                self._gradients[key] = next((reason for errors in found if (reason := self._refuse(errors))), None)
-            except Exception as error:  # kernels of other packages come without a word on what they cannot do
-                self._gradients[key] = f"failed: {error}"
+            proofs = [self._measure_gradients(copy, fusion, provider, call) for call in calls]
+            self._gradients[key] = min((proof for proof in proofs if proof is not None), key=_margin, default=None)
         return self._gradients[key]
 
-    def _refuse(self, errors: TrainingErrors | None) -> str | None:
-        if errors is None or errors.identical:
+    def _measure_gradients(
+        self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any
+    ) -> Measurement | None:
+        x = fusion.subject(call)
+        device, dtype, chosen = str(x.device), _name(x.dtype), public_name(provider or "auto")
+        try:
+            chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
+            errors = gradients.measure(fusion, module, provider, call, RATIO)
+        except Exception as error:
+            none = float("nan")
+            return Measurement(device, dtype, chosen, none, none, False, False, _said(error), True)
+        if errors is None:
+            return None
+        reason, (fused, stock) = self._refuse(errors), (errors.fused, errors.stock)
+        return Measurement(device, dtype, chosen, fused, stock, errors.identical, reason is None, reason or "", True)
+
+    def _refuse(self, errors: TrainingErrors) -> str | None:
+        if errors.identical:
             return None
         if self.exact:
             return "with its gradients it is not bit-identical to stock"
@@ -117,9 +133,9 @@ class Verifier:
             with refusals_raise():
                 chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
                 fused = _as_one(fusion.compute(module, call, provider, fusion.stock_pieces(module, call)))
-        except NoProviderError as error:
-            none = float("nan")
-            return Measurement(str(x.device), _name(x.dtype), provider or "auto", none, none, False, False, str(error))
+        except Exception as error:  # kernels of other packages come without a word on what they cannot do
+            none, name = float("nan"), public_name(provider or "auto")
+            return Measurement(str(x.device), _name(x.dtype), name, none, none, False, False, _said(error))
         fused_error, stock_error = relative_error(fused, reference), relative_error(stock, reference)
         identical = fused.dtype == stock.dtype and torch.equal(fused, stock)
         reason = reason or self._verdict(fused, stock, fused_error, stock_error, identical, fusion.allowance)
@@ -157,6 +173,14 @@ def _as_one(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     if isinstance(result, Tensor):
         return result
     return torch.cat([part.reshape(-1, 1) for part in result])
+
+
+def _said(error: Exception) -> str:
+    """Why a provider refused, or what its kernel raised, in one line."""
+    if isinstance(error, NoProviderError):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    return f"failed: {type(error).__name__}: {lines[0]}"
 
 
 def _margin(proof: Measurement) -> tuple[bool, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One proof: how far the fused and the stock forward are from a float64 reference.
+    """One proof: how far the fused and the stock forward, or their gradients, are from a float64 reference.
 
     Errors are relative, ``‖y − y_ref‖₂ / ‖y_ref‖₂``, over at least 64 random rows.
 
@@ -34,6 +35,8 @@ class Measurement:
         bit_identical: Whether both results were equal bit for bit.
         passed: Whether the fused forward kept the contract.
         reason: Why it did not, or "".
+        gradients: Whether these are the errors of a call with its backward: of the result or the one of its gradients
+            that breaks the contract, or else is furthest above stock.
     """
 
     device: str
@@ -44,6 +47,12 @@ class Measurement:
     bit_identical: bool
     passed: bool
     reason: str = ""
+    gradients: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as plain data; an error that is no number, which JSON does not have, is None."""
+        data = asdict(self)
+        return data | {name: data[name] if math.isfinite(data[name]) else None for name in ("fused", "stock")}
 
 
 @dataclass
@@ -86,7 +95,7 @@ class Site:
             "provider": self.provider,
             "how": self.how,
             "reason": self.reason,
-            "measurements": [asdict(measurement) for measurement in self.measurements],
+            "measurements": [measurement.to_dict() for measurement in self.measurements],
         }
 
 
@@ -182,7 +191,7 @@ class InjectionReport:
     def summary(self) -> str:
         """Returns one sentence: how many sites, by whom, and how many not."""
         verb = "would patch" if self.dry_run else "patched"
-        by = Counter(f"{site.provider}" for site in self.patched)
+        by = Counter(site.provider or "nobody on this device" for site in self.patched)
         served = ", ".join(f"{count} by {name}" for name, count in by.most_common())
         parts = [f"{verb} {len(self.patched)} modules of {self.target}" + (f" ({served})" if served else "")]
         parts.append(f"left {len(self.skipped)} alone")

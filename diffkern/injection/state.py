@@ -15,7 +15,9 @@ from diffkern.blocks import forget
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.hub.rule import Rule
 from diffkern.injection import gradients, hooks
+from diffkern.injection.layer_fusion import LayerFusion
 from diffkern.injection.report import Site, find_report
+from diffkern.providers.hub import is_kernel
 from diffkern.providers.registry import transforms_active
 
 if TYPE_CHECKING:
@@ -47,8 +49,9 @@ class PatchState:
         report: Key of the report; a string, which ``torch.compile`` takes for a constant.
         proven: Devices, input dtypes, weight dtypes and providers that are proven.
         revoked: Why the module lost its proof at first use and runs stock for good, or None.
+        refused: Why it runs stock where the rule names one provider, and not where it names another.
         proven_gradients: The same as ``proven`` for calls that a backward may follow.
-        no_gradients: Why such calls run stock, or None.
+        no_gradients: Why such calls run stock, by provider.
         fused_calls: Calls that ran fused.
         stock_calls: Calls that ran the stock forward, by reason.
         stock_pieces: Of the fused calls, those in which a part ran stock, by part.
@@ -65,8 +68,9 @@ class PatchState:
         self.report = ""
         self.proven: set[_Proven] = set()
         self.revoked: str | None = None
+        self.refused: dict[str | None, str] = {}
         self.proven_gradients: set[_Proven] = set()
-        self.no_gradients: str | None = None
+        self.no_gradients: dict[str | None, str] = {}
         self.fused_calls = 0
         self.stock_calls: Counter[str] = Counter()
         self.stock_pieces: Counter[str] = Counter()
@@ -85,7 +89,7 @@ class PatchState:
                 if self.revoked is None:
                     _note_traced_as_stock(self.report, type(module).__name__, x.device, x.dtype)
                 return None
-            if self.no_gradients is not None and gradients.wanted(module, fusion.subject(call)):
+            if self._no_gradients(module, fusion.subject(call)) and gradients.wanted(module, fusion.subject(call)):
                 return None
             return fusion.stock_pieces(module, call)
         reason = self.revoked or fusion.declines(module, call)
@@ -116,9 +120,13 @@ class PatchState:
         return device, dtype, self.fusion.weight_dtype(module), self.rule.at(device, module.training)
 
     def _left_alone(self, module: nn.Module, device: torch.device) -> str | None:
-        if self.rule.at(device, module.training) != LEFT_ALONE:
-            return None
-        return f"left alone by config on {device.type} in {'training' if module.training else 'inference'}"
+        provider = self.rule.at(device, module.training)
+        if provider == LEFT_ALONE:
+            return f"left alone by config {_situation(module, device)}"
+        return self.refused.get(provider)
+
+    def _no_gradients(self, module: nn.Module, x: Tensor) -> str | None:
+        return self.no_gradients.get(self.rule.at(x.device, module.training)) if self.no_gradients else None
 
     def _is_proven(self, module: nn.Module, x: Tensor) -> bool:
         if self.verifier is None:
@@ -133,7 +141,8 @@ class PatchState:
             return "not proven yet, and a proof cannot run while a CUDA graph is captured: run one call before"
         if transforms_active():
             return "not proven yet, and a proof cannot run under a transform: run one call before"
-        measurement = self.verifier.prove_call(module, self.fusion, self.rule.at(x.device, module.training), call)
+        provider = self.rule.at(x.device, module.training)
+        measurement = self.verifier.prove_call(module, self.fusion, provider, call)
         if measurement is None:
             return f"there is no sample to prove it with for {x.dtype} on {x.device}"
         if self.site is not None:
@@ -141,32 +150,54 @@ class PatchState:
         if measurement.passed:
             self.trust(module, x.device, x.dtype)
             return None
-        self.revoked = f"lost its proof at first use: {measurement.reason}"
+        return self._give_up(module, call, provider, f"lost its proof at first use: {measurement.reason}")
+
+    def _give_up(self, module: nn.Module, call: Any, provider: str | None, reason: str) -> str | None:
+        """Gives a call without a proof to the next provider, as the injection would have done; or returns why not."""
+        x = self.fusion.subject(call)
+        another_may = not isinstance(self.fusion, LayerFusion)
+        if another_may and provider and is_kernel(provider) and not self.strict:
+            self.rule = self.rule.map(lambda choice: None if choice == provider else choice)
+            self._tell(module, reason, f"the next provider serves {_situation(module, x.device)}")
+            return None if self._is_proven(module, x) else self._prove(module, call)
+        if set(self.rule.choices()) <= {provider, LEFT_ALONE}:
+            self.revoked = reason
+            self._tell(module, reason, "it runs stock from now on")
+            if self.site is not None:
+                self.site.revoked = True
+        else:
+            self.refused[provider] = reason
+            self._tell(module, reason, f"it runs stock {_situation(module, x.device)}")
+        return reason
+
+    def _tell(self, module: nn.Module, reason: str, consequence: str) -> None:
         if self.site is not None:
-            self.site.revoked, self.site.reason = True, self.revoked
-        warnings.warn(f"diffkern: {type(module).__name__} {self.revoked}; it runs stock from now on", stacklevel=4)
-        return self.revoked
+            self.site.reason = reason
+        warnings.warn(f"diffkern: {type(module).__name__} {reason}; {consequence}", stacklevel=6)
 
     def _prove_gradients(self, module: nn.Module, x: Tensor) -> str | None:
         """Proves the gradients of a device and dtype the first time that they are wanted, be that by ``train()``."""
         key = self._key(module, x.device, x.dtype)
-        if self.verifier is None or self.no_gradients is not None or key in self.proven_gradients:
-            return self.no_gradients
+        refused = self._no_gradients(module, x)
+        if self.verifier is None or refused is not None or key in self.proven_gradients:
+            return refused
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "gradients are not proven yet, and a proof cannot run while a CUDA graph is captured: run one call"
         if transforms_active():
             return None  # then the ops are plain PyTorch
+        provider = self.rule.at(x.device, module.training)
         with torch.no_grad():
-            provider = self.rule.at(x.device, module.training)
-            reason = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype)
-        if reason is None:
+            measurement = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype)
+        if measurement is not None and self.site is not None:
+            self.site.measurements.append(measurement)
+        if measurement is None or measurement.passed:
             self.proven_gradients.add(key)
             return None
-        self.no_gradients = f"runs stock wherever gradients are wanted: {reason}"
+        reason = self.no_gradients[provider] = f"runs stock wherever gradients are wanted: {measurement.reason}"
         if self.site is not None:
-            self.site.reason = self.no_gradients
-        warnings.warn(f"diffkern: {type(module).__name__} {self.no_gradients}", stacklevel=4)
-        return self.no_gradients
+            self.site.reason = reason
+        warnings.warn(f"diffkern: {type(module).__name__} {reason}", stacklevel=4)
+        return reason
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         """A copy of the module counts for itself, and shares the proofs."""
@@ -176,13 +207,18 @@ class PatchState:
         copy.report = self.report
         copy.proven = set(self.proven)
         copy.revoked = self.revoked
+        copy.refused = dict(self.refused)
         copy.proven_gradients = set(self.proven_gradients)
-        copy.no_gradients = self.no_gradients
+        copy.no_gradients = dict(self.no_gradients)
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled module comes back unpatched: pickle stores a bound ``forward`` by its name alone."""
         return _nothing, ()
+
+
+def _situation(module: nn.Module, device: torch.device) -> str:
+    return f"on {device.type} in {'training' if module.training else 'inference'}"
 
 
 def _nothing() -> None:

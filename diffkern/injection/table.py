@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import shutil
 import sys
@@ -87,8 +88,8 @@ def _groups(sites: Iterable[Site]) -> list[list[Site]]:
 
 def _cells(group: list[Site]) -> tuple[str, ...]:
     first = group[0]
-    errors = [(m.fused, m.stock) for site in group for m in site.measurements if m.provider == site.provider]
-    worst = max(errors, default=None)
+    proofs = [proof for site in group for proof in site.measurements if proof.provider == site.provider]
+    worst = max(((proof.fused, proof.stock) for proof in proofs if not math.isnan(proof.fused)), default=None)
     package, _, name = first.class_name.partition(".")
     return (
         str(len(group)),

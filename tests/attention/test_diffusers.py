@@ -200,6 +200,9 @@ def test_nothing_stays_if_an_injection_fails_half_way(model: Model, monkeypatch:
 def test_an_unknown_name_is_a_mistake_also_where_nothing_can_be_routed() -> None:
     with pytest.raises(ValueError, match="unknown attention backend 'flsh'"):
         inject_optimized_kernels(torch.nn.LayerNorm(8), attention="flsh")
+    for wish, said in (("Auto", "did you mean 'auto'"), (True, "unknown attention backend True: choose one of")):
+        with pytest.raises(ValueError, match=said):
+            inject_optimized_kernels(torch.nn.LayerNorm(8), attention=wish)  # type: ignore[arg-type]
     report = inject_optimized_kernels(torch.nn.LayerNorm(8), attention="native")
     assert "attention='native': no model here lets its attention be chosen" in report.notes
 

@@ -158,8 +158,13 @@ def test_rope(hub: LoopbackHub, interface: str, batch: int) -> None:
             continue
         expected = rope(x, cos, sin, pairing=pairing, provider="eager")
         torch.testing.assert_close(rope(x, cos, sin, pairing=pairing, provider=provider), expected)
+        same = rope(x, cos, sin, pairing=pairing, arithmetic="input", provider=provider)  # float32 is float32
+        torch.testing.assert_close(same, expected)
     with pytest.raises(NoProviderError, match="tables have the dtype of the input"):
         rope(x.bfloat16(), cos, sin, pairing="half", provider=provider)
+    half = (x.bfloat16(), cos.bfloat16(), sin.bfloat16())
+    with pytest.raises(NoProviderError, match=r"it computes in float32, and this rotation in torch\.bfloat16"):
+        rope(*half, pairing="half", arithmetic="input", provider=provider)
     with pytest.raises(NoProviderError, match="one angle for each pair"):
         rope(x, cos.repeat(1, 1, 1, 2), sin.repeat(1, 1, 1, 2), pairing="half", provider=provider)
 

@@ -87,6 +87,8 @@ def test_lock_what_a_configuration_names(published: LoopbackHub, tmp_path: Path)
         (["lock", "stranger/norms"], r"not of a publisher"),
         (["lock", "org/nothing"], "answered 404"),
         (["lock", "org"], "names no kernel"),
+        (["lock", "./kernel:Layer"], "./kernel:Layer is a path of this machine"),
+        (["lock", "--config", "missing.toml"], "No such file or directory: 'missing.toml'"),
         (["download"], "is no lock file"),
         (["list"], "is no lock file"),
         (["package", "out", "--repo-id", "nothing"], "is no repository"),
@@ -98,6 +100,17 @@ def test_a_failure_is_one_line_with_the_reason(published: LoopbackHub, arguments
     assert out.exit_code == 1
     assert out.output.startswith(f"diffkern hub {arguments[0]}: ") and said in out.output
     assert len(out.output.strip().splitlines()) == 1
+
+
+def test_a_configuration_without_kernels_of_the_hub_does_not_update_the_others(
+    published: LoopbackHub, tmp_path: Path
+) -> None:
+    assert run("lock", "org/norms").exit_code == 0
+    asked = len(published.requests)
+    (tmp_path / "local.toml").write_text('[rules]\nrms_norm = "./kernel"\n')
+    out = run("lock", "--config", "local.toml")
+    assert out.exit_code == 1 and "nothing to lock" in out.output
+    assert len(published.requests) == asked
 
 
 def test_nothing_is_asked_when_the_hub_is_switched_off(published: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:

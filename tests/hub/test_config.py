@@ -187,6 +187,13 @@ def test_the_name_of_a_layer_of_transformers_means_its_norms() -> None:
         ({"rms_norm": {"inference|training": "eager"}}, "either inference or training"),
         ({"rms_norm": ("org/repo:L", {"version": 2})}, "write the version into the string"),
         ({"rms_norm": 3}, "expected the name of a provider"),
+        ({"rms_norm": {"mps": "eager", "metal": ""}}, r"says 'metal' twice, by the keys 'mps' and 'metal'"),
+        ({"rms_norm": {"training": "eager", Mode.TRAINING: ""}}, "says 'training' twice"),
+        (
+            {"rms_norm": {Mode.INFERENCE | Mode.TRAINING: "eager"}},
+            r"config\['rms_norm'\].*either inference or training",
+        ),
+        ({"rms_norm": {Mode(0): "eager"}}, "no device and no mode"),
     ],
 )
 def test_a_value_that_is_none_is_answered_with_the_nearest(rules: dict[str, Any], said: str) -> None:
@@ -206,7 +213,11 @@ def test_a_key_that_fits_nothing_is_answered_with_the_nearest() -> None:
     ("options", "said"),
     [
         ({"hub": "atuo"}, "Did you mean 'auto'"),
+        ({"hub": True}, "choose 'off' or 'auto'"),
         ({"mode": "train"}, "is no mode"),
+        ({"mode": 1}, "pass a Mode, or its name"),
+        ({"trust_remote_code": ["org"]}, "names 'org': name repositories, 'org/repo'"),
+        ({"trust_remote_code": ["org/repo@v1"]}, "without a revision"),
         ({"mode": Mode.TRAINING | Mode.INFERENCE}, "either inference or training"),
         ({"trust_remote_code": "org/repo"}, "a list of repositories"),
     ],
@@ -223,7 +234,7 @@ EVERYTHING = KernelConfig(
         "vae.*": "eager",
         "RMSNorm": {"mps": "org/metal@>=1.0,<2.0:RMSNorm", "cuda": {Mode.TRAINING: "triton", "inference": None}},
         "LayerNorm": None,
-        'a "quoted" path\\with.*': "/a/path:Layer",
+        'a "quoted" path\\with\x7f.*': "/a/path:Layer",
     },
     hub="auto",
     mode=Mode.TRAINING | Mode.TORCH_COMPILE,
@@ -246,6 +257,11 @@ def test_files_say_the_same(config: KernelConfig, tmp_path: Path) -> None:
 def test_a_file_with_a_word_too_many_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'rulez' is no part of a configuration.*Did you mean 'rules'"):
         KernelConfig.from_dict({"rulez": {}})
+
+
+def test_a_file_that_holds_something_else_says_what_it_should_hold() -> None:
+    with pytest.raises(ValueError, match="is no configuration: that is a table of rules, hub"):
+        KernelConfig.from_json("[]")
 
 
 def test_every_device_can_be_named() -> None:

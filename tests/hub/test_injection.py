@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffkern import InjectionError, KernelConfig, inject_optimized_kernels, plan
+from diffkern import InjectionError, KernelConfig, StrictModeError, inject_optimized_kernels, plan
 from diffkern.hub import Mode
 from diffkern.providers import compiled, registry
 from tests.hub import kernels
@@ -103,6 +103,30 @@ def test_a_layer_that_computes_something_else_is_refused_with_the_measured_error
     report = inject_optimized_kernels(model, config={"mlp": "org/layers:Wrong"})
     (site,) = (site for site in report.failed if site.path == "mlp")
     assert "error " in site.reason and "against stock's" in site.reason
+
+
+def test_a_kernel_that_raises_is_a_reason_for_the_next_provider(hub: LoopbackHub, model: Model, x: Tensor) -> None:
+    """On the sizes of this model, which no sample of an adapter has: at injection, and in another dtype later."""
+    raising = kernels.RMSNORM.replace(
+        "wide = input.float()",
+        """if input.shape[-1] == 16 and input.dtype in DTYPES: raise ValueError("misaligned address\\nframes")
+        wide = input.float()""",
+    )
+    layers = kernels.LIGER_LAYERS.replace("return self.down_proj(F.silu", "raise ValueError(); self.down_proj(F.silu")
+    for name, dtypes in (("org/all", "(torch.float32, torch.bfloat16)"), ("org/half", "(torch.bfloat16,)")):
+        hub.repository(name).commit(kernel(raising.replace("DTYPES", dtypes), layers), "v1")
+    config = {"first": "org/all", "second": "org/half", "Gated": "org/all:LigerSwiGLUMLP"}
+    with torch.no_grad():
+        report = inject_optimized_kernels(model, config=config)
+        sites = {site.path: site for site in report.patched + report.failed}
+        assert "org/all: float32 on cpu: failed: ValueError: misaligned address" in sites["first"].reason
+        assert "failed: ValueError" in sites["mlp"].reason
+        assert sites["first"].provider != "org/all" and sites["second"].provider == "org/half"
+        model(x)
+        model.bfloat16()
+        with pytest.warns(UserWarning, match="failed: ValueError: misaligned address; the next provider serves"):
+            model(x.bfloat16())
+    assert report.calls()["second"]["fused"] == 2 and not report.calls()["second"]["stock"]
 
 
 @pytest.mark.parametrize(
@@ -216,10 +240,61 @@ def test_the_kernel_changes_with_the_mode_and_is_proven_for_each(
     model.train()
     model(x).sum().backward()
     assert model.first.weight.grad is not None
-    assert [m.provider for m in site.measurements[before:]] == ["eager"]
+    assert [(m.provider, m.gradients) for m in site.measurements[before:]] == [("eager", False), ("eager", True)]
     model.eval()
     model(x)
     assert report.calls()["first"] == {"fused": 3, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
+
+
+def test_a_kernel_for_training_that_is_not_there_costs_inference_nothing(
+    published: LoopbackHub, model: Model, x: Tensor
+) -> None:
+    """What cannot be had at ``train()`` the next provider serves, as at injection; ``strict`` raises there alone."""
+    config = {"rms_norm": {"inference": "org/norms", "training": "org/gone"}}
+    report = inject_optimized_kernels(model, config=config)
+    model.train()
+    with pytest.warns(UserWarning, match="org/gone.* the next provider serves on cpu in training"):
+        model(x)
+    model.eval()
+    model(x)
+    (site,) = (site for site in report.patched if site.path == "first")
+    assert "org/gone" in site.reason and not report.failed
+    kernels_of = {(proof.provider, proof.passed) for proof in site.measurements if "/" in proof.provider}
+    assert kernels_of == {("org/norms", True), ("org/gone", False)}
+    assert report.calls()["first"] == {"fused": 2, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
+    report.restore()
+    inject_optimized_kernels(model, config=config, strict=True)
+    model.train()
+    with pytest.raises(StrictModeError, match="org/gone"), pytest.warns(UserWarning):
+        model(x)
+    model.eval()
+    model(x)
+
+
+def test_a_provider_that_fails_in_training_is_kept_from_training_alone() -> None:
+    norm, x = nn.RMSNorm(16).eval(), torch.randn(3, 16)
+    report = inject_optimized_kernels(norm, config={"rms_norm": {"inference": "eager", "training": "triton"}})
+    norm.train()
+    with pytest.warns(UserWarning, match="triton: .* it runs stock on cpu in training"):
+        norm(x)
+    norm.eval()
+    norm(x)
+    norm.train()
+    norm(x)
+    (reason,) = report.calls()[""]["stock_reasons"]
+    assert (report.calls()[""]["fused"], report.calls()[""]["stock"]) == (1, 2) and "triton" in reason
+    assert not report.failed and "triton" in report.patched[0].reason
+
+
+def test_a_gated_unit_of_two_layers_is_not_said_to_be_served_by_a_kernel_for_halves(hub: LoopbackHub) -> None:
+    """Values and gates of Llama come from two layers, those of Phi 3 from one."""
+    build = pytest.importorskip("tests.transformers.models", exc_type=ImportError).build
+    hub.repository("org/act").commit(kernel(kernels.ACTIVATION), "v1")
+    for name, packed in (("phi3", True), ("llama", False)):
+        report = inject_optimized_kernels(build(name), config={"glu": "org/act"})
+        sites = [site for site in report.patched if site.op == "glu"]
+        assert sites and {site.provider == "org/act" for site in sites} == {packed}
+        assert {"halves of one packed tensor" in site.reason for site in sites} == {not packed}
 
 
 def test_an_explicit_mode_wins_over_the_training_flag(published: LoopbackHub, model: Model) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import time
@@ -153,11 +155,40 @@ def test_the_environment_names_the_lock(hub: LoopbackHub, tmp_path: Path, monkey
         fetch("org/tiny")
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', '{"version": 7, "kernels": []}'])
+def entry(**changes: object) -> str:
+    """A lock file with one kernel, and something wrong with it."""
+    data = {"repository": "org/tiny", "revision": "", "commit": "1" * 40, "trusted": True, "variants": {}}
+    return json.dumps({"version": 1, "kernels": [data | changes]})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"version": 1}',
+        '{"version": 7, "kernels": []}',
+        entry(variants=None),
+        entry(variants={"torch-cpu": ["__init__.py"]}),
+        entry(variants={"torch-cpu": {"__init__.py": None}}),
+        entry(trusted="no"),
+        entry(commit=3),
+    ],
+)
 def test_a_damaged_lock_is_said_to_be_none(hub: LoopbackHub, tmp_path: Path, content: str) -> None:
     (tmp_path / "diffkern.lock").write_text(content)
     with pytest.raises(HubError, match=r"diffkern\.lock (is no lock file|has format 7)"):
         fetch("org/tiny")
+
+
+def test_a_damaged_record_is_as_good_as_none(hub: LoopbackHub) -> None:
+    publish(hub)
+    assert fetch("org/tiny") == 1
+    path = record.directory() / "resolved.json"
+    path.write_text(path.read_text().replace('"variants": {', '"variants": 1, "others": {'))
+    new_process()
+    assert fetch("org/tiny") == 1
+    assert hub.count("/refs") == 2
 
 
 def test_a_lock_file_reads_as_it_was_written(tmp_path: Path) -> None:
@@ -282,6 +313,21 @@ def test_a_hub_that_stays_busy_gives_a_reason(hub: LoopbackHub) -> None:
     publish(hub)
     hub.faults.append(Fault("/refs", 429))
     with pytest.raises(HubError, match="busy: it answered 429 4 times"):
+        fetch("org/tiny")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(404, "is not there, or not for you"), (418, "418"), (503, "is busy: it went on answering 503")],
+)
+def test_a_file_that_the_hub_refuses_is_not_said_to_be_a_broken_connection(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+) -> None:
+    publish(hub)
+    hub.faults.append(Fault("/resolve/", status))
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # huggingface_hub's patience
+    with pytest.raises(HubError, match=said):
         fetch("org/tiny")
 
 
@@ -499,13 +545,21 @@ def test_the_order_of_builds_is_that_of_the_kernels_package() -> None:
 def test_a_kernel_that_needs_other_kernels_is_refused(hub: LoopbackHub) -> None:
     files = kernel("VALUE = 1\n", kernel_depends=[{"repo-id": "org/other", "version": 1}])
     hub.repository("org/tiny").commit(files, "v1")
-    with pytest.raises(HubError, match="needs further kernels"):
+    with pytest.raises(HubError, match=r"is built on other kernels \(org/other\).*name a kernel that needs no other"):
         fetch("org/tiny")
+    assert hub.count("org/other") == 0
 
 
-def test_a_kernel_that_fails_to_import_gives_its_error(hub: LoopbackHub) -> None:
-    hub.repository("org/tiny").commit(kernel("raise OSError('undefined symbol: _ZN3c10')\n"), "v1")
-    with pytest.raises(HubError, match=r"failed .OSError: undefined symbol: _ZN3c10"):
+@pytest.mark.parametrize(
+    ("init", "said"),
+    [
+        ("raise OSError('undefined symbol: _ZN3c10')\n", "OSError: undefined symbol: _ZN3c10"),
+        ("raise SystemExit('no GPU')\n", "SystemExit: no GPU"),
+    ],
+)
+def test_a_kernel_that_fails_to_import_gives_its_error(hub: LoopbackHub, init: str, said: str) -> None:
+    hub.repository("org/tiny").commit(kernel(init), "v1")
+    with pytest.raises(HubError, match=rf"failed .{said}"):
         fetch("org/tiny")
 
 
@@ -585,21 +639,56 @@ def test_dk69_a_cache_that_cannot_be_written_to_serves_what_it_has(
     assert fetch("org/tiny") == 1
 
 
-def test_dk69_a_download_into_a_read_only_cache_names_the_path(
-    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
+def test_dk69_a_download_into_a_read_only_or_full_cache_names_the_path(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     publish(hub)
-    refuse_writing(monkeypatch)
-    with pytest.raises(HubError, match=rf"the cache {tmp_path / 'cache'} cannot be written to"):
+    refuse_writing(monkeypatch, code)
+    said = rf"the cache {tmp_path / 'cache'} cannot be written to \({os.strerror(code)}\)"
+    with pytest.raises(HubError, match=said):
+        fetch("org/tiny")
+    assert hub.count(r"HEAD .*/resolve/.*__init__\.py") == 1  # the Hub is not asked again for what the disk refuses
+
+
+def test_dk69_a_cache_that_may_not_be_looked_into_is_a_reason(
+    hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a directory of another user without the right to enter it; a test that runs as root cannot use modes."""
+    publish(hub)
+    assert fetch("org/tiny") == 1
+    new_process()
+    stat = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if "kernels--org--tiny" in path.parts:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(HubError, match=r"org/tiny: .*kernels--org--tiny.* cannot be read \(Permission denied\)"):
         fetch("org/tiny")
 
 
-def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every attempt to write fails as on a read-only file system; a test that runs as root cannot use modes."""
-    import os
+def test_dk69_a_name_that_is_damaged_in_a_shared_cache_is_found_by_its_version(
+    hub: LoopbackHub, offline: Callable[[], None], tmp_path: Path
+) -> None:
+    publish(hub)
+    assert fetch("org/tiny") == 1
+    shutil.rmtree(tmp_path / "state")
+    name = tmp_path / "cache" / "kernels--org--tiny" / "refs" / "v1"
+    name.parent.mkdir(exist_ok=True)
+    name.write_bytes(b"\xff\xfe")
+    offline()
+    with pytest.warns(UserWarning, match="The copy in the cache is used"):
+        assert fetch("org/tiny") == 1
+
+
+def refuse_writing(monkeypatch: pytest.MonkeyPatch, code: int = errno.EACCES) -> None:
+    """Every attempt to write fails; a test that runs as root cannot use modes."""
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise PermissionError(13, "Permission denied", str(args[0]))
+        raise OSError(code, os.strerror(code), str(args[0]))
 
     for name in ("makedirs", "mkdir", "replace", "rename", "symlink"):
         monkeypatch.setattr(os, name, refuse)
@@ -613,7 +702,7 @@ def test_dk69_processes_that_start_together_resolve_and_download_once(hub: Loopb
         "from diffkern.hub.reference import KernelReference as R;"
         "print(load(R.parse('org/tiny@v1'), Policy(), torch.device('cpu')).module.VALUE)"
     )
-    running = [process(code) for _ in range(2)]
-    assert [result(one) for one in running] == ["1", "1"]
+    running = [process(code) for _ in range(4)]
+    assert [result(one) for one in running] == ["1", "1", "1", "1"]
     assert hub.count("/overview") == hub.count("/refs") == 1
     assert hub.count(r"GET .*/resolve/.*__init__\.py") == 1

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 
+import pytest
 from rich.console import Console
 
 from diffkern.injection.report import InjectionReport, Measurement, Site
@@ -62,3 +65,17 @@ def test_a_narrow_terminal_costs_the_package_of_the_class_first() -> None:
     lines = draw(90)
     assert any("AdaLayerNormSingle" in line and "diffusers." not in line for line in lines)
     assert max(map(len, lines)) <= 90
+
+
+def test_errors_that_are_no_numbers_are_in_no_table_and_in_no_json() -> None:
+    """A kernel that raised has no error; ``NaN`` is no JSON, and programs in other languages stop at it."""
+    raised = Measurement("cpu", "float32", "compiled", math.nan, math.nan, False, False, "failed: ValueError: no")
+    wrong = Measurement("cpu", "float32", "compiled", math.inf, 1e-7, False, False, "wrong", gradients=True)
+    proof = Measurement("cpu", "float32", "compiled", 1e-7, 2e-7, False, True)
+    site = Site("norm", "torch.nn.RMSNorm", "rms_norm", "compiled", "table", measurements=[raised, proof])
+    report = InjectionReport("Model", "fast", _accepted=[site])
+    assert "1.0e-07 / 2.0e-07" in str(report)
+    site.measurements.append(wrong)
+    (data,) = json.loads(report.to_json(), parse_constant=pytest.fail)["patched"]
+    assert [m["fused"] for m in data["measurements"]] == [None, 1e-7, None]
+    assert [m["gradients"] for m in data["measurements"]] == [False, False, True]

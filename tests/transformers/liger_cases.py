@@ -108,6 +108,23 @@ _ALL = [(name, flags) for name in ("llama", "gemma", "qwen3") for flags in (ROPE
 _FEW = [("llama", ROPE), ("llama", LINEAR), ("llama", LOSS), ("gemma", LINEAR)]  # the interpreter takes its time
 
 
+#: The interpreter cuts float32 to bfloat16, where a GPU rounds.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])])
+def test_the_contract_of_the_loss_without_logits(dtype: torch.dtype) -> None:
+    """Scaled, its gradients in half precision have one rounding more than stock's; the report has what that costs."""
+    model, batch = model_of("llama", dtype)
+    report = inject_optimized_kernels(model, liger=LINEAR)
+    model(**batch, labels=batch["input_ids"], num_items_in_batch=7).loss.backward()
+    assert report.calls()[""]["fused"] == 1 and not report.calls()[""]["stock"]
+    (site,) = [site for site in report.patched if site.path == ""]
+    (proof,) = [proof for proof in site.measurements if proof.gradients]
+    assert proof.passed and proof.dtype == str(dtype).removeprefix("torch.")
+    if dtype == torch.float32:
+        assert proof.fused <= 1.05 * proof.stock + SLACK
+    else:
+        assert 1.05 * proof.stock < proof.fused <= liger.LINEAR_LOSS_GRADIENT_RATIO * proof.stock
+
+
 @dtypes
 @pytest.mark.parametrize(("name", "flags"), _FEW if INTERPRETED else _ALL)
 def test_training(name: str, flags: Any, dtype: torch.dtype) -> None:
@@ -116,7 +133,9 @@ def test_training(name: str, flags: Any, dtype: torch.dtype) -> None:
     report = inject_optimized_kernels(model, liger=flags)
     assert not report.failed
     fused = step(model, batch)
-    assert relative_error(fused, exact) <= RATIO * relative_error(stock, exact) + SLACK
+    own = flags in (True, LINEAR) and dtype != torch.float32
+    ratio = liger.LINEAR_LOSS_GRADIENT_RATIO if own else RATIO
+    assert relative_error(fused, exact) <= ratio * relative_error(stock, exact) + SLACK
     assert not [site.reason for site in report.patched if "runs stock" in site.reason]
     assert all(count["fused"] > 0 and count["stock"] == 0 for count in report.calls().values())
     report.restore()

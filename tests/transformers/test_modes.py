@@ -101,7 +101,7 @@ def test_norms_of_torch_prove_their_gradients(make: Any, dtype: torch.dtype) -> 
     stock = torch.autograd.grad(norm(x).float().square().sum(), [x, *norm.parameters()])
     inject_optimized_kernels(norm)
     fused = torch.autograd.grad(norm(x).float().square().sum(), [x, *norm.parameters()])
-    assert patch_state(norm).no_gradients is None and patch_state(norm).proven_gradients  # type: ignore[union-attr]
+    assert not patch_state(norm).no_gradients and patch_state(norm).proven_gradients  # type: ignore[union-attr]
     for ours, theirs in zip(fused, stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
@@ -113,3 +113,34 @@ def test_exact_holds_for_gradients_too() -> None:
     inject_optimized_kernels(model, numerics="exact")
     with pytest.warns(UserWarning, match="with its gradients it is not bit-identical to stock"):
         assert torch.equal(step(model, batch), stock)
+
+
+def test_gradients_that_are_no_numbers_are_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error over the finite elements alone would find nothing wrong with them."""
+    from diffkern.blocks.gated_mlp import GatedMLP
+
+    right = GatedMLP.fused
+
+    def endless(self: Any, module: Any, inside: Any, provider: Any) -> Tensor:
+        y = right(self, module, inside, provider)
+        y.register_hook(lambda gradient: gradient * torch.nan)
+        return y
+
+    monkeypatch.setattr(GatedMLP, "fused", lambda *call: endless(*call) if torch.is_grad_enabled() else right(*call))
+    model, batch = build("llama").train(), inputs("llama")
+    stock = step(copy.deepcopy(model), batch)
+    report = inject_optimized_kernels(model)
+    with pytest.warns(UserWarning, match="LlamaMLP runs stock wherever gradients are wanted: .* error of inf"):
+        torch.testing.assert_close(step(model, batch), stock, rtol=1e-4, atol=1e-6)
+    assert report.calls()["model.layers.0.mlp"]["fused"] == 0
+
+
+def test_the_report_has_the_errors_of_gradients() -> None:
+    model, batch = build("llama", torch.bfloat16).train(), inputs("llama")
+    report = inject_optimized_kernels(model)
+    assert not [proof for site in report.patched for proof in site.measurements if proof.gradients]
+    step(model, batch)
+    for site in report.patched:
+        (proof,) = [proof for proof in site.measurements if proof.gradients]
+        assert proof.passed and proof.provider == site.provider
+        assert 0 < proof.fused <= 1.05 * proof.stock + torch.finfo(torch.bfloat16).eps
