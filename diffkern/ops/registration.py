@@ -107,7 +107,7 @@ class Op:
 
         Args:
             operands: The first arguments of the kernel, in its order, a tensor first.
-            options: What else ``prepare`` takes; hashable.
+            options: What else ``prepare`` takes; the way is remembered only if they are hashable.
             provider: As in the public functions.
         """
         key: Hashable = None
@@ -115,7 +115,10 @@ class Op:
             x = operands[0]
             if type(x) is Tensor:
                 key = (self, options, provider, override(), x.device, x.dtype, *map(type, operands))
-                way = remembered.get(key)
+                try:
+                    way = remembered.get(key)
+                except TypeError:  # an option is a list, for example, and has no hash
+                    key = way = None
                 if (
                     way is not None
                     and not _functorch_is_active()

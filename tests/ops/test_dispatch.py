@@ -201,6 +201,14 @@ def test_a_parameter_of_several_dimensions_is_flattened_also_on_the_remembered_w
     assert torch.equal(ops.layer_norm(x, weight), flat.view(x.shape))
 
 
+def test_an_option_without_a_hash_takes_the_long_way(device: str) -> None:
+    x, cos, sin = (t.to(device) for t in (HEADS, COS[:4], SIN[:4]))
+    tokens: Any = [1, 4]
+    expected = ops.rope(x, cos, sin, tokens=(1, 4))
+    for _ in range(2):
+        assert torch.equal(ops.rope(x, cos, sin, tokens=tokens), expected)
+
+
 def test_the_provider_of_the_moment_computes(device: str) -> None:
     x, weight = X.to(device), WEIGHT.to(device)
     ops.rms_norm(x, weight)
