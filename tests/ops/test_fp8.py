@@ -51,6 +51,7 @@ def layer(x: Tensor) -> Tensor:
     return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-6)
 
 
+@pytest.mark.sanitize
 @DTYPES
 @pytest.mark.parametrize("size", [1, 30, 128, 2048, 20000])
 def test_modulated_norms(size: int, dtype: torch.dtype, provider: str, device: str) -> None:
@@ -92,6 +93,7 @@ def test_activations(function: str, dtype: torch.dtype, provider: str, device: s
         check_rows(*rows, formulas[function](x.double()))
 
 
+@pytest.mark.sanitize
 def test_rows_of_zeros_of_nan_and_of_nothing(provider: str, device: str) -> None:
     x = random(4, 32, device=device)
     x[0], x[1, 3], x[2] = 0, torch.nan, x[2] * 1e-30
