@@ -48,9 +48,10 @@ FAST = Arm("fast")
 FAST_GRAPH = Arm("fast", cuda_graph=True)
 FAST_COMPILED = Arm("fast", compiled=True)
 FP8 = Arm("fp8")
+FP8_GRAPH = Arm("fp8", cuda_graph=True)
 
 #: The arms of a full comparison, the baseline first.
-ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8)
+ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8, FP8_GRAPH)
 
 
 class ArmUnavailableError(RuntimeError):
@@ -89,6 +90,10 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
 
 
 def _check_that_it_took(arm: Arm, report: InjectionReport) -> None:
+    from diffkern.injection.inject import NO_FP8_FORM
+
+    if arm.numerics == "fp8" and NO_FP8_FORM in report.notes:
+        raise ArmUnavailableError(NO_FP8_FORM)
     wanted = [site for site in report.patched if not arm.cuda_graph or site.op == "cuda_graph"]
     if wanted:
         return

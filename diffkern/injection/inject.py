@@ -40,6 +40,9 @@ from diffkern.providers.liger import Flags
 
 NUMERICS = ("exact", "fast", "fp8")
 
+#: The note of a report that asked for 8 bits in vain.
+NO_FP8_FORM = "no module here has a form in 8 bits: all run as numerics='fast' has them"
+
 
 class InjectionError(RuntimeError):
     """A strict injection met something it would have had to fall back from. Nothing was changed."""
@@ -274,7 +277,7 @@ def _plan(
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
     config.check((site.path for site in seen), class_names, BLOCK_OPS, layers)
     if report.numerics == "fp8" and candidates and not any(_is_in_8_bits(candidate) for candidate in candidates):
-        report.notes.append("no module here has a form in 8 bits: all run as numerics='fast' has them")
+        report.notes.append(NO_FP8_FORM)
     already = sum(site.reason == _ALREADY for site in report.skipped)
     if already:
         report.notes.append(

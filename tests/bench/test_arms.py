@@ -84,7 +84,7 @@ def test_the_model_is_stock_again_after_an_arm_that_raised() -> None:
 
 
 def test_each_arm_says_what_it_does() -> None:
-    names = ["stock", "stock + compile", "exact", "fast", "fast + graph", "fast + compile", "fp8"]
+    names = ["stock", "stock + compile", "exact", "fast", "fast + graph", "fast + compile", "fp8", "fp8 + graph"]
     assert [arm.name for arm in ARMS] == names
     assert ARMS[0] is STOCK
     assert Arm("fast", cuda_graph=True, compiled=True).name == "fast + graph + compile"
