@@ -76,8 +76,8 @@ inline Tensor empty_strided(const Tensor& x, int64_t rank, const int64_t* sizes,
                             ScalarType dtype) {
   AtenTensorHandle handle = nullptr;
   int32_t device_type = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       rank, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device_type,
       x.get_device_index(), &handle));
   return Tensor(handle);
@@ -109,7 +109,7 @@ inline Tensor empty_output(const Tensor& x, ScalarType dtype, bool preserve_stri
       torch::stable::detail::from(std::nullopt),
       torch::stable::detail::from(std::nullopt),
   };
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -123,7 +123,7 @@ void launch_on_device_of(const Tensor& x, const char* op, Launch&& launch) {
   std::optional<torch::stable::accelerator::DeviceGuard> guard;
   if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard.emplace(device);
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const int error = launch(stream);
   if (error != 0) {
     char* message = nullptr;
