@@ -18,7 +18,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from diffkern.bench.arms import ARMS, COMPILED, EXACT, FAST, FAST_COMPILED, FAST_GRAPH, FP8, STOCK, Arm
+from diffkern.bench.arms import ARMS, COMPILED, EXACT, FAST, FAST_COMPILED, FAST_GRAPH, FP8, FP8_GRAPH, STOCK, Arm
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ltx_video"
 SMALL = ["--random-weights", "tiny", "--num-frames", "9", "--height", "64", "--width", "96", "--steps", "2"]
@@ -189,7 +189,7 @@ def test_the_arms_of_a_comparison_follow_from_what_is_wanted_and_what_is_there(s
     assert [arm.injected for arm in chosen] == [False] * len(chosen)
     chosen, left_out = script.choose_arms(FAST, **compare, offload=sequential)
     assert chosen == [STOCK, EXACT, FAST, FP8]
-    assert set(left_out) == {COMPILED.name, FAST_COMPILED.name, FAST_GRAPH.name}
+    assert set(left_out) == {COMPILED.name, FAST_COMPILED.name, FAST_GRAPH.name, FP8_GRAPH.name}
     own = Arm("exact", compiled=True)
     chosen, left_out = script.choose_arms(own, **compare, offload=none)
     assert own in chosen or own.name in left_out
