@@ -48,6 +48,7 @@ enum TokenKind {
   kWideSharedTokens,
   kHalfSharedTokens,
   kOwnTokens,
+  kManyOwnTokens,
   kWideOwnTokens,
   kFloatTokens,
   kAloneTokens,
@@ -59,6 +60,7 @@ constexpr TokenShape kTokenShapes[] = {
     {4, 384, 1, 8, false, false},   // the same for rows longer than 5120
     {5, 128, 4, 4, false, false},   // heads that have the same angles, half against half
     {2, 128, 6, 8, false, true},    // heads that differ in their angles
+    {2, 128, 7, 4, false, false},   // the same where tokens are many
     {2, 384, 1, 8, false, true},    // the same for long rows
     {4, 384, 1, 8, false, false},   // float32
     {3, 128, 6, 2, false, true},    // heads that are normalised alone and have the same angles
@@ -76,7 +78,6 @@ constexpr TokenShape kTokenShapes[] = {
     {3, 128, 4, 4, true, true},
     {2, 192, 3, 4, true, true},
     // own
-    {2, 128, 7, 4, false, false},
     {2, 128, 6, 4, false, false},
     {2, 128, 5, 4, false, true},
     {2, 128, 5, 8, true, true},
@@ -99,13 +100,14 @@ constexpr TokenShape kTokenShapes[] = {
 
 #if defined(DIFFKERN_BENCH)
 // Which calls a shape is tried for: alone, own, shared, shared and half against half.
-constexpr char kTokenUses[] = "ssshoo.aaaaaaaaaaaaoooooooooosssssss";
+constexpr char kTokenUses[] = "ssshooo.aaaaaaaaaaaaooooooooosssssss";
 #endif
 
 template <int kShape, bool kHalf>
 constexpr int kTokenUnits = kTokenShapes[kShape].packets / (kHalf ? 2 : 1);
 
 constexpr int kMinTokenBlocks = 650;  // before a block gets a second token
+constexpr int kManyTokens = 10000;    // from which on more blocks at once beat weights in registers
 constexpr int kMaxTokens = 8;
 
 }  // namespace diffkern

@@ -224,6 +224,10 @@ bool heads_share_angles(const RopeParams& p) {
   return std::all_of(p.operands, p.operands + p.count, [](const RopeOperand& o) { return o.shared(); });
 }
 
+bool has_many_tokens(const RopeParams& p) {
+  return std::any_of(p.operands, p.operands + p.count, [](const RopeOperand& o) { return o.outer.rows >= kManyTokens; });
+}
+
 // Launches the token kernel if a block can hold the rows.
 template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kAlone>
 bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
@@ -311,7 +315,10 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
       if constexpr (kKnown && half) launch(number<kHalfSharedTokens>, yes, no);
       launch(number<kWideSharedTokens>, yes, no);
     }
-    if constexpr (kTuned && tables == KnownTables::kAxes) launch(number<kOwnTokens>, no, no);
+    if constexpr (kTuned && tables == KnownTables::kAxes) {
+      if (has_many_tokens(p)) launch(number<kManyOwnTokens>, no, no);
+      launch(number<kOwnTokens>, no, no);
+    }
     launch(number<sizeof(T) < sizeof(float) ? kWideOwnTokens : kFloatTokens>, no, no);
   });
   return done;
