@@ -110,7 +110,7 @@ class Weights:
                 flag = torch.empty((), dtype=torch.bool, pin_memory=True)
                 flag.copy_(differ, non_blocking=True)
                 event = torch.cuda.Event()
-                event.record()
+                event.record(torch.cuda.current_stream(differ.device))
                 self._answer = flag, event
             else:
                 self._answer = differ, None

@@ -96,8 +96,6 @@ class LTXBlock(BlockRecipe):
         if type(text) is not Tensor or type(temb) is not Tensor or (mask is not None and type(mask) is not Tensor):
             return "an argument is not a plain tensor"
         dtype, device = x.dtype, x.device
-        if self._steps.in_8_bits and x.is_cuda and dtype != torch.bfloat16:
-            return f"products in 8 bits give bfloat16, and the hidden states are {str(dtype).removeprefix('torch.')}"
         table = module._parameters["scale_shift_table"]
         if not plain(table, device) or table.dtype != dtype:  # type: ignore[union-attr]
             return "its scale_shift_table is not a plain tensor like the hidden states"
@@ -132,8 +130,9 @@ class LTXBlock(BlockRecipe):
         if not is_gelu(children["ff"], device, x.dtype):
             stock += ("ff",)
         if self._steps.in_8_bits:
-            # Rounding to 8 bits has no gradient.
-            stock += (_ATTN1, _FF) if torch.is_grad_enabled() else _wide_pieces(children, device, x.dtype, stock)
+            # Rounding to 8 bits has no gradient, and tensor cores make bfloat16 of such products.
+            wide = torch.is_grad_enabled() or (x.is_cuda and x.dtype != torch.bfloat16)
+            stock += (_ATTN1, _FF) if wide else _wide_pieces(children, device, x.dtype, stock)
         return stock
 
     @override

@@ -189,15 +189,23 @@ def test_copies_of_a_model_do_not_share_its_copies_of_weights(device: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes_than_bfloat16_run_stock_on_a_gpu(dtype: torch.dtype) -> None:
+def test_other_dtypes_than_bfloat16_run_as_fast_on_a_gpu_and_the_report_says_so(dtype: torch.dtype) -> None:
     model = tiny_ltx(1).to("cuda", dtype)
-    report = inject_optimized_kernels(model, numerics="fp8")
-    (site,) = [site for site in (*report.patched, *report.failed) if site.op == "ltx_block"]
-    inputs = {n: v.to("cuda", dtype if v.is_floating_point() else v.dtype) if isinstance(v, Tensor) else v
-              for n, v in ltx_inputs().items()}  # fmt: skip
-    with torch.no_grad():
-        model(**inputs)
-    assert any("give bfloat16" in reason for reason in report.calls()[site.path]["stock_reasons"])
+    inputs = {
+        name: value.to("cuda", dtype if value.is_floating_point() else value.dtype)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in ltx_inputs().items()
+    }
+    results = []
+    for numerics in ("fast", "fp8"):
+        report = inject_optimized_kernels(model, numerics=numerics)
+        with torch.no_grad():
+            results.append(model(**inputs)[0])
+        pieces = report.calls()["transformer_blocks.0"]["stock_pieces"]
+        assert pieces == ({} if numerics == "fast" else {"attn1 in 8 bits": 1, "ff in 8 bits": 1})
+        report.restore()
+    assert torch.equal(*results)
 
 
 @pytest.mark.gpu
