@@ -170,6 +170,22 @@ class PatchState:
             self._tell(module, reason, f"it runs stock {_situation(module, x.device)}")
         return reason
 
+    def lose(self, module: nn.Module, error: OSError) -> None:
+        """Gives the fused forward up: a kernel that is compiled at its first use found no place for the result.
+
+        Raises:
+            StrictModeError: the injection was strict.
+        """
+        reason = f"a kernel could not be written or read: {error}"
+        if self.strict:
+            raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}") from error
+        self.fused_calls -= 1
+        self.stock_calls[reason] += 1
+        self.revoked = reason
+        self._tell(module, reason, "it runs stock from now on")
+        if self.site is not None:
+            self.site.revoked = True
+
     def _tell(self, module: nn.Module, reason: str, consequence: str) -> None:
         if self.site is not None:
             self.site.reason = reason
@@ -257,7 +273,11 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     provider = state.rule.otherwise
     if state.rule.situations:
         provider = state.rule.at(state.fusion.subject(call).device, self.training)
-    return state.fusion.compute(self, call, provider, stock)
+    try:
+        return state.fusion.compute(self, call, provider, stock)
+    except OSError as error:
+        state.lose(self, error)
+        return type(self).forward(self, *args, **kwargs)
 
 
 EQUIVALENT_FORWARDS.add(forward)

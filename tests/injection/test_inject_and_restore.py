@@ -14,7 +14,15 @@ from diffusers import LTXVideoTransformer3DModel
 from torch import nn
 
 import diffkern.injection.inject as inject_module
-from diffkern import InjectionError, KernelConfig, inject_optimized_kernels, optimized, plan, restore
+from diffkern import (
+    InjectionError,
+    KernelConfig,
+    StrictModeError,
+    inject_optimized_kernels,
+    optimized,
+    plan,
+    restore,
+)
 from tests.injection.models import all_fused, ltx_inputs, randomise, run, tiny_ltx
 
 
@@ -347,3 +355,37 @@ def randomise_lora(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_dk69_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_the_run(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = tiny_ltx(layers=1), ltx_inputs()
+    stock = run(model)
+    report = inject_optimized_kernels(model, config={"ltx_block": "eager"}, strict=False)
+    (site,) = [site for site in report.patched if site.op == "ltx_block"]
+    run(model)
+
+    def unwritable(*args: object) -> None:
+        raise PermissionError(13, "Permission denied", "/cache/triton/kernel.so.tmp")
+
+    # Triton compiles at the first call of a kind, be that long after the proofs.
+    monkeypatch.setattr(type(site._state.fusion.recipe), "compute", unwritable)
+    if strict:
+        site._state.strict = True
+        with (
+            pytest.raises(StrictModeError, match=r"cannot run fused: .*/cache/triton/kernel\.so\.tmp"),
+            torch.no_grad(),
+        ):
+            model(**x)
+        return
+    with pytest.warns(UserWarning, match="runs stock from now on") as warned:
+        torch.testing.assert_close(run(model), stock)
+    assert "/cache/triton/kernel.so.tmp" in str(warned[0].message)
+    torch.testing.assert_close(run(model), stock)  # without another word
+    counts = report.calls()["transformer_blocks.0"]
+    assert (counts["fused"], counts["stock"]) == (1, 2)
+    assert "/cache/triton/kernel.so.tmp" in site.reason and site.revoked
+    report.restore()
+    assert torch.equal(run(model), stock)
