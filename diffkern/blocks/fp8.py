@@ -12,7 +12,7 @@ import itertools
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +148,7 @@ class _Watch:
         self.stores: WeakSet[Weights] = WeakSet()
         self.generation = 0
         self._calls = itertools.count(1)
-        self._turns: list[Weights] = []
+        self._turns: list[ref[Weights]] = []
 
     def tick(self) -> None:
         if next(self._calls) % EVERY == 0:
@@ -158,11 +158,12 @@ class _Watch:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         if not self._turns:
-            self._turns = list(self.stores)
-        if self._turns and self._turns.pop().compare():
+            self._turns = [ref(store) for store in self.stores]
+        store = self._turns.pop()() if self._turns else None
+        if store is not None and store.compare():
             self.generation += 1
-            for store in self.stores:
-                store.forget_the_question()
+            for other in self.stores:
+                other.forget_the_question()
             warnings.warn(
                 "diffkern: weights changed without a sign, as merging an adapter changes them. Their copies in 8 bits "
                 "are made anew; the last calls still ran with the old ones",

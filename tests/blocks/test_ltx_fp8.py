@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,6 +150,17 @@ def test_a_merged_adapter_is_noticed_though_it_leaves_no_sign(device: str) -> No
                 torch.cuda.synchronize()
     assert relative_error(output(model, device), exact) <= 0.06
     report.restore()
+
+
+def test_nothing_is_left_of_the_copies_after_restore(device: str) -> None:
+    model = model_on(device)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    for _ in range(2 * EVERY):  # all have had their turn, some have it before them
+        output(model, device)
+    stores = [weakref.ref(memory(block)["fp8"]) for block in model.transformer_blocks]
+    report.restore()
+    gc.collect()
+    assert [store() for store in stores] == [None] * 3
 
 
 def test_weights_with_nan_are_not_taken_for_changed_ones(device: str) -> None:
