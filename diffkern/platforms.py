@@ -28,7 +28,7 @@ _NOT_RUN = "never run on such a card"
 NVIDIA_HOPPER = Platform(
     "NVIDIA Hopper (compute capability 9.0)",
     "compiled, Triton, Hub",
-    "run on the hardware: compiled and Triton kernels on one H100, tests and benchmarks; the Hub's were not",
+    "run on the hardware: compiled and Triton kernels on H100 and H200, tests and benchmarks; the Hub's were not",
 )
 NVIDIA = Platform(
     "NVIDIA Turing to Blackwell (7.5, 8.0, 8.6, 8.9, 10.0, 12.0)",
