@@ -27,7 +27,7 @@ _RECIPES = {
         "diffkern.blocks.ltx_vae.resnet",
     ),
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoUpsampler3d": (
-        "ltx_vae_upsampler",
+        "ltx_vae_up",
         "diffkern.blocks.ltx_vae.upsampler",
     ),
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoCausalConv3d": (

@@ -25,7 +25,7 @@ from diffkern.ops import add_norm_silu_pad
 class LTXUpsampler(AutoencoderRecipe):
     """``LTXVideoUpsampler3d``: a convolution whose channels become the frames and pixels between the old ones."""
 
-    op = "ltx_vae_upsampler"
+    op = "ltx_vae_up"
     fingerprints = frozenset({"5cad8a82b2238388"})
     covers = frozenset({"ltx_vae_conv"})
 
