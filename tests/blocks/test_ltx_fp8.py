@@ -180,6 +180,24 @@ def test_with_gradients_enabled_nothing_is_in_8_bits_and_the_report_says_so(devi
     assert report.calls()["transformer_blocks.0"]["stock_pieces"] == {"attn1 in 8 bits": 1, "ff in 8 bits": 1}
 
 
+def test_a_compiled_block_runs_as_fast_and_the_report_says_so(device: str) -> None:
+    model = model_on(device, layers=2)
+    results = []
+    for numerics in ("fast", "fp8"):
+        report = inject_optimized_kernels(model, numerics=numerics)
+        for block in model.transformer_blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results.append(output(model, device))
+        told = [str(warning.message) for warning in caught if "nothing in 8 bits" in str(warning.message)]
+        notes = [note for note in report.notes if "traced LTXVideoTransformerBlock as numerics='fast'" in note]
+        assert len(told) == len(notes) == (numerics == "fp8")
+        report.restore()
+        torch._dynamo.reset()
+    assert torch.equal(*results)
+
+
 def test_copies_of_a_model_do_not_share_its_copies_of_weights(device: str) -> None:
     model = model_on(device, layers=1)
     inject_optimized_kernels(model, numerics="fp8")
