@@ -213,16 +213,10 @@ _watch = _Watch()
 
 @torch.no_grad()
 def _copied(weight: Tensor) -> _Copy:
-    values, scales = activation_fp8(weight.detach())
-    return _Copy(
-        weakref.ref(weight),
-        version(weight),
-        weight.data_ptr(),
-        _watch.generation,
-        values,
-        scales,
-        _bits(weight).clone(),
-    )
+    # Signs first: what another thread writes into the weight meanwhile must show.
+    signs = version(weight), weight.data_ptr(), _watch.generation
+    sample = _bits(weight).clone()
+    return _Copy(weakref.ref(weight), *signs, *activation_fp8(weight.detach()), sample)
 
 
 def _bits(weight: Tensor) -> Tensor:

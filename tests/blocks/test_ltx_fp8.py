@@ -275,6 +275,25 @@ def test_copies_may_be_made_while_another_thread_compares_them(device: str, monk
     report.restore()
 
 
+def test_a_weight_written_while_it_is_copied_is_copied_anew(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_on(device, layers=1)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    layer, round_rows = model.transformer_blocks[0].ff.net[2], fp8.activation_fp8
+
+    def written_meanwhile(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        rows = round_rows(x, *args, **options)
+        if x.data_ptr() == layer.weight.data_ptr():
+            layer.weight.mul_(-1.5)
+        return rows
+
+    with monkeypatch.context() as within:
+        within.setattr(fp8, "activation_fp8", written_meanwhile)
+        output(model, device)
+    exact = in_float64(model, device)
+    assert relative_error(output(model, device), exact) <= 0.06
+    report.restore()
+
+
 def test_models_run_from_several_threads(device: str) -> None:
     models = [model_on(device, layers=2) for _ in range(3)]
     report = [inject_optimized_kernels(model, numerics="fp8") for model in models]
