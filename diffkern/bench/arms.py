@@ -133,6 +133,14 @@ def unavailable_reason(arm: Arm, device: torch.device) -> str | None:
     """Returns why ``arm`` cannot run on ``device``, as far as that is known before trying, or None."""
     if arm.cuda_graph and device.type != "cuda":
         return f"CUDA graphs need a GPU, and this runs on {device.type}"
+    if arm.numerics == "fp8":
+        from diffkern.providers.eager.fp8 import fp8_unavailable_reason
+
+        reason = fp8_unavailable_reason(device)
+        if reason is not None:
+            return reason
+        if arm.compiled:
+            return "no product is in 8 bits inside of a graph of torch.compile: compile 'fast', or capture 'fp8'"
     return compiler_unavailable_reason(device) if arm.compiled else None
 
 

@@ -9,10 +9,12 @@ warning says so, and all copies are made anew.
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
+import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +58,9 @@ def as_rows(x: Tensor | Rows, provider: str | None) -> Rows:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A weight in 8 bits, and what it was made of."""
+    """A weight in 8 bits, and what it was made of, which it does not keep alive."""
 
-    source: Tensor
+    source: weakref.ref[Tensor]
     version: int | None
     address: int
     generation: int
@@ -68,7 +70,7 @@ class _Copy:
 
     def is_of(self, weight: Tensor) -> bool:
         return (
-            self.source is weight
+            self.source() is weight
             and self.version == version(weight)
             and self.address == weight.data_ptr()
             and self.generation == _watch.generation
@@ -80,8 +82,9 @@ class Weights:
 
     def __init__(self) -> None:
         self._copies: dict[str, _Copy] = {}
+        self._made = 0
         self._answer: tuple[Tensor, torch.cuda.Event | None] | None = None
-        _watch.stores.add(self)
+        _watch.add(self)
 
     def run(self, name: str, layer: nn.Module, x: Tensor | Rows) -> Tensor:
         """Calls a layer, which goes by ``name`` in this block, on hidden states in whatever form they have."""
@@ -91,6 +94,7 @@ class Weights:
         copy = self._copies.get(name)
         if copy is None or not copy.is_of(weight):
             copy = self._copies[name] = _copied(weight)
+            self._made += 1
         return linear_fp8(
             x.values, x.scales, copy.values, copy.scales, layer._parameters["bias"], out_dtype=weight.dtype
         )
@@ -98,14 +102,19 @@ class Weights:
     def compare(self) -> bool | None:
         """Whether the last comparison found a change, None if that is not known yet; asks for the next one."""
         found: bool | None = None
-        if self._answer is not None:
-            flag, event = self._answer
+        answer = self._answer
+        if answer is not None:
+            flag, event = answer
             if event is not None and not event.query():
                 return None
             found, self._answer = bool(flag), None
-        copies = [copy for copy in self._copies.values() if copy.is_of(copy.source)]
-        if copies:
-            differ = torch.stack([(_bits(copy.source) != copy.sample).any() for copy in copies]).any()
+        current = [
+            (weight, copy.sample)
+            for copy in tuple(self._copies.values())  # other threads add to them
+            if (weight := copy.source()) is not None and copy.is_of(weight)
+        ]
+        if current:
+            differ = torch.stack([(_bits(weight) != sample).any() for weight, sample in current]).any()
             if differ.is_cuda:
                 flag = torch.empty((), dtype=torch.bool, pin_memory=True)
                 flag.copy_(differ, non_blocking=True)
@@ -115,6 +124,11 @@ class Weights:
             else:
                 self._answer = differ, None
         return found
+
+    def state(self) -> Hashable:
+        """Is another one as soon as a copy is made, or is out of date by the version of its weight."""
+        sources = [copy.source() for copy in tuple(self._copies.values())]
+        return self._made, tuple(None if weight is None else version(weight) for weight in sources)
 
     def forget_the_question(self) -> None:
         """Drops a comparison under way, of copies that are none any more."""
@@ -131,6 +145,12 @@ def weights_of(block: nn.Module) -> Weights:
     return weights
 
 
+def state_of(block: nn.Module) -> Hashable:
+    """What a recording of a block depends on: which copies it read, and that they are up to date."""
+    weights: Weights | None = memory(block).get("fp8")
+    return None if weights is None else weights.state()
+
+
 def generation() -> int:
     """How often all copies were thrown away."""
     return _watch.generation
@@ -142,13 +162,19 @@ def compare_next() -> None:
 
 
 class _Watch:
-    """Whose turn it is to be compared, and how often a change was found."""
+    """Whose turn it is to be compared, and how often a change was found. Models may run in several threads."""
 
     def __init__(self) -> None:
-        self.stores: WeakSet[Weights] = WeakSet()
         self.generation = 0
+        self._lock = threading.Lock()
         self._calls = itertools.count(1)
-        self._turns: list[ref[Weights]] = []
+        self._stores: weakref.WeakSet[Weights] = weakref.WeakSet()
+        # Weak, too: the copies of a block that is restored are memory to give back at once.
+        self._turns: list[weakref.ref[Weights]] = []
+
+    def add(self, store: Weights) -> None:
+        with self._lock:
+            self._stores.add(store)
 
     def tick(self) -> None:
         if next(self._calls) % EVERY == 0:
@@ -157,18 +183,29 @@ class _Watch:
     def compare_next(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        if not self._turns:
-            self._turns = [ref(store) for store in self.stores]
-        store = self._turns.pop()() if self._turns else None
-        if store is not None and store.compare():
+        store = self._next()
+        if store is None or not store.compare():
+            return
+        with self._lock:
             self.generation += 1
-            for other in self.stores:
+            for other in self._stores:
                 other.forget_the_question()
-            warnings.warn(
-                "diffkern: weights changed without a sign, as merging an adapter changes them. Their copies in 8 bits "
-                "are made anew; the last calls still ran with the old ones",
-                stacklevel=2,
-            )
+        warnings.warn(
+            "diffkern: weights changed without a sign, as merging an adapter changes them. Their copies in 8 bits "
+            "are made anew; the last calls still ran with the old ones",
+            stacklevel=2,
+        )
+
+    def _next(self) -> Weights | None:
+        """The one whose turn it is, of those that are still there."""
+        with self._lock:
+            if not self._turns:
+                self._turns = [weakref.ref(store) for store in self._stores]
+            while self._turns:
+                store = self._turns.pop()()
+                if store is not None:
+                    return store
+        return None
 
 
 _watch = _Watch()
@@ -176,8 +213,10 @@ _watch = _Watch()
 
 @torch.no_grad()
 def _copied(weight: Tensor) -> _Copy:
-    values, scales = activation_fp8(weight.detach())
-    return _Copy(weight, version(weight), weight.data_ptr(), _watch.generation, values, scales, _bits(weight).clone())
+    # Signs first: what another thread writes into the weight meanwhile must show.
+    signs = version(weight), weight.data_ptr(), _watch.generation
+    sample = _bits(weight).clone()
+    return _Copy(weakref.ref(weight), *signs, *activation_fp8(weight.detach()), sample)
 
 
 def _bits(weight: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 A graph repeats its kernels on the addresses it was captured with. So the inputs of a call are copied to where those of
 the capture lie; weights may change in place; and whatever else the recorded step depended on is compared before each
-replay: modules and their hooks, training mode, adapters, attention backends, the addresses of the weights.
+replay: modules, their patches and hooks, training mode, adapters, attention backends, the addresses of the weights,
+and which copies of them in 8 bits there are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from diffkern.blocks import fp8
 from diffkern.blocks.memory import memory
 from diffkern.blocks.pieces import calls_are_watched, untouched
 from diffkern.injection.fusion import Fusion
+from diffkern.injection.state import ATTRIBUTE
 from diffkern.providers import Choice
 
 #: Graphs that a module keeps, the most recently used ones; each holds the activations of a step.
@@ -139,10 +141,13 @@ class GraphFusion(Fusion):
             graphs[signature] = captured
             return captured.replay(call.tensors)
         # Its first call, or the first after a change: proofs, caches and libraries set themselves up.
-        graphs[signature] = now
-        while len(graphs) > MAX_GRAPHS:
-            graphs.popitem(last=False)
-        return self.stock(module, call)
+        generation = fp8.generation()
+        result = self.stock(module, call)
+        if fp8.generation() == generation:  # else the next call still has copies of weights to make
+            graphs[signature] = fingerprint(module)
+            while len(graphs) > MAX_GRAPHS:
+                graphs.popitem(last=False)
+        return result
 
     @override
     def stock(self, module: nn.Module, call: _Call) -> Any:
@@ -221,6 +226,8 @@ def fingerprint(module: nn.Module) -> Hashable:
     for child in module.modules():
         state = child.__dict__
         facts.append((id(child), child.training, id(state.get("processor")), _backend(state.get("processor"))))
+        if ATTRIBUTE in state:
+            facts.append((state[ATTRIBUTE], fp8.state_of(child)))
         if not type(child).__module__.startswith(("torch.", "diffusers.", "transformers.")):
             facts.append(tuple(repr(state.get(name)) for name in _ADAPTER_STATE))
     facts += [tensor.data_ptr() for _, tensor in _tensors(module)]

@@ -91,6 +91,8 @@ class PatchState:
                 return None
             if self._no_gradients(module, fusion.subject(call)) and gradients.wanted(module, fusion.subject(call)):
                 return None
+            if fusion.allowance:
+                _note_traced_as_fast(self.report, type(module).__name__)
             return fusion.stock_pieces(module, call)
         reason = self.revoked or fusion.declines(module, call)
         if reason is None and self.rule.situations:
@@ -246,17 +248,27 @@ def _note_traced_as_stock(report: str, name: str, device: torch.device, dtype: t
 
     ``torch.compile`` runs this while it traces, and takes the result for a constant.
     """
-    found = find_report(report)
     what = f"{name} in {str(dtype).removeprefix('torch.')} on {device}"
-    note = f"torch.compile traced {what} as stock, not being proven yet: inject after casting, or run one call first"
+    advice = "inject after casting, or run one call first"
+    return _note(report, f"torch.compile traced {what} as stock, not being proven yet: {advice}")
+
+
+def _note_traced_as_fast(report: str, name: str) -> str:
+    """The same for a graph that holds nothing in 8 bits, because copies of weights have no room in it."""
+    return _note(report, f"torch.compile traced {name} as numerics='fast' has it: its graphs hold nothing in 8 bits")
+
+
+def _note(report: str, note: str) -> str:
+    found = find_report(report)
     if found is not None and note not in found.notes:
         found.notes.append(note)
-        warnings.warn(f"diffkern: {note}", stacklevel=2)
+        warnings.warn(f"diffkern: {note}", stacklevel=3)
     return note
 
 
 # What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
 _note_traced_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_note_traced_as_fast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

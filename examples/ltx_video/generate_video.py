@@ -35,7 +35,15 @@ from generation import (
     shortened,
     write_videos,
 )
-from refusals import check_files, check_folder, check_model, check_placement, check_video, check_video_writer
+from refusals import (
+    check_files,
+    check_folder,
+    check_model,
+    check_placement,
+    check_schedule,
+    check_video,
+    check_video_writer,
+)
 from rich.console import Console
 
 from diffkern.bench import profile as profiles
@@ -43,6 +51,7 @@ from diffkern.bench import results
 from diffkern.bench.arms import ARMS, STOCK, Arm, ArmUnavailableError, applied, unavailable_reason
 from diffkern.bench.environment import describe_device, describe_environment
 
+HUB_MODEL = "Lightricks/LTX-Video"
 TINY_MODEL = Path(__file__).parent / "tiny"
 
 #: A pipe or a file has no width of its own; the tables need this much.
@@ -84,7 +93,9 @@ class Numerics(str, Enum):
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Hub id or local folder of the pipeline.")] = "Lightricks/LTX-Video",
+    model: Annotated[
+        str | None, typer.Option(help=f"Hub id or local folder of the pipeline. Default: {HUB_MODEL}.")
+    ] = None,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="The small trained LTX-Video beside this script: shapes on the move.")
     ] = False,
@@ -143,6 +154,8 @@ def main(
     """Generate a video with LTX-Video on diffkern's kernels and show what they change."""
     if tiny and random_weights is not None:
         raise typer.BadParameter("--tiny is a trained model and --random-weights is not: choose one.")
+    if model is not None and (tiny or random_weights is not None):
+        raise typer.BadParameter("--model names another model than --tiny and --random-weights: choose one.")
     defaults = TINY if tiny else RANDOM_TINY if random_weights is Size.TINY else LTX_VIDEO
     given = {
         "prompt": prompt,
@@ -156,7 +169,7 @@ def main(
     chosen = {**asdict(defaults), **{name: value for name, value in given.items() if value is not None}}
     video = Video(**chosen, seed=seed, batch_size=batch_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = str(TINY_MODEL) if tiny else model
+    model = str(TINY_MODEL) if tiny else model or HUB_MODEL
     check_video(video)
     if random_weights is None:
         check_model(model)
@@ -172,6 +185,7 @@ def main(
     check_folder("--profile", profile)
 
     pipe = load_pipeline(model, random_weights, device, dtype.on(device), seed, console)
+    check_schedule(video, pipe.scheduler)
     place(pipe, offload, device)
     pipe.set_progress_bar_config(disable=True)
     setting = Setting(pipe, device, video, console)
@@ -264,6 +278,8 @@ def choose_arms(
     left_out = {arm: why for arm in arms if (why := reason(arm)) is not None}
     if wanted in left_out:
         option = "--compile" if wanted.compiled else "--cuda-graph"
+        if unavailable_reason(Arm(wanted.numerics), device) is not None:
+            option = f"--numerics {wanted.numerics}"
         raise typer.BadParameter(f"{option}: {left_out[wanted]}.")
     return [arm for arm in arms if arm not in left_out], {arm.name: why for arm, why in left_out.items()}
 

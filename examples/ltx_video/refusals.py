@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -30,6 +31,12 @@ def check_video(video: Video) -> None:
             f"--num-frames {video.num_frames} is not of the form {TEMPORAL_COMPRESSION} k + 1: "
             f"use {below} or {below + TEMPORAL_COMPRESSION}."
         )
+
+
+def check_schedule(video: Video, scheduler: Any) -> None:
+    """Refuses a single step where the last one is stretched to a noise of its own, which needs a first one besides."""
+    if video.steps == 1 and scheduler.config.get("shift_terminal"):
+        raise typer.BadParameter("--steps 1 is too few for the schedule of this model: use 2 or more.")
 
 
 def check_model(model: str) -> None:

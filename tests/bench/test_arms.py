@@ -12,6 +12,7 @@ from diffkern.bench.arms import (
     FAST,
     FAST_COMPILED,
     FAST_GRAPH,
+    FP8,
     STOCK,
     Arm,
     ArmUnavailableError,
@@ -19,6 +20,7 @@ from diffkern.bench.arms import (
     compiled,
     unavailable_reason,
 )
+from diffkern.providers.eager import fp8 as eager_fp8
 
 
 class Block(nn.Module):
@@ -104,3 +106,10 @@ def test_what_a_device_lacks_is_known_before_anything_runs() -> None:
     assert unavailable_reason(FAST, cpu) is None
     assert "CUDA graphs need a GPU" in str(unavailable_reason(FAST_GRAPH, cpu))
     assert unavailable_reason(COMPILED, cpu) == unavailable_reason(FAST_COMPILED, cpu)
+    assert "8 bits need an NVIDIA GPU" in str(unavailable_reason(FP8, cpu))
+
+
+def test_8_bits_inside_of_a_compiled_graph_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager_fp8, "fp8_unavailable_reason", lambda device: None)
+    assert unavailable_reason(FP8, torch.device("cpu")) is None
+    assert "capture 'fp8'" in str(unavailable_reason(Arm("fp8", compiled=True), torch.device("cpu")))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import peft
@@ -21,6 +23,7 @@ from diffkern.blocks.fp8 import EVERY
 from diffkern.blocks.ltx import FP8_ALLOWANCE
 from diffkern.blocks.memory import memory
 from diffkern.injection import inject
+from diffkern.injection.graph_fusion import fingerprint
 from tests.injection.models import all_fused, ltx_inputs, tiny_ltx
 
 
@@ -152,17 +155,6 @@ def test_a_merged_adapter_is_noticed_though_it_leaves_no_sign(device: str) -> No
     report.restore()
 
 
-def test_nothing_is_left_of_the_copies_after_restore(device: str) -> None:
-    model = model_on(device)
-    report = inject_optimized_kernels(model, numerics="fp8")
-    for _ in range(2 * EVERY):  # all have had their turn, some have it before them
-        output(model, device)
-    stores = [weakref.ref(memory(block)["fp8"]) for block in model.transformer_blocks]
-    report.restore()
-    gc.collect()
-    assert [store() for store in stores] == [None] * 3
-
-
 def test_weights_with_nan_are_not_taken_for_changed_ones(device: str) -> None:
     model = model_on(device, layers=1)
     inject_optimized_kernels(model, numerics="fp8")
@@ -188,6 +180,24 @@ def test_with_gradients_enabled_nothing_is_in_8_bits_and_the_report_says_so(devi
     assert report.calls()["transformer_blocks.0"]["stock_pieces"] == {"attn1 in 8 bits": 1, "ff in 8 bits": 1}
 
 
+def test_a_compiled_block_runs_as_fast_and_the_report_says_so(device: str) -> None:
+    model = model_on(device, layers=2)
+    results = []
+    for numerics in ("fast", "fp8"):
+        report = inject_optimized_kernels(model, numerics=numerics)
+        for block in model.transformer_blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results.append(output(model, device))
+        told = [str(warning.message) for warning in caught if "nothing in 8 bits" in str(warning.message)]
+        notes = [note for note in report.notes if "traced LTXVideoTransformerBlock as numerics='fast'" in note]
+        assert len(told) == len(notes) == (numerics == "fp8")
+        report.restore()
+        torch._dynamo.reset()
+    assert torch.equal(*results)
+
+
 def test_copies_of_a_model_do_not_share_its_copies_of_weights(device: str) -> None:
     model = model_on(device, layers=1)
     inject_optimized_kernels(model, numerics="fp8")
@@ -198,6 +208,100 @@ def test_copies_of_a_model_do_not_share_its_copies_of_weights(device: str) -> No
     assert not torch.equal(output(other, device), before)
     assert torch.equal(output(model, device), before)
     restore(other)
+
+
+def test_a_recorded_step_is_out_of_date_when_a_weight_is_written_or_a_copy_is_made(device: str) -> None:
+    model = model_on(device, layers=1)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    output(model, device)
+    first = fingerprint(model)
+    output(model, device)
+    assert fingerprint(model) == first
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+    written = fingerprint(model)
+    output(model, device)
+    assert len({first, written, fingerprint(model)}) == 3
+    report.restore()
+
+
+def test_a_restored_block_gives_the_memory_back_though_its_turn_to_be_compared_is_to_come(device: str) -> None:
+    model = model_on(device)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    for _ in range(2 * EVERY):
+        output(model, device)
+    stores = [weakref.ref(memory(block)["fp8"]) for block in model.transformer_blocks]
+    report.restore()
+    gc.collect()
+    assert [store() for store in stores] == [None] * 3
+
+
+def test_a_replaced_weight_is_not_kept(device: str) -> None:
+    model = model_on(device, layers=1)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    before = output(model, device)
+    weight = weakref.ref(model.transformer_blocks[0].ff.net[2].weight)
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()}, assign=True)
+    gc.collect()
+    assert weight() is None
+    for _ in range(2 * EVERY):
+        fp8.compare_next()
+    exact = in_float64(model, device)
+    assert relative_error(output(model, device), exact) <= 0.06 < relative_error(before, exact)
+    report.restore()
+
+
+def test_copies_may_be_made_while_another_thread_compares_them(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_on(device, layers=1)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    output(model, device)
+    weights: fp8.Weights = memory(model.transformer_blocks[0])["fp8"]
+    layer = torch.nn.Linear(16, 16, device=device, dtype=torch.bfloat16)
+    rows = fp8.as_rows(torch.ones(1, 16, device=device, dtype=torch.bfloat16), None)
+    version, main = fp8.version, threading.current_thread()
+    names = iter(range(100))
+
+    def interrupted(weight: Tensor) -> int | None:
+        """Where the comparison asks for a version, another thread gets to run."""
+        if threading.current_thread() is main:
+            thread = threading.Thread(target=weights.run, args=(f"another {next(names)}", layer, rows))
+            thread.start()
+            thread.join()
+        return version(weight)
+
+    with monkeypatch.context() as within:
+        within.setattr(fp8, "version", interrupted)
+        assert weights.compare() is None
+    assert next(names) > 1 and weights.compare() is False
+    report.restore()
+
+
+def test_a_weight_written_while_it_is_copied_is_copied_anew(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_on(device, layers=1)
+    report = inject_optimized_kernels(model, numerics="fp8")
+    layer, round_rows = model.transformer_blocks[0].ff.net[2], fp8.activation_fp8
+
+    def written_meanwhile(x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        rows = round_rows(x, *args, **options)
+        if x.data_ptr() == layer.weight.data_ptr():
+            layer.weight.mul_(-1.5)
+        return rows
+
+    with monkeypatch.context() as within:
+        within.setattr(fp8, "activation_fp8", written_meanwhile)
+        output(model, device)
+    exact = in_float64(model, device)
+    assert relative_error(output(model, device), exact) <= 0.06
+    report.restore()
+
+
+def test_models_run_from_several_threads(device: str) -> None:
+    models = [model_on(device, layers=2) for _ in range(3)]
+    report = [inject_optimized_kernels(model, numerics="fp8") for model in models]
+    expected = output(models[0], device)
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda model: [output(model, device) for _ in range(2 * EVERY)][-1], models))
+    assert all(torch.equal(result, expected) for result in results)
+    assert all(one.restore() for one in report)
 
 
 @pytest.mark.gpu
@@ -219,6 +323,34 @@ def test_other_dtypes_than_bfloat16_run_as_fast_on_a_gpu_and_the_report_says_so(
         assert pieces == ({} if numerics == "fast" else {"attn1 in 8 bits": 1, "ff in 8 bits": 1})
         report.restore()
     assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+def test_every_graph_notices_weights_that_were_written_in_place() -> None:
+    model = model_on("cuda", layers=2)
+    report = inject_optimized_kernels(model, numerics="fp8", cuda_graph=True)
+    kinds = [
+        {name: value.to("cuda") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        for inputs in (ltx_inputs(batch=batch, frames=5, dtype=torch.bfloat16) for batch in (1, 2))
+    ]
+
+    def results() -> list[Tensor]:
+        with torch.no_grad():
+            return [model(**kind)[0] for kind in kinds]
+
+    for _ in range(4):
+        before = results()
+    with torch.no_grad():
+        for block in model.transformer_blocks:
+            block.ff.net[2].weight.mul_(-1.5)
+    after = results()
+    for _ in range(4):
+        assert all(map(torch.equal, results(), after))
+    assert not any(map(torch.equal, before, after))
+    report.restore()
+    report = inject_optimized_kernels(model, numerics="fp8")
+    assert all(map(torch.equal, results(), after))
+    report.restore()
 
 
 @pytest.mark.gpu

@@ -97,6 +97,8 @@ def test_a_batch_writes_one_video_per_prompt(script: ModuleType, tmp_path: Path)
         ([*SMALL, "--output", "."], "is a folder"),
         ([*SMALL, "--json", "."], "is a folder"),
         ([*SMALL, "--chart", "x.jpg"], "use x.png"),
+        (["--tiny", "--model", "somebody/else"], "choose one"),
+        ([*SMALL, "--model", "somebody/else"], "choose one"),
     ],
 )
 def test_what_ltx_cannot_generate_is_refused_with_the_nearest_that_it_can(
@@ -116,6 +118,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_generated(
     run = invoke(script, *SMALL, option, f"occupied/{name}")
     assert run.exit_code == 2
     assert f"{option} occupied/{name} cannot be written" in plain(run.output)
+    assert "warm-up" not in run.output
+
+
+def test_fewer_steps_than_the_schedule_of_the_model_has_room_for_are_refused(script: ModuleType) -> None:
+    run = invoke(script, "--tiny", "--steps", "1")
+    assert run.exit_code == 2
+    assert "--steps 1 is too few" in plain(run.output)
     assert "warm-up" not in run.output
 
 
@@ -188,8 +197,8 @@ def test_the_arms_of_a_comparison_follow_from_what_is_wanted_and_what_is_there(s
     chosen, left_out = script.choose_arms(STOCK, **compare, offload=none)
     assert [arm.injected for arm in chosen] == [False] * len(chosen)
     chosen, left_out = script.choose_arms(FAST, **compare, offload=sequential)
-    assert chosen == [STOCK, EXACT, FAST, FP8]
-    assert set(left_out) == {COMPILED.name, FAST_COMPILED.name, FAST_GRAPH.name, FP8_GRAPH.name}
+    assert chosen == [STOCK, EXACT, FAST]
+    assert set(left_out) == {arm.name for arm in (COMPILED, FAST_COMPILED, FAST_GRAPH, FP8, FP8_GRAPH)}
     own = Arm("exact", compiled=True)
     chosen, left_out = script.choose_arms(own, **compare, offload=none)
     assert own in chosen or own.name in left_out
@@ -207,6 +216,10 @@ def test_an_arm_that_was_asked_for_and_cannot_run_is_refused(script: ModuleType)
     run = invoke(script, *SMALL, "--cuda-graph")
     assert run.exit_code == 2
     assert "--cuda-graph: CUDA graphs need a GPU" in plain(run.output)
+    run = invoke(script, *SMALL, "--numerics", "fp8")
+    assert run.exit_code == 2
+    assert "--numerics fp8: 8 bits need an NVIDIA GPU" in plain(run.output)
+    assert "warm-up" not in run.output
     run = invoke(script, *SMALL, "--tiny")
     assert run.exit_code == 2
     assert "choose one" in plain(run.output)

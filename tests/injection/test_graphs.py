@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffkern import inject_optimized_kernels, plan
+from diffkern import inject_optimized_kernels, plan, restore
 from diffkern.injection.graph_fusion import MAX_GRAPHS, fingerprint, unsafe
 from tests.injection.models import ltx_inputs, run, tiny_ltx
 
@@ -62,6 +62,16 @@ def test_the_fingerprint_sees_what_a_graph_has_written_into_it() -> None:
     assert other != now
     model.proj_in.weight.data = model.proj_in.weight.data.clone()
     assert fingerprint(model) != other
+
+
+def test_the_fingerprint_sees_a_block_that_was_restored_and_injected_otherwise() -> None:
+    model = tiny_ltx(layers=1)
+    inject_optimized_kernels(model)
+    fused = fingerprint(model)
+    restore(model.transformer_blocks[0])
+    stock = fingerprint(model)
+    inject_optimized_kernels(model, numerics="exact")
+    assert len({fused, stock, fingerprint(model)}) == 3
 
 
 @pytest.mark.gpu

@@ -121,6 +121,18 @@ def test_products(dtype: torch.dtype, device: str) -> None:
     assert relative_error(y, x.double() @ weight.double().t()) <= 0.05
 
 
+def test_products_of_a_single_row_and_of_none(device: str) -> None:
+    weight = activation_fp8(random(48, 64, device=device, seed=2), provider="eager")
+    x = random(64, device=device, seed=1)
+    rows = activation_fp8(x, provider="eager")
+    y = linear_fp8(*rows, *weight)
+    assert y.shape == (48,)
+    assert torch.equal(y, linear_fp8(rows[0][None], rows[1][None], *weight)[0])
+    for shape in ((0, 64), (2, 0, 64)):
+        empty = activation_fp8(torch.empty(shape, device=device), provider="eager")
+        assert linear_fp8(*empty, *weight).shape == (*shape[:-1], 48)
+
+
 def test_mistakes_are_answered(device: str) -> None:
     rows = activation_fp8(random(4, 32, device=device), provider="eager")
     with pytest.raises(TypeError, match=r"x must be torch\.float8_e4m3fn with float32 scales"):
