@@ -66,6 +66,7 @@ def norm_modulate_fp8(
         float32 of that shape with a last dimension of 1.
 
     Raises:
+        ValueError: ``norm`` is unknown, or ``x`` has no elements in a row.
         RuntimeError: the shapes do not broadcast, or a gradient is wanted.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
@@ -123,7 +124,7 @@ def activation_fp8(x: Tensor, function: str = "identity", *, provider: str | Non
         Values and scales as :func:`norm_modulate_fp8` gives them.
 
     Raises:
-        ValueError: the function is unknown, or ``x`` is a scalar.
+        ValueError: the function is unknown, or ``x`` has no elements in a row.
         RuntimeError: a gradient is wanted.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
@@ -169,6 +170,13 @@ def linear_fp8(
 # --- checks, shapes --------------------------------------------------------------------------------------
 
 
+def _check_rows(x: Tensor) -> None:
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(
+            f"a row of 8 bits needs elements to find its scale from, got a tensor of shape {tuple(x.shape)}"
+        )
+
+
 def _norm_code(norm: str | None) -> int:
     if norm not in NORMS:
         raise ValueError(f"norm is {norm!r}: choose one of {', '.join(map(repr, NORMS))}")
@@ -179,6 +187,7 @@ def _norm_modulate_prepare(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
     norm: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
+    _check_rows(x)
     return x, scale, shift, weight, bias, eps, _norm_code(norm)
 
 
@@ -186,14 +195,14 @@ def _gate_residual_norm_modulate_prepare(
     residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, eps: float, norm: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
+    _check_rows(x)
     return residual, x, gate, scale, shift, weight, bias, eps, _norm_code(norm)
 
 
 def _activation_prepare(x: Tensor, function: str) -> tuple[Any, ...]:
     if function not in ("identity", *FUNCTIONS):
         raise ValueError(f"activation {function!r}: choose one of identity, {', '.join(FUNCTIONS)}")
-    if x.ndim == 0:
-        raise ValueError("a row of 8 bits needs a tensor of at least one dimension, got a scalar")
+    _check_rows(x)
     return x, function
 
 

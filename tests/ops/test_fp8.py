@@ -145,6 +145,13 @@ def test_mistakes_are_answered(device: str) -> None:
         linear_fp8(*rows, *rows, torch.zeros(5, device=device))
     with pytest.raises(ValueError, match="choose one of identity, gelu"):
         activation_fp8(rows[1], "relu")
+    for shape in ((), (4, 0)):
+        empty = torch.empty(shape, device=device)
+        for op in (activation_fp8, norm_modulate_fp8, lambda x: gate_residual_norm_modulate_fp8(x, x)):
+            with pytest.raises(ValueError, match="needs elements to find its scale from"):
+                op(empty)
+    no_rows = linear_fp8(rows[0][:0], rows[1][:0], *rows)
+    assert no_rows.shape == (0, 4) and no_rows.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="norm is 'group'"):
         norm_modulate_fp8(rows[1], norm="group")  # type: ignore[arg-type]
 

@@ -54,7 +54,7 @@ def linear_fp8(
 ) -> Tensor:
     """Computes :func:`diffkern.ops.linear_fp8`: in hardware, or on the numbers that the bytes stand for."""
     rows, scales = torch.atleast_2d(x).flatten(0, -2), torch.atleast_2d(x_scale).flatten(0, -2)
-    if out_dtype == torch.bfloat16 and fp8_unavailable_reason(x.device) is None:
+    if x.numel() > 0 and out_dtype == torch.bfloat16 and fp8_unavailable_reason(x.device) is None:
         y = torch._scaled_mm(
             rows, weight.t(), scales, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=True
         )
