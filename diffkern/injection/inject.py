@@ -276,7 +276,7 @@ def _plan(
     candidates = _drop_what_blocks_cover(_spare_what_config_leaves_alone(candidates, report), report)
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
     config.check((site.path for site in seen), class_names, BLOCK_OPS, layers)
-    if report.numerics == "fp8" and candidates and not any(_is_in_8_bits(candidate) for candidate in candidates):
+    if report.numerics == "fp8" and candidates and not any(candidate.fusion.allowance for candidate in candidates):
         report.notes.append(NO_FP8_FORM)
     already = sum(site.reason == _ALREADY for site in report.skipped)
     if already:
@@ -284,10 +284,6 @@ def _plan(
             f"{already} modules were patched before and stay as they are: restore() first to change them"
         )
     return candidates
-
-
-def _is_in_8_bits(candidate: _Candidate) -> bool:
-    return isinstance(candidate.fusion, BlockFusion) and candidate.fusion.recipe.allowance > 0
 
 
 def _plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[_Candidate]:

@@ -288,8 +288,9 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return state.fusion.compute(self, call, provider, stock)
     except OSError as error:
+        result = type(self).forward(self, *args, **kwargs)  # raises as well unless it was a kernel's fault
         state.lose(self, error)
-        return type(self).forward(self, *args, **kwargs)
+        return result
 
 
 EQUIVALENT_FORWARDS.add(forward)

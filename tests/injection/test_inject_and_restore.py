@@ -389,3 +389,21 @@ def test_dk69_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_
     assert "/cache/triton/kernel.so.tmp" in site.reason and site.revoked
     report.restore()
     assert torch.equal(run(model), stock)
+
+
+def test_a_file_that_a_layer_misses_is_no_fault_of_the_kernels() -> None:
+    model = tiny_ltx(layers=1)
+    stock = run(model)
+    report = inject_optimized_kernels(model)
+
+    def missing(*args: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/offloaded/weights.safetensors")
+
+    handle = model.transformer_blocks[0].attn1.to_q.register_forward_pre_hook(missing)
+    with warnings.catch_warnings(), pytest.raises(FileNotFoundError, match="offloaded"):
+        warnings.simplefilter("error")
+        run(model)
+    handle.remove()
+    torch.testing.assert_close(run(model), stock)
+    counts = report.calls()["transformer_blocks.0"]
+    assert counts["stock"] == 0 and not any(site.revoked for site in report.patched)
