@@ -272,11 +272,7 @@ void launch(const AddNormSiluPadParams& p, GpuStream stream) {
 
 int add_norm_silu_pad_gpu(const AddNormSiluPadParams& p, void* stream_pointer) {
   const GpuStream stream = static_cast<GpuStream>(stream_pointer);
-  switch (p.x_dtype) {
-    case Dtype::kFloat16: launch<Half>(p, stream); break;
-    case Dtype::kBFloat16: launch<BFloat16>(p, stream); break;
-    default: launch<float>(p, stream); break;
-  }
+  with_element(p.x_dtype, [&](auto element) { launch<decltype(element)>(p, stream); });
   return last_launch_error();
 }
 

@@ -36,6 +36,16 @@ constexpr int kWaveSize = 32;
 
 constexpr int kMaxThreads = 1024;  // of a block, on every GPU
 
+// Calls launch with an element of the type that `dtype` names: a half one, or else float.
+template <typename Launch>
+void with_element(Dtype dtype, Launch&& launch) {
+  switch (dtype) {
+    case Dtype::kFloat16: launch(Half{}); break;
+    case Dtype::kBFloat16: launch(BFloat16{}); break;
+    default: launch(0.0f); break;
+  }
+}
+
 // Product and sum, each rounded by itself: the compiler makes no fused multiply-add of them.
 __device__ __forceinline__ float exact_mul(float a, float b) {
 #if DIFFKERN_HIP

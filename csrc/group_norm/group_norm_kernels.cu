@@ -528,11 +528,7 @@ bool group_norm_gpu_fits(const GroupNormParams& p) {
 
 int group_norm_gpu(const GroupNormParams& p, void* stream_pointer) {
   const GpuStream stream = static_cast<GpuStream>(stream_pointer);
-  switch (p.x_dtype) {
-    case Dtype::kFloat16: launch<Half>(p, stream); break;
-    case Dtype::kBFloat16: launch<BFloat16>(p, stream); break;
-    default: launch<float>(p, stream); break;
-  }
+  with_element(p.x_dtype, [&](auto element) { launch<decltype(element)>(p, stream); });
   return last_launch_error();
 }
 
