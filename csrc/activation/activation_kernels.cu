@@ -3,46 +3,85 @@
 //  packet kernel:  runs of one dtype that all operands can be read and written in packets of 16 bytes.
 //  element kernel: any dtypes, alignment and strides.
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
+#if defined(DIFFKERN_BENCH)
+#include <cstdlib>
+#endif
+
+#include "../common/divisor.h"
 #include "../common/gpu_activation.h"
 #include "../common/gpu_vector.h"
 #include "activation.h"
+#include "activation_config.h"
 
 namespace diffkern {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kElements = 4;  // of a thread of the element kernel
-constexpr int kPackets = 2;   // of a thread of the packet kernel
 
-// Each thread computes a few packets, all of whose loads are on their way before the first is used.
-template <typename T, bool kGated>
-__global__ void __launch_bounds__(kThreads) packet_kernel(const ActivationParams p) {
+// What the packet kernel divides by to find its place.
+struct Divisors {
+  Divisor per_run;  // packets of a run
+  Divisor sizes[kMaxLeadingDims];
+
+  Divisors(const LeadingMap<kActivationOperands>& runs, int64_t packets) : per_run(static_cast<uint32_t>(packets)) {
+    for (int dim = 0; dim < runs.dims; ++dim) sizes[dim] = Divisor(static_cast<uint32_t>(runs.sizes[dim]));
+  }
+};
+
+// As locate, without its divisions.
+__device__ __forceinline__ LeadingOffsets<kActivationOperands> locate_divided(
+    const LeadingMap<kActivationOperands>& runs, const Divisor* sizes, uint32_t run) {
+  LeadingOffsets<kActivationOperands> offsets{};
+  int dim = 0;
+  const auto step = [&](uint32_t index) {
+#pragma unroll
+    for (int operand = 0; operand < kActivationOperands; ++operand) {
+      offsets.of[operand] += index * runs.strides[operand][dim];
+    }
+  };
+#pragma unroll 1
+  for (; dim + 1 < runs.dims; ++dim) {
+    const uint32_t quotient = sizes[dim].quotient(run);
+    step(run - quotient * sizes[dim].value());
+    run = quotient;
+  }
+  step(run);
+  return offsets;
+}
+
+// Each thread computes a few packets, all of whose loads are on their way before the first is used. The activation
+// is known at compile time: chosen at run time, its code would be held once for each that there is.
+template <typename T, Activation kActivation, bool kGated, int kBlock, int kPackets>
+__global__ void __launch_bounds__(kBlock) packet_kernel(const ActivationParams p, const Divisors divisors,
+                                                        const uint32_t packets) {
   constexpr int kCount = kPacketSize<T>;
-  // No more than 2^32 of them, as the launch has made sure: 64-bit divisions are slow on a GPU.
-  const uint32_t per_run = static_cast<uint32_t>(p.size / kCount);
-  const uint32_t packets = per_run * static_cast<uint32_t>(p.runs.rows);
-  const uint32_t first = blockIdx.x * (kThreads * kPackets) + threadIdx.x;
+  const uint32_t first = blockIdx.x * (kBlock * kPackets) + threadIdx.x;
 
   uint4 gates[kPackets];
   uint4 factors[kGated ? kPackets : 1];
   int64_t outs[kPackets];
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
-    const uint32_t index = first + i * kThreads;
+    const uint32_t index = first + i * kBlock;
     if (index >= packets) continue;
-    const auto run = locate(p.runs, index / per_run);
-    const int64_t at = static_cast<int64_t>(index % per_run) * kCount;
+    const uint32_t number = divisors.per_run.quotient(index);
+    const auto run = locate_divided(p.runs, divisors.sizes, number);
+    const int64_t at = static_cast<int64_t>(index - number * divisors.per_run.value()) * kCount;
     outs[i] = run.of[kOut] + at;
     gates[i] = load_once(static_cast<const T*>(p.gate) + run.of[kGate] + at);
     if constexpr (kGated) factors[i] = load_once(static_cast<const T*>(p.value) + run.of[kValue] + at);
   }
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
-    if (first + i * kThreads >= packets) continue;
+    if (first + i * kBlock >= packets) continue;
     float values[kCount];
     unpack<T>(gates[i], values);
-    apply<kCount>(p.activation, values);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[j] = activated<kActivation>(values[j]);
     if constexpr (kGated) {
       float factor[kCount];
       unpack<T>(factors[i], factor);
@@ -80,8 +119,8 @@ bool in_packets(const ActivationParams& p) {
   if (p.gate_dtype != p.out_dtype || (p.value != nullptr && p.value_dtype != p.out_dtype)) return false;
   if (!aligned(p.gate) || !aligned(p.value) || !aligned(p.out)) return false;
   const int64_t count = kPacketBytes / bytes_of(p.out_dtype);
-  // The bound leaves room for the threads past the end.
-  if (p.size % count != 0 || p.size / count * p.runs.rows > UINT32_MAX - (1 << 16)) return false;
+  // What a Divisor holds for, with room for the threads past the end.
+  if (p.size % count != 0 || p.size / count * p.runs.rows > INT32_MAX - (1 << 16)) return false;
   for (int operand = 0; operand < kActivationOperands; ++operand) {
     if (p.steps[operand] != 1) return false;
     for (int dim = 0; dim < p.runs.dims; ++dim) {
@@ -93,10 +132,43 @@ bool in_packets(const ActivationParams& p) {
 
 unsigned blocks_for(int64_t items, int64_t per_block) { return static_cast<unsigned>(ceil_div(items, per_block)); }
 
+template <typename T, Activation kActivation, bool kGated, int kShape>
+void launch_shape(const ActivationParams& p, GpuStream stream) {
+  constexpr PacketShape shape = kPacketShapes[kShape];
+  const int64_t per_run = p.size / kPacketSize<T>;
+  const int64_t packets = per_run * p.runs.rows;
+  packet_kernel<T, kActivation, kGated, shape.threads, shape.packets>
+      <<<blocks_for(packets, shape.threads * shape.packets), shape.threads, 0, stream>>>(
+          p, Divisors(p.runs, per_run), static_cast<uint32_t>(packets));
+}
+
+#if defined(DIFFKERN_BENCH)
+template <typename T, Activation kActivation, bool kGated, int... kShapes>
+void launch_chosen(const ActivationParams& p, std::integer_sequence<int, kShapes...>, GpuStream stream) {
+  const char* chosen = std::getenv("DIFFKERN_ACTIVATION_SHAPE");
+  const int index = chosen != nullptr ? std::atoi(chosen) : kGated ? kGatedShape : kPlainShape;
+  ((index == kShapes ? launch_shape<T, kActivation, kGated, kShapes>(p, stream) : void()), ...);
+}
+#endif
+
+template <typename T, Activation kActivation, bool kGated>
+void launch_packets(const ActivationParams& p, GpuStream stream) {
+#if defined(DIFFKERN_BENCH)
+  launch_chosen<T, kActivation, kGated>(p, std::make_integer_sequence<int, std::size(kPacketShapes)>{}, stream);
+#else
+  launch_shape<T, kActivation, kGated, kGated ? kGatedShape : kPlainShape>(p, stream);
+#endif
+}
+
 template <typename T, bool kGated>
 void launch_packets(const ActivationParams& p, GpuStream stream) {
-  const int64_t packets = p.size / kPacketSize<T> * p.runs.rows;
-  packet_kernel<T, kGated><<<blocks_for(packets, kThreads * kPackets), kThreads, 0, stream>>>(p);
+  switch (p.activation) {
+    case Activation::kGelu: return launch_packets<T, Activation::kGelu, kGated>(p, stream);
+    case Activation::kGeluTanh: return launch_packets<T, Activation::kGeluTanh, kGated>(p, stream);
+    case Activation::kSilu: return launch_packets<T, Activation::kSilu, kGated>(p, stream);
+    case Activation::kQuickGelu: return launch_packets<T, Activation::kQuickGelu, kGated>(p, stream);
+    case Activation::kNone: return;
+  }
 }
 
 template <typename T>
