@@ -38,8 +38,17 @@ from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.blocks.rms_pieces import Rotation, attend, is_gelu, is_weightless, norms_are_plain, project_out
+from diffkern.blocks.rms_pieces import (
+    Rotation,
+    attend,
+    attend_to_text,
+    is_gelu,
+    is_weightless,
+    norms_are_plain,
+    project_out,
+)
 from diffkern.blocks.steps import EXACT, FAST, FP8, FastSteps
+from diffkern.blocks.text import TextAttention, text_attention
 from diffkern.providers import KERNEL_DTYPES
 
 Tables = tuple[Tensor, Tensor]
@@ -171,8 +180,10 @@ class LTXBlock(BlockRecipe):
         if "attn2" in stock:
             y = block.attn2(x, encoder_hidden_states=text, image_rotary_emb=None, attention_mask=mask)
         else:
-            stock_norms = "attn2.norm_q and norm_k" in stock or not steps.fuses_norms
-            y = _attention(block.attn2, x, text, None, mask, stock_norms, provider)
+            stock_norms = "attn2.norm_q and norm_k" in stock
+            kept = None if stock_norms else text_attention(block, "attn2", text)
+            stock_norms |= not steps.fuses_norms
+            y = _attention(block.attn2, x, text, None, mask, stock_norms, provider, kept=kept)
 
         if "norm2" in stock:
             x = steps.gate_residual(x, y, None, provider)
@@ -317,12 +328,16 @@ def _rotation(tables: Tables | None, heads: int) -> Rotation:
 
 def _attention(
     attention: Any, x: Any, context: Any, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
-    provider: str | None, weights: Weights | None = None,
+    provider: str | None, weights: Weights | None = None, kept: TextAttention | None = None,
 ) -> Tensor:  # fmt: skip
     """``LTXVideoAttnProcessor``, its products in 8 bits where there are weights for them."""
-    rotation = _rotation(tables, attention.heads)
     # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
     dispatch = stock_module.dispatch_attention_fn
+    if kept is not None:
+        return project_out(
+            attention, attend_to_text(attention, x, context, mask, stock_norms, dispatch, provider, kept)
+        )
+    rotation = _rotation(tables, attention.heads)
     if weights is None:
         return project_out(attention, attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider))
     rows = as_rows(x, provider)  # of self-attention, whose context is x

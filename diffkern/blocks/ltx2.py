@@ -25,8 +25,17 @@ from typing_extensions import override
 
 from diffkern.blocks.pieces import gelu_feed_forward, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.blocks.rms_pieces import Rotation, attend, is_gelu, is_weightless, norms_are_plain, project_out
+from diffkern.blocks.rms_pieces import (
+    Rotation,
+    attend,
+    attend_to_text,
+    is_gelu,
+    is_weightless,
+    norms_are_plain,
+    project_out,
+)
 from diffkern.blocks.steps import EXACT, FAST, FastSteps
+from diffkern.blocks.text import TextAttention, text_attention
 from diffkern.ops import norm_modulate
 from diffkern.providers import KERNEL_DTYPES
 
@@ -341,7 +350,10 @@ class _Attentions:
     def to_text(self, name: str, y: Tensor, text: Tensor, mask: Operand) -> Tensor:
         """A stream to the text."""
         if self._is_fused(name):
-            return self._attend(name, y, text, None, None, mask)
+            # Modulated text is another one at every step.
+            may = not self.block.cross_attn_adaln and f"{name}.norm_q and norm_k" not in self.stock
+            kept = text_attention(self.block, name, text) if may else None
+            return self._attend(name, y, text, None, None, mask, kept)
         attention = getattr(self.block, name)
         result: Tensor = attention(y, encoder_hidden_states=text, query_rotary_emb=None, attention_mask=mask)
         return result
@@ -364,16 +376,19 @@ class _Attentions:
         return name not in self.stock and self.steps.fuses_norms
 
     def _attend(
-        self, name: str, y: Tensor, context: Tensor, tables: Tables | None, key_tables: Tables | None, mask: Operand
-    ) -> Tensor:
+        self, name: str, y: Tensor, context: Tensor, tables: Tables | None, key_tables: Tables | None, mask: Operand,
+        kept: TextAttention | None = None,
+    ) -> Tensor:  # fmt: skip
         attention: Any = getattr(self.block, name)
-        rotation = _rotation(attention, tables, key_tables)
         stock_norms = f"{name}.norm_q and norm_k" in self.stock
+        dispatch = stock_module.dispatch_attention_fn
         gates = attention.to_gate_logits
         logits = None if gates is None else gates(y)
-        result = attend(
-            attention, y, context, rotation, mask, stock_norms, stock_module.dispatch_attention_fn, self.provider
-        )
+        if kept is not None:
+            result = attend_to_text(attention, y, context, mask, stock_norms, dispatch, self.provider, kept)
+        else:
+            rotation = _rotation(attention, tables, key_tables)
+            result = attend(attention, y, context, rotation, mask, stock_norms, dispatch, self.provider)
         if logits is not None:
             # One gate for each head, 1 where the logit is 0.
             heads = result.unflatten(2, (attention.heads, -1))

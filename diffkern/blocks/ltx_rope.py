@@ -103,6 +103,7 @@ class LTXRotaryEmbedding(BlockRecipe):
         x, *rest, coords = call
         bases = (owner.base_num_frames, owner.base_height, owner.base_width, owner.patch_size, owner.patch_size_t)
         key = (x.shape[0], x.device, owner.dim, owner.theta, bases, *rest, None if coords is None else version(coords))
+        key += (torch.is_inference_mode_enabled(),)  # tables made there must not meet autograd
         remembered = memory(module)
         last = remembered.get("tables")
         # Coordinates are compared as objects, and kept for that: an address alone may be given to another tensor.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.activations import GELU
@@ -12,7 +12,10 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from diffkern.blocks.pieces import plain, plain_linear, run_layer, untouched
-from diffkern.ops import qk_norm_rope
+from diffkern.ops import qk_norm_rope, rms_norm
+
+if TYPE_CHECKING:
+    from diffkern.blocks.text import TextAttention
 
 #: Calls a child of an attention module: its name, the layer, its input.
 Run = Callable[[str, nn.Module, Any], Tensor]
@@ -46,14 +49,6 @@ def attend(
         run: Calls the projections.
     """
     heads, children = attention.heads, attention._modules
-    if mask is not None:
-        batch, length = context.shape[:2]
-        if mask.shape == (batch, 1, length):
-            mask = mask.unsqueeze(1)  # stock writes it out for every head
-        else:
-            mask = attention.prepare_attention_mask(mask, length, batch)
-            mask = mask.view(batch, heads, -1, mask.shape[-1])
-
     query = run("to_q", children["to_q"], x)
     key, value = run("to_k", children["to_k"], context), run("to_v", children["to_v"], context)
     norm_q, norm_k = children["norm_q"], children["norm_k"]
@@ -66,8 +61,52 @@ def attend(
             query, key, norm_q._parameters["weight"], norm_k._parameters["weight"], eps=norm_q.eps,
             across_heads=heads, provider=provider, **rotation,
         )  # fmt: skip
+    return _dispatched(attention, query, key, value, mask, dispatch)
 
-    processor = attention.processor
+
+def attend_to_text(
+    attention: Any, x: Tensor, text: Tensor, mask: Tensor | None, stock_norms: bool, dispatch: Any,
+    provider: str | None, kept: TextAttention,
+) -> Tensor:  # fmt: skip
+    """As :func:`attend` without a rotation, the keys and values computed once for each text.
+
+    Args:
+        attention: As there.
+        x: As there.
+        text: The context.
+        mask: As there.
+        stock_norms: As there.
+        dispatch: As there.
+        provider: As there.
+        kept: The keys and values of this attention.
+    """
+    children = attention._modules
+
+    def normalised(name: str, x: Tensor) -> Tensor:
+        norm = children[name]
+        if stock_norms:
+            return norm(x)  # type: ignore[no-any-return]
+        return rms_norm(x, norm._parameters["weight"], eps=norm.eps, provider=provider)
+
+    def keys_and_values() -> tuple[Tensor, Tensor]:
+        return normalised("norm_k", run_layer(children["to_k"], text)), run_layer(children["to_v"], text)
+
+    query = normalised("norm_q", run_layer(children["to_q"], x))
+    key, value = kept.keys_and_values(children, text, keys_and_values)
+    return _dispatched(attention, query, key, value, mask, dispatch)
+
+
+def _dispatched(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dispatch: Any
+) -> Tensor:
+    heads, processor = attention.heads, attention.processor
+    if mask is not None:
+        batch, length = key.shape[:2]
+        if mask.shape == (batch, 1, length):
+            mask = mask.unsqueeze(1)  # stock writes it out for every head
+        else:
+            mask = attention.prepare_attention_mask(mask, length, batch)
+            mask = mask.view(batch, heads, -1, mask.shape[-1])
     y: Tensor = dispatch(
         # Views: unflatten is a Python function, and takes four times as long.
         query.view(*query.shape[:2], heads, query.shape[-1] // heads),

@@ -1,0 +1,294 @@
+"""What is computed once for each text: kept from step to step, and never out of date without a word."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from diffusers.models.embeddings import PixArtAlphaTextProjection
+from torch import Tensor, nn
+
+from diffkern import inject_optimized_kernels
+from diffkern.bench.measure import relative_error
+from diffkern.blocks import watch
+from diffkern.blocks.memory import memory
+from diffkern.blocks.text import EVERY, MAX_TEXTS
+from tests.injection.models import all_fused, ltx_inputs, randomise, tiny_ltx
+
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="diffkern: weights changed")
+        yield
+
+
+@pytest.fixture
+def model(device: str) -> Any:
+    return tiny_ltx(LAYERS).to(device)
+
+
+def inputs_on(device: str, text: int = 1) -> dict[str, Any]:
+    inputs = ltx_inputs(batch=2)
+    generator = torch.Generator().manual_seed(text)
+    inputs["encoder_hidden_states"] = torch.randn(2, 5, 32, generator=generator)
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def step(model: Any, inputs: dict[str, Any]) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = model(**inputs)[0]
+    return result
+
+
+def in_float64(model: Any, inputs: dict[str, Any]) -> Tensor:
+    exact = copy.deepcopy(model).double()
+    exact.rope.double_precision = True
+    wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    return step(exact, wide)
+
+
+def assert_right(model: Any, inputs: dict[str, Any], y: Tensor | None = None) -> None:
+    assert relative_error(step(model, inputs) if y is None else y, in_float64(model, inputs)) < 2e-5
+
+
+def pairs(model: Any) -> list[Any]:
+    """Keys and values that the first block keeps, one entry per text."""
+    return [text.pair for text in memory(model.transformer_blocks[0])["texts"]["attn2"]._texts]
+
+
+def compare_all(device: str) -> None:
+    """Gives everything that is kept, in other models as well, its turn to be asked about and to be answered."""
+    known = watch.generation()
+    for _ in range(1000):
+        watch.compare_next()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if watch.generation() != known:
+            return
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_keys_and_values_are_computed_once_for_a_text(model: Any, device: str, numerics: str) -> None:
+    inputs = inputs_on(device)
+    stock = step(model, inputs)
+    report = inject_optimized_kernels(model, numerics=numerics)
+    first, second = step(model, inputs), step(model, inputs)
+    (pair,) = pairs(model)
+    inputs["timestep"] = inputs["timestep"] - 100
+    another = step(model, inputs)
+    assert pairs(model) == [pair] and all(part.shape == (2, 5, 32) for part in pair)
+    assert_right(model, inputs, another)
+    inputs["timestep"] = inputs["timestep"] + 100
+    third = step(model, inputs)
+    assert torch.equal(first, second) and torch.equal(first, third)
+    assert numerics == "fast" or device == "cuda" or torch.equal(first, stock)
+    assert not any(count["stock"] for count in report.calls().values())
+    report.restore()
+    assert torch.equal(step(model, inputs), stock)
+    assert not memory(model.caption_projection) and not any(map(memory, model.transformer_blocks))
+
+
+def test_the_first_call_of_a_text_keeps_nothing(model: Any, device: str) -> None:
+    inject_optimized_kernels(model)
+    step(model, inputs_on(device))
+    assert pairs(model) == [None]
+
+
+def test_another_text_gives_other_keys(model: Any, device: str) -> None:
+    inject_optimized_kernels(model)
+    for text in (1, 2, 3):
+        inputs = inputs_on(device, text)
+        for _ in range(3):
+            assert_right(model, inputs)
+    assert len(pairs(model)) == MAX_TEXTS
+
+
+def test_two_texts_in_turn_are_both_kept(model: Any, device: str) -> None:
+    inject_optimized_kernels(model)
+    both = [inputs_on(device, 1), inputs_on(device, 2)]
+    embedded = [model.caption_projection(inputs["encoder_hidden_states"]) for inputs in both]
+    for inputs, states in zip(both, embedded, strict=True):
+        inputs["encoder_hidden_states"] = states
+    model.caption_projection = nn.Identity()
+    for _ in range(2):
+        results = [step(model, inputs) for inputs in both]
+    kept = pairs(model)
+    assert None not in kept and len(kept) == MAX_TEXTS
+    again = [step(model, inputs) for inputs in both]
+    assert all(map(torch.equal, again, results)) and set(map(id, pairs(model))) == set(map(id, kept))
+
+
+def test_texts_at_the_same_address_are_told_apart(model: Any, device: str) -> None:
+    inject_optimized_kernels(model)
+    for text in range(12):
+        inputs = inputs_on(device, text)
+        assert_right(model, inputs)
+        del inputs
+        gc.collect()
+
+
+def test_a_text_written_in_place_is_another_one(model: Any, device: str) -> None:
+    inject_optimized_kernels(model)
+    inputs = inputs_on(device)
+    for _ in range(3):
+        step(model, inputs)
+        inputs["encoder_hidden_states"].mul_(-1.3)
+        assert_right(model, inputs)
+
+
+@pytest.mark.parametrize("name", ["to_k.weight", "to_k.bias", "to_v.weight", "to_v.bias", "norm_k.weight"])
+@pytest.mark.parametrize("how", ["in place", "replaced", "loaded"])
+def test_weights_that_change_with_a_sign_take_effect_at_once(model: Any, device: str, name: str, how: str) -> None:
+    inject_optimized_kernels(model)
+    inputs = inputs_on(device)
+    for _ in range(3):
+        before = step(model, inputs)
+    attention = model.transformer_blocks[0].attn2
+    weight = attention.get_parameter(name)
+    with torch.no_grad():
+        if how == "in place":
+            weight.mul_(1.7)
+        elif how == "replaced":
+            layer, _, own = name.rpartition(".")
+            setattr(attention.get_submodule(layer), own, nn.Parameter(weight * 1.7, requires_grad=False))
+        else:
+            model.load_state_dict({k: v * 1.7 if k.endswith(f"attn2.{name}") else v for k, v in model.state_dict().items()}, assign=True)  # fmt: skip  # noqa: E501
+    after = step(model, inputs)
+    assert relative_error(after, before) > 1e-5
+    assert_right(model, inputs, after)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformer_blocks.0.attn2.to_k.weight",
+        "transformer_blocks.1.attn2.to_v.bias",
+        "caption_projection.linear_2.weight",
+    ],
+)
+def test_weights_that_change_without_a_sign_are_found(model: Any, device: str, name: str) -> None:
+    inject_optimized_kernels(model)
+    inputs = inputs_on(device)
+    for _ in range(3):
+        step(model, inputs)
+    model.get_parameter(name).data.mul_(-1.7)
+    with pytest.warns(UserWarning, match="weights changed without a sign"):
+        compare_all(device)
+    for _ in range(3):
+        assert_right(model, inputs)
+
+
+def test_blocks_ask_for_comparisons_themselves(model: Any, device: str) -> None:
+    inject_optimized_kernels(model)
+    inputs = inputs_on(device)
+    for _ in range(3):
+        step(model, inputs)
+    for block in model.transformer_blocks:
+        block.attn2.to_k.weight.data.mul_(-1.7)
+    with pytest.warns(UserWarning, match="weights changed without a sign"):
+        known = watch.generation()
+        for _ in range(100 * EVERY):
+            step(model, inputs)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if watch.generation() != known:
+                break
+    assert_right(model, inputs)
+
+
+def test_a_text_that_changes_without_a_sign_is_found(model: Any, device: str) -> None:
+    inject_optimized_kernels(model)
+    inputs = inputs_on(device)
+    for _ in range(3):
+        step(model, inputs)
+    inputs["encoder_hidden_states"].data[1, 3, 7] += 5.0
+    with pytest.warns(UserWarning, match="changed without a sign"):
+        compare_all(device)
+    assert_right(model, inputs)
+
+
+@pytest.mark.parametrize("target", ["attn2.to_k", "caption_projection.linear_1"])
+def test_layers_with_adapters_are_called_every_time(model: Any, device: str, target: str) -> None:
+    inject_optimized_kernels(model)
+    inputs = inputs_on(device)
+    for _ in range(3):
+        step(model, inputs)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=[target], init_lora_weights="gaussian"))
+    lora = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    for factor in (1.0, 2.0, -1.0):
+        with torch.no_grad():
+            for parameter in lora:
+                parameter.data = torch.full_like(parameter, 0.1 * factor)
+        assert_right(model, inputs)
+
+
+def test_a_hook_in_the_projection_is_called_every_time(model: Any, device: str) -> None:
+    report = inject_optimized_kernels(model)
+    calls: list[None] = []
+    handle = model.caption_projection.linear_1.register_forward_hook(lambda *_: calls.append(None))
+    for _ in range(3):
+        step(model, inputs_on(device))
+    assert len(calls) == 3
+    handle.remove()
+    (reason,) = report.calls()["caption_projection"]["stock_reasons"]
+    assert "not a plain linear one" in reason
+
+
+def test_nothing_is_kept_where_a_gradient_is_wanted_or_writes_are_not_counted(model: Any, device: str) -> None:
+    inject_optimized_kernels(model)
+    inputs = inputs_on(device)
+    for _ in range(3):
+        with torch.inference_mode():
+            y = model(**inputs)[0]
+    assert_right(model, inputs, y)
+    with torch.inference_mode():
+        inside = inputs_on(device, 2)
+        for _ in range(3):
+            model(**inside)
+            inside["encoder_hidden_states"].mul_(-1.1)
+            assert relative_error(model(**inside)[0], in_float64(model, {k: v.clone() if isinstance(v, Tensor) else v for k, v in inside.items()})) < 2e-5  # fmt: skip  # noqa: E501
+    caption = inputs["encoder_hidden_states"].requires_grad_()
+    for _ in range(3):
+        model(**inputs)[0].square().sum().backward()
+    assert caption.grad is not None and caption.grad.abs().sum() > 0
+
+
+def test_a_restored_model_gives_its_memory_back(model: Any, device: str) -> None:
+    report = inject_optimized_kernels(model)
+    inputs = inputs_on(device)
+    for _ in range(3):
+        step(model, inputs)
+    kept = [weakref.ref(part) for part in pairs(model)[0]]
+    weight = weakref.ref(model.transformer_blocks[0].attn2.to_k.weight)
+    report.restore()
+    gc.collect()
+    assert all(part() is None for part in kept)
+    del model.transformer_blocks
+    gc.collect()
+    assert weight() is None
+
+
+def test_the_projection_alone_is_a_site(device: str) -> None:
+    projection = randomise(PixArtAlphaTextProjection(16, 8, act_fn="silu")).to(device).requires_grad_(False)
+    caption = torch.randn(1, 3, 16, device=device)
+    stock = projection(caption)
+    report = inject_optimized_kernels(projection)
+    assert [site.op for site in report.patched] == ["text_projection"]
+    with torch.no_grad():
+        first, second = projection(caption), projection(caption)
+        assert first is second and torch.equal(first, stock)
+        first.add_(1)  # somebody wrote into it
+        assert torch.equal(projection(caption), stock)
+    assert all_fused(report)
+    report.restore()
+    assert projection(caption) is not projection(caption)
