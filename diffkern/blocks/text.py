@@ -157,7 +157,7 @@ class _Caption(Store):
             ):
                 return y
         if caption.is_cuda and torch.cuda.is_current_stream_capturing():
-            return PixArtAlphaTextProjection.forward(module, caption)  # type: ignore[arg-type, no-any-return]
+            return PixArtAlphaTextProjection.forward(module, caption)
         # All of the caption is compared: graphs that others captured write without a sign as well.
         noted = Source.of(caption, step=1), *map(Source.of, tensors[1:])
         result: Tensor = PixArtAlphaTextProjection.forward(module, caption)
@@ -201,7 +201,7 @@ class TextProjection(BlockRecipe):
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         (caption,) = call
         if not counts(caption):
-            return PixArtAlphaTextProjection.forward(module, caption)  # type: ignore[arg-type, no-any-return]
+            return PixArtAlphaTextProjection.forward(module, caption)
         known = memory(module)
         if "caption" not in known:
             known["caption"] = _Caption()
