@@ -15,14 +15,14 @@ from diffusers.models.embeddings import PixArtAlphaTextProjection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks import watch
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import calls_are_watched, plain_linear, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.watch import Source, Store
+from diffkern.providers import KERNEL_DTYPES
 
-#: Calls of blocks between two comparisons.
-EVERY = 64
+#: Calls of an attention, and of a projection, between two comparisons: a model has many of the ones, few of the others.
+EVERY, EVERY_PROJECTION = 24, 4
 #: Texts of which a block keeps keys and values: guidance may call it with two in turn.
 MAX_TEXTS = 2
 
@@ -119,11 +119,11 @@ def text_attention(block: nn.Module, name: str, states: Tensor) -> TextAttention
     device, dtype = states.device, states.dtype
     if not (plain_linear(children["to_k"], device, dtype) and plain_linear(children["to_v"], device, dtype)):
         return None
-    watch.tick(EVERY)
     stores = memory(block).setdefault("texts", {})
     if name not in stores:
         stores[name] = TextAttention()
     store: TextAttention = stores[name]
+    store.tick(EVERY)
     return store
 
 
@@ -157,7 +157,7 @@ class _Caption(Store):
             ):
                 return y
         if caption.is_cuda and torch.cuda.is_current_stream_capturing():
-            return PixArtAlphaTextProjection.forward(module, caption)
+            return PixArtAlphaTextProjection.forward(module, caption)  # type: ignore[no-any-return]
         # All of the caption is compared: graphs that others captured write without a sign as well.
         noted = Source.of(caption, step=1), *map(Source.of, tensors[1:])
         result: Tensor = PixArtAlphaTextProjection.forward(module, caption)
@@ -183,29 +183,38 @@ class TextProjection(BlockRecipe):
         (caption,) = call
         if type(caption) is not Tensor or caption.is_meta or caption.ndim < 1:
             return "the caption is not a plain tensor with data"
+        if caption.dtype not in KERNEL_DTYPES:
+            return f"the caption is {str(caption.dtype).removeprefix('torch.')}"
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(caption.device.type):
             return f"autocast is on for {caption.device.type}, and the stock forward follows its rules"
         if calls_are_watched():
             return "global hooks watch the calls of all modules"
-        first, activation, second = [module._modules[name] for name in ("linear_1", "act_1", "linear_2")]
-        for layer in (first, second):
-            if not plain_linear(layer, caption.device, caption.dtype):
-                return "one of its layers is not a plain linear one of the dtype and on the device of the caption"
-        return None if untouched(activation, type(activation)) else "a hook sits on its activation"  # type: ignore[arg-type]
+        first = module._modules["linear_1"]
+        if untouched(first, nn.Linear) and first._parameters["weight"].dtype != caption.dtype:  # type: ignore[union-attr]
+            return "its layers are of another dtype than the caption"
+        return None
 
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
-        return ()
+        """The layers that somebody watches or has changed: they are called every time, and so is what follows."""
+        (caption,) = call
+        children: Any = module._modules
+        stock: tuple[str, ...] = ()
+        for name in ("linear_1", "linear_2"):
+            if not plain_linear(children[name], caption.device, caption.dtype):
+                stock += (name,)
+        return stock if untouched(children["act_1"], type(children["act_1"])) else (*stock, "act_1")
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         (caption,) = call
-        if not counts(caption):
-            return PixArtAlphaTextProjection.forward(module, caption)
+        if stock or not counts(caption):
+            return PixArtAlphaTextProjection.forward(module, caption)  # type: ignore[no-any-return]
         known = memory(module)
         if "caption" not in known:
             known["caption"] = _Caption()
         store: _Caption = known["caption"]
+        store.tick(EVERY_PROJECTION)
         return store.projected(module, caption)
 
     @override

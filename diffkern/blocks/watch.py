@@ -9,12 +9,11 @@ says so, and everything that is kept anywhere is computed anew.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -81,49 +80,58 @@ class Store(ABC):
     """Something that keeps what was computed from weights."""
 
     def __init__(self) -> None:
+        self._calls = _watch.add(self)
         self._answer: tuple[Tensor, torch.cuda.Event | None] | None = None
-        _watch.add(self)
 
     @abstractmethod
     def sources(self) -> Iterable[Source]:
         """What it was computed from. Other threads may add to it meanwhile."""
 
-    def compare(self) -> bool | None:
-        """Whether the last comparison found a change, None if that is not known yet; asks for the next one."""
-        found: bool | None = None
-        answer = self._answer
-        if answer is not None:
-            flag, event = answer
-            if event is not None and not event.query():
-                return None
-            found, self._answer = bool(flag), None
+    def tick(self, every: int) -> None:
+        """Counts a call; asks for a comparison every so many of them."""
+        self._calls += 1
+        if self._answer is not None or self._calls % every == 0:
+            _watch.check(self)
+
+    def changed(self) -> bool:
+        """Whether a comparison is done and has found a change; asks for one if none is under way."""
+        if self._answer is None:
+            self._ask()
+            return False
+        differ, event = self._answer
+        if event is not None and not event.query():
+            return False
+        self._answer = None
+        return bool(differ)
+
+    def _ask(self) -> None:
         differences = [differs for source in self.sources() if (differs := source.differs()) is not None]
-        if differences:
-            differ = torch.stack(differences).any()
-            if differ.is_cuda:
-                flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-                flag.copy_(differ, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(differ.device))
-                self._answer = flag, event
-            else:
-                self._answer = differ, None
-        return found
+        if not differences:
+            return
+        differ = torch.stack(differences).any()
+        if not differ.is_cuda:
+            self._answer = differ, None
+            return
+        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+        flag.copy_(differ, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(differ.device))
+        self._answer = flag, event
+
+    def waits(self) -> bool:
+        """Whether a comparison is under way, or done and not looked at."""
+        return self._answer is not None
 
     def forget_the_question(self) -> None:
         """Drops a comparison under way, of what is kept no more."""
         self._answer = None
 
 
-def tick(every: int) -> None:
-    """Compares the store whose turn it is, every so many calls."""
-    if next(_watch.calls) % every == 0:
-        _watch.compare_next()
-
-
 def compare_next() -> None:
     """Compares the store whose turn it is; for whoever replays steps without calling the blocks."""
-    _watch.compare_next()
+    store = _watch.next()
+    if store is not None:
+        _watch.check(store)
 
 
 def generation() -> int:
@@ -132,25 +140,26 @@ def generation() -> int:
 
 
 class _Watch:
-    """Whose turn it is to be compared, and how often a change was found. Models may run in several threads."""
+    """Which stores there are, and how often a change was found. Models may run in several threads."""
 
     def __init__(self) -> None:
         self.generation = 0
-        self.calls = itertools.count(1)
         self._lock = threading.Lock()
         self._stores: weakref.WeakSet[Store] = weakref.WeakSet()
         # Weak, too: what a block that is restored has kept is memory to give back at once.
-        self._turns: Sequence[weakref.ref[Store]] = []
+        self._turns: list[weakref.ref[Store]] = []
+        self._asked: weakref.ref[Store] | None = None
 
-    def add(self, store: Store) -> None:
+    def add(self, store: Store) -> int:
+        """Takes up a store, and says where it begins to count, so that not all are compared at the same time."""
         with self._lock:
             self._stores.add(store)
+            return len(self._stores)
 
-    def compare_next(self) -> None:
+    def check(self, store: Store) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        store = self._next()
-        if store is None or not store.compare():
+        if not store.changed():
             return
         with self._lock:
             self.generation += 1
@@ -162,15 +171,20 @@ class _Watch:
             stacklevel=2,
         )
 
-    def _next(self) -> Store | None:
-        """The one whose turn it is, of those that are still there."""
+    def next(self) -> Store | None:
+        """The one that was asked last, until its answer is known; then the next one of those that are still there."""
         with self._lock:
-            turns = list(self._turns) or [weakref.ref(store) for store in self._stores]
-            store = None
-            while turns and store is None:
-                store = turns.pop()()
-            self._turns = turns
-        return store
+            asked = None if self._asked is None else self._asked()
+            if asked is not None and asked.waits():
+                return asked
+            if not self._turns:
+                self._turns = [weakref.ref(store) for store in self._stores]
+            while self._turns:
+                self._asked = self._turns.pop()
+                store = self._asked()
+                if store is not None:
+                    return store
+        return None
 
 
 _watch = _Watch()

@@ -193,16 +193,12 @@ def test_blocks_ask_for_comparisons_themselves(model: Any, device: str) -> None:
     inputs = inputs_on(device)
     for _ in range(3):
         step(model, inputs)
-    for block in model.transformer_blocks:
-        block.attn2.to_k.weight.data.mul_(-1.7)
+    model.transformer_blocks[1].attn2.to_k.weight.data.mul_(-1.7)
     with pytest.warns(UserWarning, match="weights changed without a sign"):
-        known = watch.generation()
-        for _ in range(100 * EVERY):
+        for _ in range(EVERY + 2):
             step(model, inputs)
             if device == "cuda":
                 torch.cuda.synchronize()
-            if watch.generation() != known:
-                break
     assert_right(model, inputs)
 
 
@@ -240,8 +236,7 @@ def test_a_hook_in_the_projection_is_called_every_time(model: Any, device: str) 
         step(model, inputs_on(device))
     assert len(calls) == 3
     handle.remove()
-    (reason,) = report.calls()["caption_projection"]["stock_reasons"]
-    assert "not a plain linear one" in reason
+    assert report.calls()["caption_projection"]["stock_pieces"] == {"linear_1": 3}
 
 
 def test_nothing_is_kept_where_a_gradient_is_wanted_or_writes_are_not_counted(model: Any, device: str) -> None:

@@ -31,7 +31,7 @@ def test_before_and_after_moving_to_the_gpu(inject_first: bool, dtype: torch.dty
     else:
         report = inject_optimized_kernels(model.to(device))
     providers = {site.provider for site in report.patched if site.op != "ltx_rope"}
-    assert len(report.patched) == 16 and providers <= {"compiled", "triton"}
+    assert len(report.patched) == 17 and providers <= {"compiled", "triton"}
     with torch.no_grad():
         stock = twin(**on(device, dtype=dtype))[0]
         fused = model(**on(device, dtype=dtype))[0]
