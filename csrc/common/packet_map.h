@@ -45,8 +45,7 @@ struct PacketMap {
     return true;
   }
 
-  // Where several rows begin, in packets. Unrolled, since only with indices known at compile time the parameters of a
-  // kernel are read where they are, and not from a copy that each thread writes to memory.
+  // Where several rows begin, in packets.
   template <int kRows>
   __device__ __forceinline__ void locate(const uint32_t (&rows)[kRows], uint32_t (&at)[kRows][kOperands]) const {
     uint32_t steps[kRows];
@@ -56,15 +55,23 @@ struct PacketMap {
 #pragma unroll
       for (int operand = 0; operand < kOperands; ++operand) at[r][operand] = rows[r] * strides[operand];
     }
-#pragma unroll
-    for (int dim = 0; dim < kMaxOuter; ++dim) {
-      if (dim >= outer) break;
+    jump<0>(steps, at);
+  }
+
+ private:
+  // No loop, since only with a dimension known at compile time the parameters of a kernel are read where they are, and
+  // not from a copy that each thread writes to memory.
+  template <int kDim, int kRows>
+  __device__ __forceinline__ void jump(uint32_t (&steps)[kRows], uint32_t (&at)[kRows][kOperands]) const {
+    if constexpr (kDim < kMaxOuter) {
+      if (kDim >= outer) return;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        steps[r] = sizes[dim].quotient(steps[r]);
+        steps[r] = sizes[kDim].quotient(steps[r]);
 #pragma unroll
-        for (int operand = 0; operand < kOperands; ++operand) at[r][operand] += steps[r] * jumps[dim][operand];
+        for (int operand = 0; operand < kOperands; ++operand) at[r][operand] += steps[r] * jumps[kDim][operand];
       }
+      jump<kDim + 1>(steps, at);
     }
   }
 };
