@@ -37,15 +37,15 @@ __global__ void __launch_bounds__(kBlock) packet_kernel(const uint4* gate, const
   uint32_t indices[kPackets];
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) indices[i] = min(first + i * kBlock, packets - 1);
-  uint32_t at[kPackets][kActivationOperands];
+  PacketOffsets<kActivationOperands> at[kPackets];
   places.locate(indices, at);
 
   uint4 gates[kPackets];
   uint4 factors[kGated ? kPackets : 1];
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
-    gates[i] = load_once(gate + at[i][kGate]);
-    if constexpr (kGated) factors[i] = load_once(value + at[i][kValue]);
+    gates[i] = load_once(gate + at[i].of[kGate]);
+    if constexpr (kGated) factors[i] = load_once(value + at[i].of[kValue]);
   }
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kBlock) packet_kernel(const uint4* gate, const
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] *= factor[j];
     }
-    if (first + i * kBlock < packets) out[at[i][kOut]] = pack_packet<T>(values);
+    if (first + i * kBlock < packets) out[at[i].of[kOut]] = pack_packet<T>(values);
   }
 }
 

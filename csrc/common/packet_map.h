@@ -9,6 +9,11 @@
 
 namespace diffkern {
 
+template <int kOperands>
+struct PacketOffsets {
+  uint32_t of[kOperands];
+};
+
 // Row n of an operand is at n times its innermost stride plus, for each outer dimension, a jump for every step that
 // this dimension has gone. Jumps may lead backwards: modulo 2^32 the sum is right nevertheless.
 template <int kOperands>
@@ -47,29 +52,37 @@ struct PacketMap {
 
   // Where several rows begin, in packets.
   template <int kRows>
-  __device__ __forceinline__ void locate(const uint32_t (&rows)[kRows], uint32_t (&at)[kRows][kOperands]) const {
+  __device__ __forceinline__ void locate(const uint32_t (&rows)[kRows], PacketOffsets<kOperands> (&at)[kRows]) const {
     uint32_t steps[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       steps[r] = rows[r];
 #pragma unroll
-      for (int operand = 0; operand < kOperands; ++operand) at[r][operand] = rows[r] * strides[operand];
+      for (int operand = 0; operand < kOperands; ++operand) at[r].of[operand] = rows[r] * strides[operand];
     }
     jump<0>(steps, at);
+  }
+
+  // Where one row begins.
+  __device__ __forceinline__ PacketOffsets<kOperands> locate(uint32_t row) const {
+    const uint32_t rows[] = {row};
+    PacketOffsets<kOperands> at[1];
+    locate(rows, at);
+    return at[0];
   }
 
  private:
   // No loop, since only with a dimension known at compile time the parameters of a kernel are read where they are, and
   // not from a copy that each thread writes to memory.
   template <int kDim, int kRows>
-  __device__ __forceinline__ void jump(uint32_t (&steps)[kRows], uint32_t (&at)[kRows][kOperands]) const {
+  __device__ __forceinline__ void jump(uint32_t (&steps)[kRows], PacketOffsets<kOperands> (&at)[kRows]) const {
     if constexpr (kDim < kMaxOuter) {
       if (kDim >= outer) return;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         steps[r] = sizes[kDim].quotient(steps[r]);
 #pragma unroll
-        for (int operand = 0; operand < kOperands; ++operand) at[r][operand] += steps[r] * jumps[kDim][operand];
+        for (int operand = 0; operand < kOperands; ++operand) at[r].of[operand] += steps[r] * jumps[kDim][operand];
       }
       jump<kDim + 1>(steps, at);
     }
