@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kBlock) packet_kernel(const uint4* gate, const
 #pragma unroll
     for (int j = 0; j < kCount; ++j) values[j] = activated<kActivation>(values[j]);
     if constexpr (kGated) {
-      if (round_activation != 0) unpack<T>(pack_packet<T>(values), values);
+      if (round_activation != 0) round_values<T, kCount>(values);
       float factor[kCount];
       unpack<T>(factors[i], factor);
 #pragma unroll

@@ -2,6 +2,7 @@
 // without 64-bit arithmetic and without divisions.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "divisor.h"
@@ -26,7 +27,7 @@ struct PacketMap {
   uint32_t jumps[kMaxOuter][kOperands];
 
   // counts: elements in a packet of each operand.
-  PacketMap(const LeadingMap<kOperands>& map, const int64_t (&counts)[kOperands]) : outer(map.dims - 1) {
+  PacketMap(const LeadingMap<kOperands>& map, const std::array<int64_t, kOperands>& counts) : outer(map.dims - 1) {
     const auto stride = [&](int operand, int dim) { return map.strides[operand][dim] / counts[operand]; };
     for (int operand = 0; operand < kOperands; ++operand) strides[operand] = static_cast<uint32_t>(stride(operand, 0));
     for (int dim = 0; dim < outer; ++dim) {
@@ -40,7 +41,7 @@ struct PacketMap {
 
   // Whether 32 bits hold the end of all rows, of row_packets packets each, and a Divisor the number of each; with room
   // for threads that have no row left.
-  static bool holds(const LeadingMap<kOperands>& map, const int64_t (&counts)[kOperands], int64_t row_packets) {
+  static bool holds(const LeadingMap<kOperands>& map, const std::array<int64_t, kOperands>& counts, int64_t row_packets) {
     if (map.rows > INT32_MAX - (1 << 16)) return false;
     for (int operand = 0; operand < kOperands; ++operand) {
       int64_t end = row_packets;

@@ -106,12 +106,6 @@ struct RegisterParams {
 
 enum RowOperand : int { kX, kOut };
 
-// Rounds a packet's values to T, two of a half dtype in one instruction.
-template <typename T>
-__device__ __forceinline__ void round_packet(float* values) {
-  unpack<T>(pack_packet<T>(values), values);
-}
-
 // 1 / x to within a few units in the last place.
 __device__ __forceinline__ float quick_inverse(float x) {
 #if DIFFKERN_HIP
@@ -156,12 +150,6 @@ __device__ __forceinline__ WaveSums block_merge(const WaveSums& mine, WaveSums* 
   return {0.0f, pivot, rest, group_sum<kWaves>(squares)};
 }
 
-// The power of two that is kValue or the next above it.
-template <int kValue>
-constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(kValue + 1) / 2>;
-template <>
-constexpr int kPowerOfTwo<1> = 1;
-
 // A row per kLanes threads, several rows per block; kLanes 0: a row per block. Input, output and round_dtype are T,
 // weight and bias are Param, which is T or float32.
 template <typename T, typename Param, bool kLayerNorm, int kLanes, int kPackets, int kThreads>
@@ -172,6 +160,7 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams
   // With more packets the registers would not hold the parameters as well.
   constexpr bool kAhead = kPackets <= 4;
   __shared__ WaveSums partials[kLanes == 0 ? kWaves : 1];
+  __shared__ float squares[kLanes == 0 ? kWaves : 1];
 
   // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
   const uint32_t row = kLanes == 0 ? blockIdx.x : blockIdx.x * blockDim.y + threadIdx.y;
@@ -249,12 +238,10 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams
 #pragma unroll
       for (int j = 0; j < kCount; ++j) sum += values[j] * values[j];
     });
-    sum = group_sum<kGroup>(sum);
     if constexpr (kLanes == 0) {
-      if (threadIdx.x % kWaveSize == 0) partials[threadIdx.x / kWaveSize].squares = sum;
-      __syncthreads();
-      const unsigned wave = threadIdx.x % kWaves;
-      sum = group_sum<kWaves>(wave < blockDim.x / kWaveSize ? partials[wave].squares : 0.0f);
+      sum = block_sum<kWaves>(sum, squares);
+    } else {
+      sum = group_sum<kGroup>(sum);
     }
     sums = {0.0f, 0.0f, 0.0f, sum};
   }
@@ -274,7 +261,7 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams
       }
       values[j] *= scale;
     }
-    if (p.rounds) round_packet<T>(values);
+    if (p.rounds) round_values<T, kCount>(values);
     if (p.weight != nullptr) {
       if constexpr (!kAhead) weights[0].load(p.weight, packet);
       weights[kAhead ? i : 0].unpack_to(params);
@@ -284,7 +271,7 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams
     if (p.bias != nullptr) {
       if constexpr (!kAhead) biases[0].load(p.bias, packet);
       biases[kAhead ? i : 0].unpack_to(params);
-      if (p.rounds) round_packet<T>(values);
+      if (p.rounds) round_values<T, kCount>(values);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] += params[j];
     }
