@@ -18,8 +18,8 @@ constexpr PacketShape kPacketShapes[] = {
 #endif
 };
 
-// A plain activation lets each thread read two packets before it computes the first. A gated one reads a second operand
-// as well: on an H200 geglu and swiglu took as long as with one of 128 threads x 1 packet, or up to 5 % less.
+// A gated unit has two loads on their way with one packet a thread: on an H200 swiglu took 3 to 5 % less than with two
+// packets in blocks of 256, geglu 1 % less to 2 % more. A plain activation has as many with two packets.
 constexpr int kPlainShape = 1;
 constexpr int kGatedShape = 0;
 

@@ -22,7 +22,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kElements = 4;  // of a thread of the element kernel
 
-using Places = PacketMap<kActivationOperands>;
+using Places = PacketMap<kActivationOperands>;  // whose rows are single packets
 
 // Each thread computes a few packets, all of whose loads are on their way before the first is used. The activation
 // is known at compile time: chosen at run time, its code would be held once for each that there is.
