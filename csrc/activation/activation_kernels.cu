@@ -10,9 +10,9 @@
 #include <cstdlib>
 #endif
 
-#include "../common/divisor.h"
 #include "../common/gpu_activation.h"
 #include "../common/gpu_vector.h"
+#include "../common/packet_map.h"
 #include "activation.h"
 #include "activation_config.h"
 
@@ -22,73 +22,45 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kElements = 4;  // of a thread of the element kernel
 
-// What the packet kernel divides by to find its place.
-struct Divisors {
-  Divisor per_run;  // packets of a run
-  Divisor sizes[kMaxLeadingDims];
-
-  Divisors(const LeadingMap<kActivationOperands>& runs, int64_t packets) : per_run(static_cast<uint32_t>(packets)) {
-    for (int dim = 0; dim < runs.dims; ++dim) sizes[dim] = Divisor(static_cast<uint32_t>(runs.sizes[dim]));
-  }
-};
-
-// As locate, without its divisions.
-__device__ __forceinline__ LeadingOffsets<kActivationOperands> locate_divided(
-    const LeadingMap<kActivationOperands>& runs, const Divisor* sizes, uint32_t run) {
-  LeadingOffsets<kActivationOperands> offsets{};
-  int dim = 0;
-  const auto step = [&](uint32_t index) {
-#pragma unroll
-    for (int operand = 0; operand < kActivationOperands; ++operand) {
-      offsets.of[operand] += index * runs.strides[operand][dim];
-    }
-  };
-#pragma unroll 1
-  for (; dim + 1 < runs.dims; ++dim) {
-    const uint32_t quotient = sizes[dim].quotient(run);
-    step(run - quotient * sizes[dim].value());
-    run = quotient;
-  }
-  step(run);
-  return offsets;
-}
+using Places = PacketMap<kActivationOperands>;  // whose rows are single packets
 
 // Each thread computes a few packets, all of whose loads are on their way before the first is used. The activation
 // is known at compile time: chosen at run time, its code would be held once for each that there is.
 template <typename T, Activation kActivation, bool kGated, int kBlock, int kPackets>
-__global__ void __launch_bounds__(kBlock) packet_kernel(const ActivationParams p, const Divisors divisors,
-                                                        const uint32_t packets) {
+__global__ void __launch_bounds__(kBlock) packet_kernel(const uint4* gate, const uint4* value, uint4* out,
+                                                        const uint32_t packets, const uint32_t round_activation,
+                                                        const Places places) {
   constexpr int kCount = kPacketSize<T>;
   const uint32_t first = blockIdx.x * (kBlock * kPackets) + threadIdx.x;
 
+  // Past the end the last packet is read again, which costs less than a branch around every load.
+  uint32_t indices[kPackets];
+#pragma unroll
+  for (int i = 0; i < kPackets; ++i) indices[i] = min(first + i * kBlock, packets - 1);
+  PacketOffsets<kActivationOperands> at[kPackets];
+  places.locate(indices, at);
+
   uint4 gates[kPackets];
   uint4 factors[kGated ? kPackets : 1];
-  int64_t outs[kPackets];
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
-    const uint32_t index = first + i * kBlock;
-    if (index >= packets) continue;
-    const uint32_t number = divisors.per_run.quotient(index);
-    const auto run = locate_divided(p.runs, divisors.sizes, number);
-    const int64_t at = static_cast<int64_t>(index - number * divisors.per_run.value()) * kCount;
-    outs[i] = run.of[kOut] + at;
-    gates[i] = load_once(static_cast<const T*>(p.gate) + run.of[kGate] + at);
-    if constexpr (kGated) factors[i] = load_once(static_cast<const T*>(p.value) + run.of[kValue] + at);
+    gates[i] = load_once(gate + at[i].of[kGate]);
+    if constexpr (kGated) factors[i] = load_once(value + at[i].of[kValue]);
   }
 #pragma unroll
   for (int i = 0; i < kPackets; ++i) {
-    if (first + i * kBlock >= packets) continue;
     float values[kCount];
     unpack<T>(gates[i], values);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) values[j] = activated<kActivation>(values[j]);
     if constexpr (kGated) {
+      if (round_activation != 0) round_values<T, kCount>(values);
       float factor[kCount];
       unpack<T>(factors[i], factor);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] = factor[j] * (p.round_activation ? rounded<T>(values[j]) : values[j]);
+      for (int j = 0; j < kCount; ++j) values[j] *= factor[j];
     }
-    *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + outs[i]) = pack_packet<T>(values);
+    if (first + i * kBlock < packets) out[at[i].of[kOut]] = pack_packet<T>(values);
   }
 }
 
@@ -115,19 +87,31 @@ __global__ void __launch_bounds__(kThreads) element_kernel(const ActivationParam
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kPacketBytes == 0; }
 
+// The packets of all operands as rows of a map, whose innermost dimension goes through a run.
+LeadingMap<kActivationOperands> map_of_packets(const ActivationParams& p, int64_t count) {
+  LeadingMap<kActivationOperands> map{p.size / count * p.runs.rows, 1, {p.size / count}, {}};
+  for (int operand = 0; operand < kActivationOperands; ++operand) map.strides[operand][0] = count;
+  for (int dim = 0; dim < p.runs.dims && p.runs.rows > 1; ++dim, ++map.dims) {
+    map.sizes[map.dims] = p.runs.sizes[dim];
+    for (int operand = 0; operand < kActivationOperands; ++operand) {
+      map.strides[operand][map.dims] = p.runs.strides[operand][dim];
+    }
+  }
+  return map;
+}
+
 bool in_packets(const ActivationParams& p) {
   if (p.gate_dtype != p.out_dtype || (p.value != nullptr && p.value_dtype != p.out_dtype)) return false;
   if (!aligned(p.gate) || !aligned(p.value) || !aligned(p.out)) return false;
   const int64_t count = kPacketBytes / bytes_of(p.out_dtype);
-  // What a Divisor holds for, with room for the threads past the end.
-  if (p.size % count != 0 || p.size / count * p.runs.rows > INT32_MAX - (1 << 16)) return false;
+  if (p.size % count != 0) return false;
   for (int operand = 0; operand < kActivationOperands; ++operand) {
     if (p.steps[operand] != 1) return false;
     for (int dim = 0; dim < p.runs.dims; ++dim) {
       if (p.runs.strides[operand][dim] % count != 0) return false;
     }
   }
-  return true;
+  return Places::holds(map_of_packets(p, count), {count, count, count}, 1);
 }
 
 unsigned blocks_for(int64_t items, int64_t per_block) { return static_cast<unsigned>(ceil_div(items, per_block)); }
@@ -135,11 +119,12 @@ unsigned blocks_for(int64_t items, int64_t per_block) { return static_cast<unsig
 template <typename T, Activation kActivation, bool kGated, int kShape>
 void launch_shape(const ActivationParams& p, GpuStream stream) {
   constexpr PacketShape shape = kPacketShapes[kShape];
-  const int64_t per_run = p.size / kPacketSize<T>;
-  const int64_t packets = per_run * p.runs.rows;
+  constexpr int64_t kCount = kPacketSize<T>;
+  const auto map = map_of_packets(p, kCount);
   packet_kernel<T, kActivation, kGated, shape.threads, shape.packets>
-      <<<blocks_for(packets, shape.threads * shape.packets), shape.threads, 0, stream>>>(
-          p, Divisors(p.runs, per_run), static_cast<uint32_t>(packets));
+      <<<blocks_for(map.rows, shape.threads * shape.packets), shape.threads, 0, stream>>>(
+          static_cast<const uint4*>(p.gate), static_cast<const uint4*>(p.value), static_cast<uint4*>(p.out),
+          static_cast<uint32_t>(map.rows), p.round_activation, Places(map, {kCount, kCount, kCount}));
 }
 
 #if defined(DIFFKERN_BENCH)

@@ -13,7 +13,7 @@ namespace diffkern {
 class Divisor {
  public:
   Divisor() : Divisor(1) {}
-  explicit Divisor(uint32_t value) : value_(value), shift_(0) {
+  explicit Divisor(uint32_t value) : shift_(0) {
     while ((uint32_t{1} << shift_) < value) ++shift_;
     multiplier_ = static_cast<uint32_t>((((uint64_t{1} << shift_) - value) << 32) / value + 1);
   }
@@ -21,10 +21,8 @@ class Divisor {
   __device__ __forceinline__ uint32_t quotient(uint32_t number) const {
     return (__umulhi(number, multiplier_) + number) >> shift_;
   }
-  __device__ __forceinline__ uint32_t value() const { return value_; }
 
  private:
-  uint32_t value_;
   uint32_t shift_;
   uint32_t multiplier_;
 };

@@ -122,32 +122,41 @@ __device__ __forceinline__ float2 group_sum(float2 value) {
   return float2{group_sum<kLanes>(value.x), group_sum<kLanes>(value.y)};
 }
 
-// Sum over a block of whole waves, in each thread. `partials` has room for one float per wave; it may be
-// used again only after the block has been synchronised in between.
-__device__ __forceinline__ float block_sum(float value, float* partials) {
-  value = group_sum<kWaveSize>(value);
-  const int wave = threadIdx.x / kWaveSize;
-  const int lane = threadIdx.x % kWaveSize;
-  const int waves = blockDim.x / kWaveSize;
-  if (lane == 0) partials[wave] = value;
-  __syncthreads();
-  return group_sum<kWaveSize>(lane < waves ? partials[lane] : 0.0f);
-}
-
-// The same for two values at once, in one synchronisation.
-__device__ __forceinline__ float2 block_sum(float2 value, float2* partials) {
-  value = group_sum<kWaveSize>(value);
-  const int wave = threadIdx.x / kWaveSize;
-  const int lane = threadIdx.x % kWaveSize;
-  const int waves = blockDim.x / kWaveSize;
-  if (lane == 0) partials[wave] = value;
-  __syncthreads();
-  value = lane < waves ? partials[lane] : float2{0.0f, 0.0f};
-  return group_sum<kWaveSize>(value);
-}
-
 constexpr int kMinWaveSize = 32;
 constexpr int kMaxWaves = kMaxThreads / kMinWaveSize;
 static_assert(kMaxWaves <= kMinWaveSize, "one wave sums the partial sums of all");
+
+// The power of two that is kValue or the next above it.
+template <int kValue>
+constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(kValue + 1) / 2>;
+template <>
+constexpr int kPowerOfTwo<1> = 1;
+
+// Sum over a block of whole waves, in each thread; kWaves is a power of two, no less than the waves there are.
+// `partials` has room for one float per wave; it may be used again only after the block has been synchronised in
+// between.
+template <int kWaves = kMaxWaves>
+__device__ __forceinline__ float block_sum(float value, float* partials) {
+  value = group_sum<kWaveSize>(value);
+  const int wave = threadIdx.x / kWaveSize;
+  const int lane = threadIdx.x % kWaves;
+  const int waves = blockDim.x / kWaveSize;
+  if (threadIdx.x % kWaveSize == 0) partials[wave] = value;
+  __syncthreads();
+  return group_sum<kWaves>(lane < waves ? partials[lane] : 0.0f);
+}
+
+// The same for two values at once, in one synchronisation.
+template <int kWaves = kMaxWaves>
+__device__ __forceinline__ float2 block_sum(float2 value, float2* partials) {
+  value = group_sum<kWaveSize>(value);
+  const int wave = threadIdx.x / kWaveSize;
+  const int lane = threadIdx.x % kWaves;
+  const int waves = blockDim.x / kWaveSize;
+  if (threadIdx.x % kWaveSize == 0) partials[wave] = value;
+  __syncthreads();
+  value = lane < waves ? partials[lane] : float2{0.0f, 0.0f};
+  return group_sum<kWaves>(value);
+}
 
 }  // namespace diffkern

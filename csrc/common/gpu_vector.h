@@ -108,6 +108,15 @@ __device__ __forceinline__ uint32_t pack<Half>(const float* from) {
   return word;
 }
 
+// Rounds values to T, two of a half dtype by one instruction.
+template <typename T, int kCount>
+__device__ __forceinline__ void round_values(float* values) {
+  constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
+  static_assert(kCount % kPerWord == 0, "values fill words");
+#pragma unroll
+  for (int j = 0; j < kCount; j += kPerWord) unpack<T>(pack<T>(values + j), values + j);
+}
+
 // --- packets -------------------------------------------------------------------------------------------
 
 // Reads 16 bytes that will not be read again, past the first-level cache: it is left to the parameters.

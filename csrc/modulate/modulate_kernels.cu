@@ -7,6 +7,7 @@
 //
 // Inputs and outputs pass the first-level cache by; it is left to modulation rows, which many rows share.
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <type_traits>
 #include <utility>
@@ -16,6 +17,7 @@
 #endif
 
 #include "../common/gpu_vector.h"
+#include "../common/packet_map.h"
 #include "modulate.h"
 #include "modulate_config.h"
 
@@ -49,8 +51,9 @@ __device__ __forceinline__ Normaliser no_norm() { return {0.0f, 1.0f, -0.0f}; } 
 
 // The steps between a row's values and its Normaliser. `sum` adds up a float, or two in one go, over the threads
 // of the row; `fold` calls its argument with every value that this thread holds.
-template <typename Sum, typename Fold>
-__device__ __forceinline__ Normaliser normaliser_of(const ModulateParams& p, Sum&& sum, Fold&& fold) {
+// Params: ModulateParams or RowParams.
+template <typename Params, typename Sum, typename Fold>
+__device__ __forceinline__ Normaliser normaliser_of(const Params& p, Sum&& sum, Fold&& fold) {
   if (p.norm == NormKind::kRms) {
     float squares = 0.0f;
     fold([&](float value) { squares += value * value; });
@@ -73,70 +76,62 @@ __device__ __forceinline__ Normaliser normaliser_of(const ModulateParams& p, Sum
 
 // --- row kernel ----------------------------------------------------------------------------------------
 
-// Where the row number `row` of the innermost loop and iteration `outer` of all others begins. Unlike locate, this
-// divides only where there are more than two loops.
-__device__ __forceinline__ Offsets locate_nested(const LeadingMap<kMappedOperands>& map, int64_t row, unsigned outer) {
-  Offsets offsets;
-#pragma unroll
-  for (int operand = 0; operand < kMappedOperands; ++operand) offsets.of[operand] = row * map.strides[operand][0];
-#pragma unroll
-  for (int dim = 1; dim < kMaxLeadingDims; ++dim) {
-    if (dim < map.dims) {
-      int64_t index = outer;
-      if (dim + 1 < map.dims) {
-        const unsigned size = static_cast<unsigned>(map.sizes[dim]);
-        index = outer % size;
-        outer /= size;
-      }
-#pragma unroll
-      for (int operand = 0; operand < kMappedOperands; ++operand) {
-        offsets.of[operand] += index * map.strides[operand][dim];
-      }
-    }
-  }
-  return offsets;
-}
+// ModulateParams as the row kernel reads them: rows and what they are made of counted in packets.
+struct RowParams {
+  const uint4* x;
+  const uint4* residual;
+  const uint4* gate;
+  const uint4* scale;
+  const uint4* shift;
+  Operand weight;
+  Operand bias;
+  uint4* new_residual;
+  uint4* out;
+  uint32_t rows;
+  uint32_t packets;  // of a row
+  float inverse_size;
+  float eps;
+  float scale_offset;
+  NormKind norm;
+  int round_each;
+  PacketMap<kMappedOperands> map;
+};
 
 // gate * x, in x.
 template <bool kRoundEach, typename M, int kCount>
 __device__ __forceinline__ void apply_gate(const float* gate, float* x) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    x[j] = exact_mul(gate[j], x[j]);
-    if (kRoundEach) x[j] = rounded<M>(x[j]);
-  }
+  for (int j = 0; j < kCount; ++j) x[j] = exact_mul(gate[j], x[j]);
+  if (kRoundEach) round_values<M, kCount>(x);
 }
 
-// values * (offset + scale), in values.
+// values * (offset + scale), in values; scale is used up.
 template <bool kRoundEach, typename M, int kCount>
-__device__ __forceinline__ void apply_scale(const float* scale, float offset, float* values) {
+__device__ __forceinline__ void apply_scale(float* scale, float offset, float* values) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    float factor = exact_add(scale[j], offset);
-    if (kRoundEach) factor = rounded<M>(factor);
-    values[j] = exact_mul(values[j], factor);
-    if (kRoundEach) values[j] = rounded<M>(values[j]);
-  }
+  for (int j = 0; j < kCount; ++j) scale[j] = exact_add(scale[j], offset);
+  if (kRoundEach) round_values<M, kCount>(scale);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) values[j] = exact_mul(values[j], scale[j]);
+  if (kRoundEach) round_values<M, kCount>(values);
 }
 
-// A row per kLanes threads, several rows per block; kLanes 0: a row per block. blockIdx.y counts the loops around
-// the innermost one. x, the residual and the outputs are T; gate, scale and shift are M, which is T or float32.
-// What a chain of torch ops rounds to M last of all is rounded to T at once, which comes to the same.
+// A row per kLanes threads, several rows per block; kLanes 0: a row per block. x, the residual and the outputs are T;
+// gate, scale and shift are M, which is T or float32. What a chain of torch ops rounds to M last of all is rounded to T
+// at once, which comes to the same.
 template <typename T, typename M, bool kGated, int kLanes, int kPackets, int kThreads>
-__global__ void __launch_bounds__(kThreads) row_kernel(const ModulateParams p) {
+__global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
   constexpr int kCount = kPacketSize<T>;
-  __shared__ float2 pairs[kMaxWaves];
-  __shared__ float singles[kMaxWaves];
+  constexpr int kWords = Raw<T, M>::kWords;
+  constexpr int kWaves = kPowerOfTwo<kThreads / kWaveSize>;
+  __shared__ float2 pairs[kWaves];
+  __shared__ float singles[kWaves];
 
   // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
-  const int64_t row = kLanes == 0 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const bool inside = kLanes == 0 || row < p.map.sizes[0];
+  const uint32_t row = kLanes == 0 ? blockIdx.x : blockIdx.x * blockDim.y + threadIdx.y;
   const unsigned lanes = kLanes == 0 ? blockDim.x : kLanes;
-  const unsigned packets = inside ? static_cast<unsigned>(p.size / kCount) : 0;
-  const Offsets at = locate_nested(p.map, row, blockIdx.y);
-  const bool has_gate = p.gate.data != nullptr;
-  const bool has_scale = p.scale.data != nullptr;
-  const bool has_shift = p.shift.data != nullptr;
+  const unsigned packets = kLanes == 0 || row < p.rows ? p.packets : 0;
+  const auto at = p.map.locate(row);
   const auto each_packet = [&](auto&& body) {
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
@@ -145,23 +140,19 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const ModulateParams p) {
     }
   };
 
-  const uint4* const x = packets_of<T>(p.x.data, at.of[kX]);
   uint4 held[kPackets];
   if constexpr (kGated) {
-    const uint4* const residual = packets_of<T>(p.residual.data, at.of[kResidual]);
-    const uint4* const gate = packets_of<M>(p.gate.data, at.of[kGate]);
-    uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(p.new_residual) + at.of[kOut]);
     uint4 residuals[kPackets];
     Raw<T, M> gates[kPackets];
     each_packet([&](int i, unsigned packet) {
-      held[i] = load_once(x + packet);
-      residuals[i] = load_once(residual + packet);
-      if (has_gate) gates[i].load(gate, packet);
+      held[i] = load_once(p.x + (at.of[kX] + packet));
+      residuals[i] = load_once(p.residual + (at.of[kResidual] + packet));
+      if (p.gate != nullptr) gates[i].load(p.gate + (at.of[kGate] + packet * kWords), 0);
     });
     each_packet([&](int i, unsigned packet) {
       float values[kCount], others[kCount];
       unpack<T>(held[i], values);
-      if (has_gate) {
+      if (p.gate != nullptr) {
         gates[i].unpack_to(others);
         if (p.round_each) {
           apply_gate<true, M, kCount>(others, values);
@@ -173,21 +164,19 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const ModulateParams p) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] = exact_add(others[j], values[j]);
       held[i] = pack_packet<T>(values);
-      to[packet] = held[i];
+      p.new_residual[at.of[kOut] + packet] = held[i];
     });
     if (p.out == nullptr) return;
   } else {
-    each_packet([&](int i, unsigned packet) { held[i] = load_once(x + packet); });
+    each_packet([&](int i, unsigned packet) { held[i] = load_once(p.x + (at.of[kX] + packet)); });
   }
 
   // Before the sums, so that these loads are in flight while the threads wait for each other.
-  const uint4* const scale = packets_of<M>(p.scale.data, at.of[kScale]);
-  const uint4* const shift = packets_of<M>(p.shift.data, at.of[kShift]);
   Raw<T, M> scales[kPackets];
   Raw<T, M> shifts[kPackets];
   each_packet([&](int i, unsigned packet) {
-    if (has_scale) scales[i].load(scale, packet);
-    if (has_shift) shifts[i].load(shift, packet);
+    if (p.scale != nullptr) scales[i].load(p.scale + (at.of[kScale] + packet * kWords), 0);
+    if (p.shift != nullptr) shifts[i].load(p.shift + (at.of[kShift] + packet * kWords), 0);
   });
 
   Normaliser normalise = no_norm();
@@ -196,9 +185,9 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const ModulateParams p) {
       if constexpr (kLanes != 0) {
         return group_sum<kLanes>(value);
       } else if constexpr (std::is_same_v<decltype(value), float2>) {
-        return block_sum(value, pairs);
+        return block_sum<kWaves>(value, pairs);
       } else {
-        return block_sum(value, singles);
+        return block_sum<kWaves>(value, singles);
       }
     };
     normalise = normaliser_of(p, sum, [&](auto&& add) {
@@ -212,7 +201,6 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const ModulateParams p) {
     });
   }
 
-  uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at.of[kOut]);
   each_packet([&](int i, unsigned packet) {
     float values[kCount], others[kCount];
     forget_unpacked(held[i]);
@@ -229,20 +217,21 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const ModulateParams p) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] = exact_add(values[j], others[j]);
     }
-    if (has_scale) scales[i].unpack_to(others);
-    if (p.round_each) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) values[j] = rounded<T>(values[j]);
-      if (has_scale) apply_scale<true, M, kCount>(others, p.scale_offset, values);
-    } else if (has_scale) {
-      apply_scale<false, M, kCount>(others, p.scale_offset, values);
+    if (p.round_each) round_values<T, kCount>(values);
+    if (p.scale != nullptr) {
+      scales[i].unpack_to(others);
+      if (p.round_each) {
+        apply_scale<true, M, kCount>(others, p.scale_offset, values);
+      } else {
+        apply_scale<false, M, kCount>(others, p.scale_offset, values);
+      }
     }
-    if (has_shift) {
+    if (p.shift != nullptr) {
       shifts[i].unpack_to(others);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] = exact_add(values[j], others[j]);
     }
-    to[packet] = pack_packet<T>(values);
+    p.out[at.of[kOut] + packet] = pack_packet<T>(values);
   });
 }
 
@@ -404,10 +393,12 @@ unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
 
 bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kPacketBytes == 0; }
 
+int64_t packet_count(Dtype dtype) { return kPacketBytes / bytes_of(dtype); }
+
 // Whether all rows of an operand begin at a multiple of 16 bytes and are contiguous. Without a map: one row.
 bool aligned_rows(const Operand& operand, const LeadingMap<kMappedOperands>& map, int index) {
   if (operand.stride != 1 || !aligned(operand.data)) return false;
-  const int64_t packet = kPacketBytes / bytes_of(operand.dtype);
+  const int64_t packet = packet_count(operand.dtype);
   for (int dim = 0; index >= 0 && dim < map.dims; ++dim) {
     if (map.strides[index][dim] % packet != 0) return false;
   }
@@ -445,6 +436,14 @@ Dtype modulation_dtype(const ModulateParams& p) {
   return found == Dtype::kNone ? p.x.dtype : found;
 }
 
+// Elements in a packet of each operand.
+std::array<int64_t, kMappedOperands> packet_counts(Dtype dtype, Dtype modulation) {
+  std::array<int64_t, kMappedOperands> counts;
+  counts[kOut] = counts[kX] = counts[kResidual] = packet_count(dtype);
+  counts[kGate] = counts[kScale] = counts[kShift] = packet_count(modulation);
+  return counts;
+}
+
 // Whether the row kernel has code for the dtypes and layouts of a call.
 bool regular(const ModulateParams& p, Dtype modulation) {
   const Dtype dtype = p.x.dtype;
@@ -459,58 +458,80 @@ bool regular(const ModulateParams& p, Dtype modulation) {
     if (p.scale.data != nullptr && p.product_round != modulation) return false;
     if (p.shift.data != nullptr && p.modulated_round != modulation) return false;
   }
-  constexpr int64_t kMaxOuterBlocks = 65535;
-  if (p.map.sizes[0] > kMaxBlocks || p.map.rows / p.map.sizes[0] > kMaxOuterBlocks) return false;
-  return vectorisable(p, kPacketBytes / bytes_of(dtype)) && usable(p.gate) && usable(p.scale) && usable(p.shift) &&
-         usable(p.weight) && usable(p.bias);
+  if (!vectorisable(p, packet_count(dtype)) || !usable(p.gate) || !usable(p.scale) || !usable(p.shift)) return false;
+  if (!usable(p.weight) || !usable(p.bias)) return false;
+  return PacketMap<kMappedOperands>::holds(p.map, packet_counts(dtype, modulation), p.size / packet_count(modulation));
+}
+
+RowParams row_params(const ModulateParams& p, Dtype modulation) {
+  const auto packets_at = [](const void* data) { return static_cast<const uint4*>(data); };
+  return {packets_at(p.x.data),
+          packets_at(p.residual.data),
+          packets_at(p.gate.data),
+          packets_at(p.scale.data),
+          packets_at(p.shift.data),
+          p.weight,
+          p.bias,
+          static_cast<uint4*>(p.new_residual),
+          static_cast<uint4*>(p.out),
+          static_cast<uint32_t>(p.map.rows),
+          static_cast<uint32_t>(p.size / packet_count(p.x.dtype)),
+          p.inverse_size,
+          p.eps,
+          p.scale_offset,
+          p.norm,
+          p.round_each,
+          PacketMap<kMappedOperands>(p.map, packet_counts(p.x.dtype, modulation))};
 }
 
 constexpr int kConfigCount = static_cast<int>(std::size(kModulateConfigs));
 
 // The first configuration that holds the row, or -1.
-int choose_config(int64_t row_packets) {
+int choose_config(const RowParams& p) {
 #if defined(DIFFKERN_BENCH)
   if (const char* chosen = std::getenv("DIFFKERN_MODULATE_CONFIG")) return std::atoi(chosen);
 #endif
+  const bool many = static_cast<int64_t>(p.rows) * p.packets > kFewPackets;
   for (int index = 0; index < kConfigCount; ++index) {
-    if (kModulateConfigs[index].fits(row_packets)) return index;
+    if (many && index == kFewRowsConfig) continue;
+    if (kModulateConfigs[index].fits(p.packets)) return index;
   }
   return -1;
 }
 
 template <typename T, typename M, int kIndex>
-bool launch_row_kernel(const ModulateParams& p, int index, int64_t row_packets, GpuStream stream) {
+bool launch_row_kernel(const RowParams& p, int index, bool gated, GpuStream stream) {
   if (index != kIndex) return false;
   constexpr RowConfig config = kModulateConfigs[kIndex];
   dim3 block;
   if constexpr (config.lanes == 0) {
-    block = dim3(static_cast<unsigned>(ceil_div(ceil_div(row_packets, config.packets), kWaveMultiple) * kWaveMultiple));
+    block = dim3(static_cast<unsigned>(ceil_div(ceil_div(p.packets, config.packets), kWaveMultiple) * kWaveMultiple));
   } else {
     block = dim3(config.lanes, config.threads / config.lanes);
   }
-  const int64_t inner = p.map.sizes[0];
-  const dim3 grid(static_cast<unsigned>(ceil_div(inner, block.y)), static_cast<unsigned>(p.map.rows / inner));
-  if (p.residual.data != nullptr) {
-    row_kernel<T, M, true, config.lanes, config.packets, config.threads><<<grid, block, 0, stream>>>(p);
+  const unsigned blocks = blocks_for(p.rows, block.y);
+  if (gated) {
+    row_kernel<T, M, true, config.lanes, config.packets, config.threads><<<blocks, block, 0, stream>>>(p);
   } else {
-    row_kernel<T, M, false, config.lanes, config.packets, config.threads><<<grid, block, 0, stream>>>(p);
+    row_kernel<T, M, false, config.lanes, config.packets, config.threads><<<blocks, block, 0, stream>>>(p);
   }
   return true;
 }
 
 template <typename T, typename M, int... kIndices>
-bool launch_row_kernel(const ModulateParams& p, std::integer_sequence<int, kIndices...>, GpuStream stream) {
-  const int64_t row_packets = p.size / kPacketSize<T>;
-  const int index = choose_config(row_packets);
-  return (launch_row_kernel<T, M, kIndices>(p, index, row_packets, stream) || ...);
+bool launch_row_kernel(const RowParams& p, bool gated, std::integer_sequence<int, kIndices...>, GpuStream stream) {
+  const int index = choose_config(p);
+  return (launch_row_kernel<T, M, kIndices>(p, index, gated, stream) || ...);
 }
 
 // False if no configuration holds the row.
 template <typename T>
 bool launch_row_kernel(const ModulateParams& p, Dtype modulation, GpuStream stream) {
   constexpr auto kIndices = std::make_integer_sequence<int, kConfigCount>{};
-  if (modulation == Dtype::kFloat32) return launch_row_kernel<T, float>(p, kIndices, stream);
-  return launch_row_kernel<T, T>(p, kIndices, stream);
+  const RowParams params = row_params(p, modulation);
+  const bool gated = p.residual.data != nullptr;
+  if (modulation == Dtype::kFloat32) return launch_row_kernel<T, float>(params, gated, kIndices, stream);
+  return launch_row_kernel<T, T>(params, gated, kIndices, stream);
 }
 
 template <int kCount>

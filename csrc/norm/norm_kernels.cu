@@ -14,6 +14,7 @@
 #endif
 
 #include "../common/gpu_vector.h"
+#include "../common/packet_map.h"
 #include "norm.h"
 #include "norm_config.h"
 
@@ -30,13 +31,14 @@ struct Normaliser {
   __device__ __forceinline__ float operator()(float value) const { return ((value - mean) - mean_rest) * scale; }
 };
 
-__device__ __forceinline__ float scale_of(const NormParams& p, float sum_of_squares) {
-  const float size = static_cast<float>(p.size);
+// Params: NormParams or RegisterParams.
+template <typename Params>
+__device__ __forceinline__ float scale_of(const Params& p, float sum_of_squares, float inverse_size) {
   if (p.clamp_eps) {
     const float length = sqrtf(sum_of_squares);
-    return sqrtf(size) / (length < p.eps ? p.eps : length);  // lets NaN through
+    return sqrtf(static_cast<float>(p.size)) / (length < p.eps ? p.eps : length);  // lets NaN through
   }
-  return rsqrtf(sum_of_squares / size + p.eps);
+  return rsqrtf(fmaf(sum_of_squares, inverse_size, p.eps));
 }
 
 // A sum in two levels: what many additions in a row would lose is kept by starting anew now and then.
@@ -55,17 +57,17 @@ struct Accumulator {
 // the row; fold(add, flush) calls add with every value that this thread holds, and flush where there are many.
 template <typename Sum, typename Fold>
 __device__ __forceinline__ Normaliser normaliser_of(const NormParams& p, Sum&& sum, Fold&& fold) {
+  const float inverse_size = 1.0f / static_cast<float>(p.size);
   Accumulator squares;
   if (!p.layer_norm) {
     fold([&](float value) { squares.add(value * value); }, [&] { squares.flush(); });
     squares.flush();
-    return {0.0f, 0.0f, scale_of(p, sum(squares.total))};
+    return {0.0f, 0.0f, scale_of(p, sum(squares.total), inverse_size)};
   }
-  const float size = static_cast<float>(p.size);
   Accumulator plain;
   fold([&](float value) { plain.add(value); }, [&] { plain.flush(); });
   plain.flush();
-  const float mean = sum(plain.total) / size;
+  const float mean = sum(plain.total) * inverse_size;
   plain = Accumulator{};
   fold(
       [&](float value) {
@@ -79,31 +81,48 @@ __device__ __forceinline__ Normaliser normaliser_of(const NormParams& p, Sum&& s
   plain.flush();
   squares.flush();
   const float2 sums = sum(float2{plain.total, squares.total});
-  const float rest = sums.x / size;
-  return {mean, rest, scale_of(p, sums.y - rest * sums.x)};
+  const float rest = sums.x * inverse_size;
+  return {mean, rest, scale_of(p, sums.y - rest * sums.x, inverse_size)};
 }
 
 // --- register kernel -----------------------------------------------------------------------------------
 
-template <typename T, int kCount>
-__device__ __forceinline__ void round_to(float* values) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) values[j] = rounded<T>(values[j]);
+// NormParams as the register kernel reads them: rows and what they are made of counted in packets.
+struct RegisterParams {
+  const uint4* x;
+  const uint4* weight;
+  const uint4* bias;
+  uint4* out;
+  uint32_t rows;
+  uint32_t packets;  // of a row
+  uint32_t size;
+  float inverse_size;
+  float eps;
+  float weight_offset;
+  int clamp_eps;
+  int rounds;
+  PacketMap<2> map;
+};
+
+enum RowOperand : int { kX, kOut };
+
+// 1 / x to within a few units in the last place.
+__device__ __forceinline__ float quick_inverse(float x) {
+#if DIFFKERN_HIP
+  return 1.0f / x;
+#else
+  return __fdividef(1.0f, x);
+#endif
 }
 
-// Where a row begins, for fewer than 2^31 rows.
-__device__ __forceinline__ RowOffsets locate_row(const RowMap& map, uint32_t row) {
-  RowOffsets offsets{0, 0};
-  int dim = 0;
-#pragma unroll 1
-  for (; dim + 1 < map.dims; ++dim) {
-    const uint32_t size = static_cast<uint32_t>(map.sizes[dim]);
-    const uint32_t quotient = row / size;
-    offsets.x += (row - quotient * size) * map.x_strides[dim];
-    offsets.out += (row - quotient * size) * map.out_strides[dim];
-    row = quotient;
+// The sum of a power of two of values, in pairs: no addition waits for more than two others of its size.
+template <int kCount>
+__device__ __forceinline__ float sum_of(const float* values) {
+  if constexpr (kCount == 1) {
+    return values[0];
+  } else {
+    return sum_of<kCount / 2>(values) + sum_of<kCount / 2>(values + kCount / 2);
   }
-  return {offsets.x + row * map.x_strides[dim], offsets.out + row * map.out_strides[dim]};
 }
 
 // The statistics of one wave's share of a row: its mean is mean + rest / count, its squares are around `mean`.
@@ -131,32 +150,23 @@ __device__ __forceinline__ WaveSums block_merge(const WaveSums& mine, WaveSums* 
   return {0.0f, pivot, rest, group_sum<kWaves>(squares)};
 }
 
-// The power of two that is kValue or the next above it.
-template <int kValue>
-constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(kValue + 1) / 2>;
-template <>
-constexpr int kPowerOfTwo<1> = 1;
-
-// kRows rows per kLanes threads, several such groups per block; kLanes 0: kRows rows per block. Input, output and
-// round_dtype are T, weight and bias are Param, which is T or float32.
-template <typename T, typename Param, bool kLayerNorm, int kLanes, int kPackets, int kThreads, int kRows>
-__global__ void __launch_bounds__(kThreads) register_kernel(const NormParams p, const float inverse_size) {
+// A row per kLanes threads, several rows per block; kLanes 0: a row per block. Input, output and round_dtype are T,
+// weight and bias are Param, which is T or float32.
+template <typename T, typename Param, bool kLayerNorm, int kLanes, int kPackets, int kThreads>
+__global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams p) {
   constexpr int kCount = kPacketSize<T>;
   constexpr int kGroup = kLanes == 0 ? kWaveSize : kLanes;  // lanes that sum up by shuffles
   constexpr int kWaves = kPowerOfTwo<kThreads / kWaveSize>;
   // With more packets the registers would not hold the parameters as well.
   constexpr bool kAhead = kPackets <= 4;
-  __shared__ WaveSums partials[kRows][kLanes == 0 ? kWaves : 1];
+  __shared__ WaveSums partials[kLanes == 0 ? kWaves : 1];
+  __shared__ float squares[kLanes == 0 ? kWaves : 1];
 
   // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
-  const uint32_t step = kLanes == 0 ? 1 : blockDim.y;
-  const uint32_t first = blockIdx.x * (step * kRows) + threadIdx.y;
-  const uint32_t rows = static_cast<uint32_t>(p.map.rows);
+  const uint32_t row = kLanes == 0 ? blockIdx.x : blockIdx.x * blockDim.y + threadIdx.y;
+  const bool inside = kLanes == 0 || row < p.rows;
+  const unsigned packets = inside ? p.packets : 0;
   const unsigned lanes = kLanes == 0 ? blockDim.x : kLanes;
-  const unsigned packets = static_cast<unsigned>(p.size) / kCount;
-  const uint4* const weight = packets_of<Param>(p.weight, 0);
-  const uint4* const bias = packets_of<Param>(p.bias, 0);
-  const auto inside = [&](int r) { return (kLanes == 0 && kRows == 1) || first + r * step < rows; };
   const auto each_packet = [&](auto&& body) {
 #pragma unroll
     for (int i = 0; i < kPackets; ++i) {
@@ -165,42 +175,33 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const NormParams p, 
     }
   };
 
-  uint4 held[kRows][kPackets];
-  T* outs[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const RowOffsets offsets = locate_row(p.map, inside(r) ? first + r * step : 0);
-    const uint4* const x = packets_of<T>(p.x, offsets.x);
-    outs[r] = static_cast<T*>(p.out) + offsets.out;
-    if (!inside(r)) continue;
-    each_packet([&](int i, unsigned packet) { held[r][i] = load_once(x + packet); });
-  }
+  const auto at = p.map.locate(row);
+  uint4 held[kPackets];
+  each_packet([&](int i, unsigned packet) { held[i] = load_once(p.x + (at.of[kX] + packet)); });
   // Before the sums, so that these loads are in flight while the threads wait for each other.
   Raw<T, Param> weights[kAhead ? kPackets : 1];
   Raw<T, Param> biases[kAhead ? kPackets : 1];
   if constexpr (kAhead) {
     each_packet([&](int i, unsigned packet) {
-      if (p.weight != nullptr) weights[i].load(weight, packet);
-      if (p.bias != nullptr) biases[i].load(bias, packet);
+      if (p.weight != nullptr) weights[i].load(p.weight, packet);
+      if (p.bias != nullptr) biases[i].load(p.bias, packet);
     });
   }
 
-  // Every value of a row that this thread holds.
-  const auto each_value = [&](int r, auto&& body) {
-    if (!inside(r)) return;
+  // The values that this thread holds, a packet at a time.
+  const auto each_values = [&](auto&& body) {
     each_packet([&](int i, unsigned) {
       float values[kCount];
-      forget_unpacked(held[r][i]);
-      unpack<T>(held[r][i], values);
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) body(values[j]);
+      forget_unpacked(held[i]);
+      unpack<T>(held[i], values);
+      body(values);
     });
   };
-  WaveSums sums[kRows];
+  WaveSums sums;
   if constexpr (kLayerNorm) {
     // How many values the lanes hold that shuffle together.
     float count = static_cast<float>(p.size);
-    float inverse_count = inverse_size;
+    float inverse_count = p.inverse_size;
     if constexpr (kLanes == 0) {
       int held_packets = 0;
       const int before = static_cast<int>(threadIdx.x / kWaveSize * kWaveSize);
@@ -210,95 +211,72 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const NormParams p, 
         held_packets += max(0, min(left, kWaveSize));
       }
       count = static_cast<float>(held_packets * kCount);
-      inverse_count = 1.0f / fmaxf(count, 1.0f);
+      inverse_count = quick_inverse(fmaxf(count, 1.0f));
     }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float sum = 0.0f;
-      each_value(r, [&](float value) { sum += value; });
-      sums[r] = {count, group_sum<kGroup>(sum) * inverse_count, 0.0f, 0.0f};
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      // What rounding left out of the mean comes to light as the mean of x - mean.
-      float2 around{0.0f, 0.0f};
-      each_value(r, [&](float value) {
-        const float centred = value - sums[r].mean;
-        around.x += centred;
-        around.y += centred * centred;
-      });
-      around = group_sum<kGroup>(around);
-      sums[r].rest = around.x;
-      sums[r].squares = around.y;
-      if constexpr (kLanes == 0) {
-        sums[r] = block_merge<kWaves>(sums[r], partials[r], inverse_size);
-      } else {
-        sums[r].squares -= around.x * around.x * inverse_size;
-      }
-    }
-  } else {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float sum = 0.0f;
-      each_value(r, [&](float value) { sum += value * value; });
-      sums[r] = {0.0f, 0.0f, 0.0f, group_sum<kGroup>(sum)};
-    }
-    if constexpr (kLanes == 0) {
-      if (threadIdx.x % kWaveSize == 0) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) partials[r][threadIdx.x / kWaveSize].squares = sums[r].squares;
-      }
-      __syncthreads();
-      const unsigned wave = threadIdx.x % kWaves;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        sums[r].squares = group_sum<kWaves>(wave < blockDim.x / kWaveSize ? partials[r][wave].squares : 0.0f);
-      }
-    }
-  }
-
-  const bool rounds = p.round_dtype != Dtype::kNone;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (!inside(r)) continue;
-    const float rest = sums[r].rest * inverse_size;
-    const float centre = sums[r].mean + rest;
-    const float scale = scale_of(p, sums[r].squares);
-    uint4* const out = reinterpret_cast<uint4*>(outs[r]);
-    each_packet([&](int i, unsigned packet) {
-      float values[kCount], params[kCount];
-      forget_unpacked(held[r][i]);
-      unpack<T>(held[r][i], values);
+    float sum = 0.0f;
+    each_values([&](const float* values) { sum += sum_of<kCount>(values); });
+    const float mean = group_sum<kGroup>(sum) * inverse_count;
+    // What rounding left out of the mean comes to light as the mean of x - mean.
+    float2 around{0.0f, 0.0f};
+    each_values([&](float* values) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        if constexpr (kLayerNorm) {
-          // In a half dtype x - mean is no finer than that the mean as one float would do.
-          values[j] = sizeof(T) == sizeof(float) ? (values[j] - sums[r].mean) - rest : values[j] - centre;
-        }
-        values[j] *= scale;
+        values[j] -= mean;
+        around.y += values[j] * values[j];
       }
-      if (rounds) round_to<T, kCount>(values);
-      if (p.weight != nullptr) {
-        if constexpr (!kAhead) weights[0].load(weight, packet);
-        weights[kAhead ? i : 0].unpack_to(params);
-        if constexpr (kLayerNorm) {
-#pragma unroll
-          for (int j = 0; j < kCount; ++j) values[j] *= params[j];
-        } else {
-#pragma unroll
-          for (int j = 0; j < kCount; ++j) values[j] *= params[j] + p.weight_offset;
-        }
-      }
-      if (p.bias != nullptr) {
-        if constexpr (!kAhead) biases[0].load(bias, packet);
-        biases[kAhead ? i : 0].unpack_to(params);
-        if (rounds) round_to<T, kCount>(values);
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) values[j] += params[j];
-      }
-      out[packet] = pack_packet<T>(values);
+      around.x += sum_of<kCount>(values);
     });
+    around = group_sum<kGroup>(around);
+    if constexpr (kLanes == 0) {
+      sums = block_merge<kWaves>({count, mean, around.x, around.y}, partials, p.inverse_size);
+    } else {
+      sums = {count, mean, around.x, around.y - around.x * around.x * p.inverse_size};
+    }
+  } else {
+    float sum = 0.0f;
+    each_values([&](const float* values) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) sum += values[j] * values[j];
+    });
+    if constexpr (kLanes == 0) {
+      sum = block_sum<kWaves>(sum, squares);
+    } else {
+      sum = group_sum<kGroup>(sum);
+    }
+    sums = {0.0f, 0.0f, 0.0f, sum};
   }
+
+  const float rest = sums.rest * p.inverse_size;
+  const float centre = sums.mean + rest;
+  const float scale = scale_of(p, sums.squares, p.inverse_size);
+  each_packet([&](int i, unsigned packet) {
+    float values[kCount], params[kCount];
+    forget_unpacked(held[i]);
+    unpack<T>(held[i], values);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if constexpr (kLayerNorm) {
+        // In a half dtype x - mean is no finer than that the mean as one float would do.
+        values[j] = sizeof(T) == sizeof(float) ? (values[j] - sums.mean) - rest : values[j] - centre;
+      }
+      values[j] *= scale;
+    }
+    if (p.rounds) round_values<T, kCount>(values);
+    if (p.weight != nullptr) {
+      if constexpr (!kAhead) weights[0].load(p.weight, packet);
+      weights[kAhead ? i : 0].unpack_to(params);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[j] *= kLayerNorm ? params[j] : params[j] + p.weight_offset;
+    }
+    if (p.bias != nullptr) {
+      if constexpr (!kAhead) biases[0].load(p.bias, packet);
+      biases[kAhead ? i : 0].unpack_to(params);
+      if (p.rounds) round_values<T, kCount>(values);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[j] += params[j];
+    }
+    p.out[at.of[kOut] + packet] = pack_packet<T>(values);
+  });
 }
 
 // --- loop kernel ---------------------------------------------------------------------------------------
@@ -324,9 +302,10 @@ __device__ __forceinline__ void finish(const NormParams& p, const Normaliser& no
   store_elements<kCount>(values, p.out, p.out_dtype, out_offset);
 }
 
-// A row per block, or, where blockDim.y > 1, per blockDim.x lanes, a power of two within a wave.
+// A row per block, or, where blockDim.y > 1, per blockDim.x lanes, a power of two within a wave. With one block as the
+// least on a multiprocessor the compiler need not write registers to memory to make room for more.
 template <typename T, bool kVector>
-__global__ void __launch_bounds__(kMaxThreads) loop_kernel(const NormParams p) {
+__global__ void __launch_bounds__(kMaxThreads, 1) loop_kernel(const NormParams p) {
   constexpr int kCount = kVector ? kPacketSize<T> : 1;
   const int lanes = blockDim.x;
   __shared__ float singles[kMaxWaves];
@@ -454,33 +433,57 @@ bool uniform(const NormParams& p) {
   return plain(p.out_dtype) && plain(p.round_dtype) && param(p.weight_dtype) && param(p.bias_dtype) && same;
 }
 
+LeadingMap<2> leading_map(const RowMap& map) {
+  LeadingMap<2> result{map.rows, map.dims, {}, {}};
+  std::copy_n(map.sizes, map.dims, result.sizes);
+  std::copy_n(map.x_strides, map.dims, result.strides[kX]);
+  std::copy_n(map.out_strides, map.dims, result.strides[kOut]);
+  return result;
+}
+
+RegisterParams register_params(const NormParams& p, int64_t count) {
+  return {static_cast<const uint4*>(p.x),
+          static_cast<const uint4*>(p.weight),
+          static_cast<const uint4*>(p.bias),
+          static_cast<uint4*>(p.out),
+          static_cast<uint32_t>(p.map.rows),
+          static_cast<uint32_t>(p.size / count),
+          static_cast<uint32_t>(p.size),
+          1.0f / static_cast<float>(p.size),
+          p.eps,
+          p.weight_offset,
+          p.clamp_eps,
+          p.round_dtype != Dtype::kNone,
+          PacketMap<2>(leading_map(p.map), {count, count})};
+}
+
 // Whether weight and bias are float32 next to a half input.
 bool has_wide_parameters(const NormParams& p) {
   return p.x_dtype != Dtype::kFloat32 && (p.weight_dtype == Dtype::kFloat32 || p.bias_dtype == Dtype::kFloat32);
 }
 
 template <int kIndex, typename T, typename Param, bool kLayerNorm>
-bool launch_register_kernel(const NormParams& p, int index, int64_t row_packets, GpuStream stream) {
+bool launch_register_kernel(const RegisterParams& p, int index, GpuStream stream) {
   if (index != kIndex) return false;
   constexpr RowConfig config = kRowConfigs[kIndex];
   dim3 block;
   if constexpr (config.lanes == 0) {
-    block = dim3(static_cast<unsigned>(ceil_div(ceil_div(row_packets, config.packets), kWaveMultiple) * kWaveMultiple));
+    block = dim3(static_cast<unsigned>(ceil_div(ceil_div(p.packets, config.packets), kWaveMultiple) * kWaveMultiple));
   } else {
     block = dim3(config.lanes, config.threads / config.lanes);
   }
-  register_kernel<T, Param, kLayerNorm, config.lanes, config.packets, config.threads, config.rows>
-      <<<blocks_for(p.map.rows, block.y * config.rows), block, 0, stream>>>(p, 1.0f / static_cast<float>(p.size));
+  register_kernel<T, Param, kLayerNorm, config.lanes, config.packets, config.threads>
+      <<<blocks_for(p.rows, block.y), block, 0, stream>>>(p);
   return true;
 }
 
 template <typename T, typename Param, int... kIndices>
 void launch_register_kernel(const NormParams& p, int index, std::integer_sequence<int, kIndices...>, GpuStream stream) {
-  const int64_t row_packets = p.size / kPacketSize<T>;
+  const RegisterParams params = register_params(p, kPacketSize<T>);
   if (p.layer_norm) {
-    (launch_register_kernel<kIndices, T, Param, true>(p, index, row_packets, stream) || ...);
+    (launch_register_kernel<kIndices, T, Param, true>(params, index, stream) || ...);
   } else {
-    (launch_register_kernel<kIndices, T, Param, false>(p, index, row_packets, stream) || ...);
+    (launch_register_kernel<kIndices, T, Param, false>(params, index, stream) || ...);
   }
 }
 
@@ -517,8 +520,9 @@ void launch_loop_kernel(const NormParams& p, GpuStream stream) {
 template <typename T>
 void launch(const NormParams& p, GpuStream stream) {
   if (vectorisable(p)) {
-    const bool fits = uniform(p) && p.map.rows <= kMaxBlocks;
-    const int index = fits ? choose_config(p.size / kPacketSize<T>) : -1;
+    constexpr int64_t kCount = kPacketSize<T>;
+    const bool fits = uniform(p) && PacketMap<2>::holds(leading_map(p.map), {kCount, kCount}, p.size / kCount);
+    const int index = fits ? choose_config(p.size / kCount) : -1;
     const auto configs = std::make_integer_sequence<int, kRowConfigCount>{};
     if (index >= 0 && has_wide_parameters(p)) {
       launch_register_kernel<T, float>(p, index, configs, stream);
