@@ -86,7 +86,8 @@ class Op:
         self._seen_through = traced
         self._of_kernels: dict[Kernel, OpOverload] = {}
         signature, default = SIGNATURES[name], "=None"
-        if "[]" in signature:
+        self._takes_lists = "[]" in signature
+        if self._takes_lists:
             # Torch wants the gradients of an op with lists in exactly the structure of its arguments.
             signature, default = without_defaults(signature), ""
         signature = signature.replace(") ->", f", str? provider{default}) ->")
@@ -94,6 +95,7 @@ class Op:
         torch.library.register_autograd(self.op._schema.name, backward, setup_context=setup_context)
         self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
         arguments = schema(name).arguments
+        self._tensors_at = [index for index, argument in enumerate(arguments) if "Tensor" in str(argument.real_type)]
         self._optional = tuple(argument.default_value for argument in arguments if argument.has_default_value())
         self._computed_in = [
             index
@@ -114,7 +116,12 @@ class Op:
         if not _is_traced():
             x = operands[0]
             if type(x) is Tensor:
-                key = (self, options, provider, override(), x.device, x.dtype, *map(type, operands))
+                given = len(operands)
+                while operands[given - 1] is None:
+                    given -= 1
+                key = (self, options, provider, override(), x.device, x.dtype, given)
+                if self._takes_lists:
+                    key = (*key, *map(type, operands))
                 try:
                     way = remembered.get(key)
                 except TypeError:  # an option is a list, for example, and has no hash
@@ -139,7 +146,7 @@ class Op:
         args = self._prepare(*operands, *options)
         if _is_traced():
             return self._call_traced(args, provider)
-        if _needs_torch(args):
+        if self._needs_torch(args):
             return self.op(*args, provider)
         kernel = kernel_for(self._name, args[0].device, provider, *self._dtypes(args))
         result = kernel(*args)
@@ -202,6 +209,30 @@ class Op:
                 return getattr(getattr(torch.ops, namespace), name).default(*args[:count])
         return self.op(*args, provider)
 
+    def _needs_torch(self, args: Sequence[Any]) -> bool:
+        """Whether a call must go through the registered op and not straight to the provider's kernel.
+
+        It must where somebody looks at the call instead of running it (tracing, fake tensors), where a gradient is
+        wanted, and where the memory does not hold the values themselves. Under transforms that look into the formula,
+        the direct way leads to plain PyTorch: see :func:`diffkern.providers.registry.kernel_for`.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        if transforms_active():
+            return False
+        if type(args[0]) is not Tensor and type(args[0]) is not torch.nn.Parameter:
+            return True
+        wanted = _grad_is_enabled()
+        for index in self._tensors_at:
+            given = args[index]
+            if given is None:
+                continue
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it.
+                if tensor.is_neg() or (wanted and tensor.requires_grad):
+                    return True
+        return False
+
     def _compute(self, *given: Any) -> Any:
         """What :attr:`op` runs."""
         *args, provider = self._completed(given)
@@ -240,24 +271,6 @@ def _op_for_graph(
 _op_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _needs_torch(args: Sequence[Any]) -> bool:
-    """Whether a call must go through the registered op and not straight to the provider's kernel.
-
-    It must where somebody looks at the call instead of running it (tracing, fake tensors), where a gradient is
-    wanted, and where the memory does not hold the values themselves. Under transforms that look into the formula,
-    the direct way leads to plain PyTorch: see :func:`diffkern.providers.registry.kernel_for`.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    if transforms_active():
-        return False
-    if type(args[0]) is not Tensor and type(args[0]) is not torch.nn.Parameter:
-        return True
-    wanted = _grad_is_enabled()
-    # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it.
-    return any([tensor.is_neg() or (wanted and tensor.requires_grad) for tensor in _tensors(args)])
-
-
 def _wants_gradient(values: Sequence[Any]) -> bool:
     return any([tensor.requires_grad for tensor in _tensors(values)])
 
@@ -275,6 +288,8 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 def _dtype_of(value: Any) -> torch.dtype | None:
     """The dtype of a tensor, or of those in a list, or the one that an argument names; else None."""
+    if value is None:
+        return None
     if isinstance(value, Tensor):
         return value.dtype
     if isinstance(value, (list, tuple)):

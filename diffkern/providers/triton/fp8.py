@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.triton.fp8_kernels import activation_fp8_kernel
-from diffkern.providers.triton.launching import device_guard
+from diffkern.providers.triton.launching import Plan, device_guard, launch
 from diffkern.providers.triton.tiles import choose_tile
 
 
 def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.activation_fp8`."""
-    values, scales = rows_of_8_bits(x.shape, x.device)
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x
-    if x.numel():
-        length = rows.shape[1]
-        tile = choose_tile(length, rows_are_neighbours=False)
-        with device_guard(x.device):
-            activation_fp8_kernel[(-(-rows.shape[0] // tile.rows),)](
-                rows, values, scales, rows.shape[0], length, *rows.stride(),
-                function, tile.rows, tile.cols, -(-length // tile.cols), num_warps=tile.num_warps,
-            )  # fmt: skip
+    shape, device = x.shape, x.device
+    values, scales = rows_of_8_bits(shape, device)
+    if values.numel():
+        if x.ndim != 2:
+            x = x.view(-1, shape[-1]) if x.is_contiguous() else x.reshape(-1, shape[-1])
+        with device_guard(device):
+            launch(_plan(x.shape, x.stride(), function), activation_fp8_kernel, (x, values, scales), device)
     return values, scales
+
+
+@lru_cache(maxsize=4096)
+def _plan(shape: tuple[int, ...], strides: tuple[int, ...], function: str) -> Plan:
+    """Plans the launch for a non-empty matrix."""
+    rows, length = shape
+    tile = choose_tile(length, rows_are_neighbours=False)
+    rest = rows, length, *strides, function, tile.rows, tile.cols, -(-length // tile.cols)
+    return Plan((-(-rows // tile.rows),), rest, {"num_warps": tile.num_warps})
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
