@@ -244,7 +244,8 @@ class Op:
 
     def _dtypes(self, args: Sequence[Any]) -> tuple[torch.dtype | None, ...]:
         """What a kernel computes in, as :meth:`of_provider` takes it."""
-        return tuple([_dtype_of(args[index]) for index in self._computed_in])
+        given = [args[index] for index in self._computed_in]
+        return tuple([value.dtype if type(value) is Tensor else _dtype_of(value) for value in given])
 
 
 def _op_for_graph(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -199,6 +200,38 @@ def test_a_parameter_of_several_dimensions_is_flattened_also_on_the_remembered_w
     x, weight = IMAGE.to(device), torch.ones(3, 4, device=device)
     flat = ops.layer_norm(x.flatten(-2), weight.flatten())
     assert torch.equal(ops.layer_norm(x, weight), flat.view(x.shape))
+
+
+def test_a_way_is_that_of_the_operands_that_are_given(device: str) -> None:
+    x, scale, shift, weight = (t.to(device) for t in (X, SCALE, SHIFT, WEIGHT))
+    axes, (cos, sin) = _axes(lambda t: t.to(device)), (COS.to(device), SIN.to(device))
+    q = HEADS.to(device)
+    calls: list[Callable[[], Result]] = [
+        *(lambda given=given: ops.norm_modulate(x, *given) for given in _some_of(scale, shift, weight, weight)),
+        *(lambda given=given: ops.gate_residual_norm_modulate(x, x, *given) for given in _some_of(scale, scale, shift)),
+        *(lambda given=given: ops.rms_norm(x, *given) for given in _some_of(weight, weight)),
+        lambda: ops.qk_norm_rope(q, q, None, None, *axes, grid=(2, 3)),
+        lambda: ops.qk_norm_rope(q, q, None, None, cos, sin),
+    ]
+    with use_provider("eager"):
+        expected = [_all(call()) for call in calls]
+    for _ in range(3):
+        for call, reference in zip(calls, expected, strict=True):
+            for ours, theirs in zip(_all(call()), reference, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def _some_of(*tensors: Tensor) -> list[list[Tensor | None]]:
+    """Every choice of the tensors, None in place of the others."""
+    return [list(chosen) for chosen in itertools.product(*((tensor, None) for tensor in tensors))]
+
+
+def test_what_is_no_tensor_is_refused_also_on_the_remembered_way(device: str) -> None:
+    x, scale = X.to(device), SCALE.to(device)
+    ops.norm_modulate(x, scale)
+    for wrong in (0.5, 1, [0.5] * D, "scale"):
+        with pytest.raises(AttributeError, match="has no attribute"):
+            ops.norm_modulate(x, wrong)  # type: ignore[arg-type]
 
 
 def test_an_option_without_a_hash_takes_the_long_way(device: str) -> None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diffkern.providers.eager.modulate import NO_ACTIVATION, NO_NORM, gated_shape, modulated_shape, promoted_dtype
-from diffkern.providers.triton.fp8 import quantize_rows, rows_of_8_bits
+from diffkern.providers.triton.fp8 import empty, quantize_rows, rows_of_8_bits
 from diffkern.providers.triton.launching import Plan, device_guard, for_rows, launch
 from diffkern.providers.triton.modulate_kernels import modulate_kernel
 from diffkern.providers.triton.rows import broadcast_strides, merge_loops
@@ -35,7 +35,7 @@ def norm_modulate(
 ) -> Tensor:
     """Computes :func:`diffkern.ops.norm_modulate`."""
     shape = modulated_shape(x.shape, scale, shift, norm)
-    y = x.new_empty(shape, dtype=out_dtype or promoted_dtype(x.dtype, scale, shift))
+    y = empty(x, shape, out_dtype or promoted_dtype(x.dtype, scale, shift))
     modulation = _Modulation(scale, shift, weight, bias, eps, norm, scale_offset)
     _launch(None, x, None, NO_ACTIVATION, modulation, round_each, None, y)
     return y
@@ -51,7 +51,7 @@ def gate_residual(
 ) -> Tensor:
     """Computes :func:`diffkern.ops.gate_residual`."""
     dtype = out_dtype or promoted_dtype(residual.dtype, x, gate)
-    new = residual.new_empty(gated_shape(residual, x, gate), dtype=dtype)
+    new = empty(residual, gated_shape(residual, x, gate), dtype)
     _launch(residual, x, gate, gate_activation, _Modulation(), round_each, new, None)
     return new
 
@@ -74,8 +74,8 @@ def gate_residual_norm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.gate_residual_norm_modulate`."""
     shape = gated_shape(residual, x, gate, scale, shift)
-    new = residual.new_empty(shape, dtype=residual_dtype or promoted_dtype(residual.dtype, x, gate))
-    y = residual.new_empty(shape, dtype=out_dtype or promoted_dtype(new.dtype, scale, shift))
+    new = empty(residual, shape, residual_dtype or promoted_dtype(residual.dtype, x, gate))
+    y = empty(residual, shape, out_dtype or promoted_dtype(new.dtype, scale, shift))
     modulation = _Modulation(scale, shift, weight, bias, eps, norm, scale_offset)
     _launch(residual, x, gate, gate_activation, modulation, round_each, new, y)
     return new, y
@@ -88,7 +88,7 @@ def norm_modulate_fp8(
     """Computes :func:`diffkern.ops.norm_modulate_fp8`."""
     if x.shape[-1] > LONGEST_TILE:  # no program holds such a row
         return quantize_rows(norm_modulate(x, scale, shift, weight, bias, eps, norm, 1.0, False, torch.float32))
-    values, scales = rows_of_8_bits(modulated_shape(x.shape, scale, shift, norm), x.device)
+    values, scales = rows_of_8_bits(x, modulated_shape(x.shape, scale, shift, norm))
     modulation = _Modulation(scale, shift, weight, bias, eps, norm, 1.0)
     _launch(None, x, None, NO_ACTIVATION, modulation, False, None, values, scales)
     return values, scales
@@ -105,8 +105,8 @@ def gate_residual_norm_modulate_fp8(
         )
         return (new, *quantize_rows(y))
     shape = gated_shape(residual, x, gate, scale, shift)
-    new = residual.new_empty(shape, dtype=promoted_dtype(residual.dtype, x, gate))
-    values, scales = rows_of_8_bits(shape, x.device)
+    new = empty(residual, shape, promoted_dtype(residual.dtype, x, gate))
+    values, scales = rows_of_8_bits(residual, shape)
     modulation = _Modulation(scale, shift, weight, bias, eps, norm, 1.0)
     _launch(residual, x, gate, NO_ACTIVATION, modulation, False, new, values, scales)
     return new, values, scales
