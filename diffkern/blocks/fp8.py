@@ -46,10 +46,11 @@ class Rows(NamedTuple):
 
 def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a linear layer can be computed in 8 bits: torch's own, with sides that tensor cores take."""
-    return plain_linear(layer, device, dtype) and all(
-        side % MULTIPLE == 0
-        for side in layer._parameters["weight"].shape  # type: ignore[union-attr]
-    )
+    if layer is None or not plain_linear(layer, device, dtype):
+        return False
+    weight: Any = layer._parameters["weight"]
+    rows, columns = weight.shape
+    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0  # type: ignore[no-any-return]
 
 
 def as_rows(x: Tensor | Rows, provider: str | None) -> Rows:

@@ -31,7 +31,7 @@ PLAIN = "{}_plain"
 #: Remembered ways, beyond which they are found anew: options such as a length of text may have any value.
 _MOST_WAYS = 4096
 
-#: Classes of operands that a remembered way may be taken with.
+#: Classes of operands from which a way is remembered. It may be taken with subclasses: torch hands those the call.
 _PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter, type(None), list, tuple, int})
 
 #: Of the arguments that have or name a dtype, those that no kernel computes in.
@@ -51,9 +51,9 @@ class Op:
     A call has *operands*, which go to the kernel as they are, and of which the first is the tensor that decides where
     it runs; *options*; and the name of a provider, or None. The first call of a kind goes the long way: it is checked,
     and given to the kernel that the registry chooses. If that is an op of torch, as the compiled kernels are, the way
-    is remembered. Such a kernel looks at shapes, dtypes and devices itself, so the next call goes straight there,
-    without the arguments at the end that have their default. What it refuses goes the long way again, which finds
-    another provider, or says what is wrong in the words of the public function.
+    is remembered. Such a kernel looks at shapes, dtypes and devices itself, and whether it was given tensors, so the
+    next call goes straight there, without the arguments at the end that have their default. What it refuses goes the
+    long way again, which finds another provider, or says what is wrong in the words of the public function.
 
     A graph of ``torch.compile`` holds the op of whoever computes it, unless a gradient is wanted: then it holds
     :attr:`op`, which has one. Exported programs hold :attr:`op` too, and choose where they run.
@@ -120,7 +120,7 @@ class Op:
                 while operands[given - 1] is None:
                     given -= 1
                 key = (self, options, provider, override(), x.device, x.dtype, given)
-                if self._takes_lists:
+                if self._takes_lists:  # torch takes a tensor for a list as well, of its rows
                     key = (*key, *map(type, operands))
                 try:
                     way = remembered.get(key)

@@ -226,6 +226,19 @@ def _some_of(*tensors: Tensor) -> list[list[Tensor | None]]:
     return [list(chosen) for chosen in itertools.product(*((tensor, None) for tensor in tensors))]
 
 
+def test_a_subclass_among_the_operands_is_handed_the_call_also_on_the_remembered_way(device: str) -> None:
+    x, scale, shift = X.to(device), SCALE.to(device), SHIFT.to(device)
+    expected = ops.norm_modulate(x, scale, shift)
+    for _ in range(2):
+        y = ops.norm_modulate(x, scale.as_subclass(_Theirs), shift)
+        assert type(y) is _Theirs and torch.equal(y.as_subclass(Tensor), expected)
+    assert type(ops.norm_modulate(x, scale, shift)) is Tensor
+
+
+class _Theirs(Tensor):
+    """A tensor of somebody else's."""
+
+
 def test_what_is_no_tensor_is_refused_also_on_the_remembered_way(device: str) -> None:
     x, scale = X.to(device), SCALE.to(device)
     ops.norm_modulate(x, scale)
