@@ -53,7 +53,8 @@ class Op:
     and given to the kernel that the registry chooses. If that is an op of torch, as the compiled kernels are, the way
     is remembered. Such a kernel looks at shapes, dtypes and devices itself, and whether it was given tensors, so the
     next call goes straight there, without the arguments at the end that have their default. What it refuses goes the
-    long way again, which finds another provider, or says what is wrong in the words of the public function.
+    long way again, which finds another provider, or says what is wrong in the words of the public function. Functions
+    of Python, such as those that launch Triton kernels, look at little: a call that remembers one is checked as before.
 
     A graph of ``torch.compile`` holds the op of whoever computes it, unless a gradient is wanted: then it holds
     :attr:`op`, which has one. Exported programs hold :attr:`op` too, and choose where they run.
@@ -133,10 +134,15 @@ class Op:
                     and not (_grad_is_enabled() and _wants_gradient(operands))
                 ):
                     kernel, count, rest = way
-                    try:
-                        return kernel(*operands[:count], *rest) if rest else kernel(*operands[:count])
-                    except RuntimeError:
-                        pass  # the long way says it better
+                    if count:
+                        try:
+                            return kernel(*operands[:count], *rest) if rest else kernel(*operands[:count])
+                        except RuntimeError:
+                            pass  # the long way says it better
+                    else:
+                        args = self._prepare(*operands, *options)
+                        if self._are_of(args, rest):
+                            return kernel(*args)
         return self.call_the_long_way(operands, options, provider, key)
 
     def call_the_long_way(
@@ -150,7 +156,7 @@ class Op:
             return self.op(*args, provider)
         kernel = kernel_for(self._name, args[0].device, provider, *self._dtypes(args))
         result = kernel(*args)
-        if key is not None and isinstance(kernel, OpOverload):
+        if key is not None:
             self._remember(key, kernel, operands, args)
         return result
 
@@ -179,16 +185,38 @@ class Op:
             self._of_kernels[kernel] = _define(f"{self._name}_by_{who}", signature, kernel, self._fake)
         return self._of_kernels[kernel]
 
-    def _remember(self, key: Hashable, kernel: OpOverload, operands: tuple[Any, ...], args: tuple[Any, ...]) -> None:
-        if not all(type(given) in _PLAIN_CLASSES and given is arg for given, arg in zip(operands, args, strict=False)):
-            return  # it was changed on the way, or is of a class of somebody else's
-        needed = self._needed(args)
-        shortest = _shortest(kernel, needed)
-        if not all(argument.has_default_value() for argument in shortest._schema.arguments[needed:]):
-            needed = len(args)  # a build from before they had defaults
+    def _remember(self, key: Hashable, kernel: Kernel, operands: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+        """Remembers the kernel, how many operands it takes, and the arguments after them.
+
+        For a function, no operands, and the dtypes of the tensors that it was chosen for.
+        """
+        way: tuple[Kernel, int, tuple[Any, ...]]
+        if not isinstance(kernel, OpOverload):
+            if self._takes_lists:
+                return
+            way = kernel, 0, tuple([_dtype_of(args[index]) for index in self._tensors_at])
+        elif all(type(given) in _PLAIN_CLASSES and given is arg for given, arg in zip(operands, args, strict=False)):
+            needed = self._needed(args)
+            shortest = _shortest(kernel, needed)
+            if not all(argument.has_default_value() for argument in shortest._schema.arguments[needed:]):
+                needed = len(args)  # a build from before they had defaults
+            way = shortest._op, min(len(operands), needed), args[len(operands) : needed]
+        else:
+            return  # an operand was changed on the way, or is of a class of somebody else's
         if len(remembered) >= _MOST_WAYS:
             remembered.clear()
-        remembered[key] = shortest._op, min(len(operands), needed), args[len(operands) : needed]
+        remembered[key] = way
+
+    def _are_of(self, args: Sequence[Any], dtypes: Sequence[torch.dtype | None]) -> bool:
+        """Whether the tensors are of these dtypes, and their memory holds the values themselves."""
+        for index, dtype in zip(self._tensors_at, dtypes, strict=True):
+            given = args[index]
+            if given is None:
+                if dtype is not None:
+                    return False
+            elif given.dtype is not dtype or given.is_neg():
+                return False
+        return True
 
     def _needed(self, args: tuple[Any, ...]) -> int:
         """How many arguments there are without those at the end that have their default."""

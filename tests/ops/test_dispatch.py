@@ -103,21 +103,23 @@ def test_the_remembered_way_gives_what_the_long_one_gave(call: str, device: str)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_compiled_kernels_are_called_directly_and_others_are_not(
-    call: str, device: str, monkeypatch: pytest.MonkeyPatch
+def test_compiled_kernels_are_called_directly_and_functions_after_the_checks(
+    call: str, provider: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    CALLS[call](lambda t: t.to(device))
-    (op,) = {op for op, *_ in registry._kernels}
-    compiled = select(op, torch.device(device), (torch.float32,)).provider == "compiled"
-    assert len(registry.remembered) == compiled
-    prepared: list[str] = []
-    monkeypatch.setattr(
-        registration.Op,
-        "call_the_long_way",
-        lambda self, *args: prepared.append(self._name),  # type: ignore[misc]
-    )
-    CALLS[call](lambda t: t.to(device))
-    assert prepared == ([] if compiled else [op])
+    with use_provider(provider):
+        try:
+            CALLS[call](lambda t: t.to(device))
+        except NoProviderError as error:
+            pytest.skip(str(error))
+        ((op, *_),) = registry._kernels
+        directly = isinstance(select(str(op), torch.device(device), (torch.float32,)).kernel, OpOverload)
+        remembers = directly or "[]" not in SIGNATURES[str(op)]
+        assert len(registry.remembered) == remembers
+        seen: list[str] = []
+        for step in ("call_the_long_way", "_are_of"):
+            monkeypatch.setattr(registration.Op, step, lambda self, *args, step=step: seen.append(step) or True)
+        CALLS[call](lambda t: t.to(device))
+    assert seen == ([] if directly else ["_are_of"] if remembers else ["call_the_long_way"])
 
 
 @pytest.mark.parametrize("op", SIGNATURES)
@@ -237,6 +239,24 @@ def test_a_subclass_among_the_operands_is_handed_the_call_also_on_the_remembered
 
 class _Theirs(Tensor):
     """A tensor of somebody else's."""
+
+
+def test_a_remembered_function_is_checked_and_is_for_dtypes(provider: str, device: str) -> None:
+    x, weight, scale = X.to(device), WEIGHT.to(device), SCALE.to(device)
+    with use_provider(provider):
+        ops.norm_modulate(x, scale, None, weight)
+        with pytest.raises(ValueError, match="weight has shape \\(7,\\), but 32 elements"):
+            ops.norm_modulate(x, scale, None, weight[:7])
+        lazy = torch.complex(torch.zeros_like(scale), scale).conj().imag
+        torch.testing.assert_close(ops.norm_modulate(x, lazy, None, weight), ops.norm_modulate(x, -scale, None, weight))
+        if provider == "eager":
+            assert ops.norm_modulate(x, scale.double(), None, weight).dtype == torch.float64
+        else:
+            with pytest.raises(NoProviderError, match="float64"):
+                ops.norm_modulate(x, scale.double(), None, weight)
+        leaf = weight.clone().requires_grad_()
+        ops.norm_modulate(x, scale, None, leaf).sum().backward()
+        assert leaf.grad is not None
 
 
 def test_what_is_no_tensor_is_refused_also_on_the_remembered_way(device: str) -> None:
