@@ -48,13 +48,14 @@ _ops: dict[str, Op] = {}
 class Op:
     """One op: what torch knows it by, and how a call of the public function reaches a kernel.
 
-    A call has *operands*, which go to the kernel as they are, and of which the first is the tensor that decides where
-    it runs; *options*; and the name of a provider, or None. The first call of a kind goes the long way: it is checked,
-    and given to the kernel that the registry chooses. If that is an op of torch, as the compiled kernels are, the way
-    is remembered. Such a kernel looks at shapes, dtypes and devices itself, and whether it was given tensors, so the
-    next call goes straight there, without the arguments at the end that have their default. What it refuses goes the
-    long way again, which finds another provider, or says what is wrong in the words of the public function. Functions
-    of Python, such as those that launch Triton kernels, look at little: a call that remembers one is checked as before.
+    A call has *operands*, which go to the kernel as they are (a list where its schema has one: torch would take a
+    tensor for a list of its rows), and of which the first is the tensor that decides where it runs; *options*; and the
+    name of a provider, or None. The first call of a kind goes the long way: it is checked, and given to the kernel that
+    the registry chooses. If that is an op of torch, as the compiled kernels are, the way is remembered. Such a kernel
+    looks at shapes, dtypes and devices itself, and whether it was given tensors, so the next call goes straight there,
+    without the arguments at the end that have their default. What it refuses goes the long way again, which finds
+    another provider, or says what is wrong in the words of the public function. Functions of Python, such as those that
+    launch Triton kernels, look at little: a call that remembers one is checked as before.
 
     A graph of ``torch.compile`` holds the op of whoever computes it, unless a gradient is wanted: then it holds
     :attr:`op`, which has one. Exported programs hold :attr:`op` too, and choose where they run.
@@ -121,8 +122,6 @@ class Op:
                 while operands[given - 1] is None:
                     given -= 1
                 key = (self, options, provider, override(), x.device, x.dtype, given)
-                if self._takes_lists:  # torch takes a tensor for a list as well, of its rows
-                    key = (*key, *map(type, operands))
                 try:
                     way = remembered.get(key)
                 except TypeError:  # an option is a list, for example, and has no hash
