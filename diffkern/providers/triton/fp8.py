@@ -10,27 +10,35 @@ from torch import Tensor
 from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.triton.fp8_kernels import activation_fp8_kernel
 from diffkern.providers.triton.launching import Plan, device_guard, launch
+from diffkern.providers.triton.rows import merge_loops
 from diffkern.providers.triton.tiles import choose_tile
 
 
 def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.activation_fp8`."""
-    shape, device = x.shape, x.device
-    values, scales = rows_of_8_bits(x, shape)
+    values, scales = rows_of_8_bits(x, x.shape)
     if values.numel():
-        if x.ndim != 2:
-            x = x.view(-1, shape[-1]) if x.is_contiguous() else x.reshape(-1, shape[-1])
+        plan = _plan(x.shape, x.stride(), function)
+        if plan is None:
+            x = x.contiguous()
+            plan = _plan(x.shape, x.stride(), function)
+            assert plan is not None
+        device = x.device
         with device_guard(device):
-            launch(_plan(x.shape, x.stride(), function), activation_fp8_kernel, (x, values, scales), device)
+            launch(plan, activation_fp8_kernel, (x, values, scales), device)
     return values, scales
 
 
 @lru_cache(maxsize=4096)
-def _plan(shape: tuple[int, ...], strides: tuple[int, ...], function: str) -> Plan:
-    """Plans the launch for a non-empty matrix."""
-    rows, length = shape
+def _plan(shape: tuple[int, ...], strides: tuple[int, ...], function: str) -> Plan | None:
+    """Plans the launch for a non-empty input; None if its rows do not lie at equal distances."""
+    length = shape[-1]
+    loops = merge_loops(shape[:-1], [torch.empty(shape, device="meta").stride()[:-1], strides[:-1]])
+    if loops is None or loops.nested:
+        return None
+    rows, (x_row, *_) = loops.sizes[0], loops.strides[1]
     tile = choose_tile(length, rows_are_neighbours=False)
-    rest = rows, length, *strides, function, tile.rows, tile.cols, -(-length // tile.cols)
+    rest = rows, length, x_row, strides[-1], function, tile.rows, tile.cols, -(-length // tile.cols)
     return Plan((-(-rows // tile.rows),), rest, {"num_warps": tile.num_warps})
 
 
