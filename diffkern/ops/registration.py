@@ -191,8 +191,8 @@ class Op:
         """
         way: tuple[Kernel, int, tuple[Any, ...]]
         if not isinstance(kernel, OpOverload):
-            if self._takes_lists:
-                return
+            if self._takes_lists or remembered.get(key, (None, 0))[1]:
+                return  # the compiled kernel that refused this call is the shorter way for others
             way = kernel, 0, tuple([_dtype_of(args[index]) for index in self._tensors_at])
         elif all(type(given) in _PLAIN_CLASSES and given is arg for given, arg in zip(operands, args, strict=False)):
             needed = self._needed(args)

@@ -190,8 +190,11 @@ def test_both_a_grid_and_coordinates_are_refused_also_on_the_remembered_way(devi
 def test_a_dtype_that_the_remembered_kernel_has_not_goes_elsewhere(device: str) -> None:
     x, scale, shift = X.to(device), SCALE.to(device), SHIFT.to(device)
     ops.norm_modulate(x, scale, shift)
+    ways = dict(registry.remembered)
     y = ops.norm_modulate(x, scale.double(), shift)
     assert y.dtype == torch.float64
+    if any(count for _, count, _ in ways.values()):
+        assert registry.remembered == ways
     with use_provider("eager"):
         assert torch.equal(y, ops.norm_modulate(x, scale.double(), shift))
     half = ops.norm_modulate(x, scale.bfloat16(), shift.bfloat16())
