@@ -15,6 +15,7 @@ from diffkern.bench.kernels import time_calls, time_host
 from diffkern.bench.op_cases import Call, OpCase, cases
 from diffkern.bench.results import write_json
 from diffkern.providers import explain, select
+from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,6 +123,16 @@ def host_times(device: torch.device) -> dict[str, float]:
         "norm_modulate": lambda: ops.norm_modulate(x, weight, weight),
         "gate_residual": lambda: ops.gate_residual(x, x, weight),
     }
+    if fp8_unavailable_reason(device) is None:
+        rows = ops.activation_fp8(x)
+        calls |= {
+            "norm_modulate_fp8": lambda: ops.norm_modulate_fp8(x, weight, weight),
+            "gate_residual_norm_modulate_fp8": lambda: ops.gate_residual_norm_modulate_fp8(
+                x, x, weight, weight, weight
+            ),
+            "activation_fp8": lambda: ops.activation_fp8(x, "gelu_tanh"),
+            "linear_fp8": lambda: ops.linear_fp8(*rows, *rows),
+        }
     with torch.no_grad():
         for call in calls.values():
             call()

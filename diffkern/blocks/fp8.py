@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import plain_linear, run_layer
-from diffkern.ops import activation_fp8, linear_fp8
+from diffkern.ops import activation_fp8
+from diffkern.providers.eager.fp8 import multiply_rows
 
 #: Tensor cores take sides that are multiples of this.
 MULTIPLE = 16
@@ -45,10 +46,11 @@ class Rows(NamedTuple):
 
 def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a linear layer can be computed in 8 bits: torch's own, with sides that tensor cores take."""
-    return plain_linear(layer, device, dtype) and all(
-        side % MULTIPLE == 0
-        for side in layer._parameters["weight"].shape  # type: ignore[union-attr]
-    )
+    if layer is None or not plain_linear(layer, device, dtype):
+        return False
+    weight: Any = layer._parameters["weight"]
+    rows, columns = weight.shape
+    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0  # type: ignore[no-any-return]
 
 
 def as_rows(x: Tensor | Rows, provider: str | None) -> Rows:
@@ -58,13 +60,13 @@ def as_rows(x: Tensor | Rows, provider: str | None) -> Rows:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A weight in 8 bits, and what it was made of, which it does not keep alive."""
+    """A weight in 8 bits, viewed as ``[K, N]``, and what it was made of, which it does not keep alive."""
 
     source: weakref.ref[Tensor]
     version: int | None
     address: int
     generation: int
-    values: Tensor
+    columns: Tensor
     scales: Tensor
     sample: Tensor
 
@@ -95,9 +97,8 @@ class Weights:
         if copy is None or not copy.is_of(weight):
             copy = self._copies[name] = _copied(weight)
             self._made += 1
-        return linear_fp8(
-            x.values, x.scales, copy.values, copy.scales, layer._parameters["bias"], out_dtype=weight.dtype
-        )
+        # Not linear_fp8, whose checks take half as long as the rest: nothing here has a gradient or is traced.
+        return multiply_rows(x.values, x.scales, copy.columns, copy.scales, layer._parameters["bias"], weight.dtype)
 
     def compare(self) -> bool | None:
         """Whether the last comparison found a change, None if that is not known yet; asks for the next one."""
@@ -216,7 +217,8 @@ def _copied(weight: Tensor) -> _Copy:
     # Signs first: what another thread writes into the weight meanwhile must show.
     signs = version(weight), weight.data_ptr(), _watch.generation
     sample = _bits(weight).clone()
-    return _Copy(weakref.ref(weight), *signs, *activation_fp8(weight.detach()), sample)
+    values, scales = activation_fp8(weight.detach())
+    return _Copy(weakref.ref(weight), *signs, values.t(), scales.t(), sample)
 
 
 def _bits(weight: Tensor) -> Tensor:

@@ -108,10 +108,9 @@ def _dispatched(
             mask = attention.prepare_attention_mask(mask, length, batch)
             mask = mask.view(batch, heads, -1, mask.shape[-1])
     y: Tensor = dispatch(
-        # Views: unflatten is a Python function, and takes four times as long.
-        query.view(*query.shape[:2], heads, query.shape[-1] // heads),
-        key.view(*key.shape[:2], heads, key.shape[-1] // heads),
-        value.view(*value.shape[:2], heads, value.shape[-1] // heads),
+        _by_head(query, heads),
+        _by_head(key, heads),
+        _by_head(value, heads),
         attn_mask=mask,
         dropout_p=0.0,
         is_causal=False,
@@ -119,6 +118,12 @@ def _dispatched(
         parallel_config=processor._parallel_config,
     )
     return y.flatten(2, 3).to(query.dtype)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Views ``[B, S, heads * D]`` as ``[B, S, heads, D]``; unflatten, a Python function, takes four times as long."""
+    batch, tokens, width = x.shape
+    return x.view(batch, tokens, heads, width // heads)
 
 
 def project_out(attention: Any, y: Any, run: Run = run_named) -> Tensor:

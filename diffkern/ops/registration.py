@@ -31,7 +31,7 @@ PLAIN = "{}_plain"
 #: Remembered ways, beyond which they are found anew: options such as a length of text may have any value.
 _MOST_WAYS = 4096
 
-#: Classes of operands that a remembered way may be taken with.
+#: Classes of operands from which a way is remembered. It may be taken with subclasses: torch hands those the call.
 _PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter, type(None), list, tuple, int})
 
 #: Of the arguments that have or name a dtype, those that no kernel computes in.
@@ -48,12 +48,14 @@ _ops: dict[str, Op] = {}
 class Op:
     """One op: what torch knows it by, and how a call of the public function reaches a kernel.
 
-    A call has *operands*, which go to the kernel as they are, and of which the first is the tensor that decides where
-    it runs; *options*; and the name of a provider, or None. The first call of a kind goes the long way: it is checked,
-    and given to the kernel that the registry chooses. If that is an op of torch, as the compiled kernels are, the way
-    is remembered. Such a kernel looks at shapes, dtypes and devices itself, so the next call goes straight there,
+    A call has *operands*, which go to the kernel as they are (a list where its schema has one: torch would take a
+    tensor for a list of its rows), and of which the first is the tensor that decides where it runs; *options*; and the
+    name of a provider, or None. The first call of a kind goes the long way: it is checked, and given to the kernel that
+    the registry chooses. If that is an op of torch, as the compiled kernels are, the way is remembered. Such a kernel
+    looks at shapes, dtypes and devices itself, and whether it was given tensors, so the next call goes straight there,
     without the arguments at the end that have their default. What it refuses goes the long way again, which finds
-    another provider, or says what is wrong in the words of the public function.
+    another provider, or says what is wrong in the words of the public function. Functions of Python, such as those that
+    launch Triton kernels, look at little: a call that remembers one is checked as before.
 
     A graph of ``torch.compile`` holds the op of whoever computes it, unless a gradient is wanted: then it holds
     :attr:`op`, which has one. Exported programs hold :attr:`op` too, and choose where they run.
@@ -86,7 +88,8 @@ class Op:
         self._seen_through = traced
         self._of_kernels: dict[Kernel, OpOverload] = {}
         signature, default = SIGNATURES[name], "=None"
-        if "[]" in signature:
+        self._takes_lists = "[]" in signature
+        if self._takes_lists:
             # Torch wants the gradients of an op with lists in exactly the structure of its arguments.
             signature, default = without_defaults(signature), ""
         signature = signature.replace(") ->", f", str? provider{default}) ->")
@@ -94,6 +97,7 @@ class Op:
         torch.library.register_autograd(self.op._schema.name, backward, setup_context=setup_context)
         self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
         arguments = schema(name).arguments
+        self._tensors_at = [index for index, argument in enumerate(arguments) if "Tensor" in str(argument.real_type)]
         self._optional = tuple(argument.default_value for argument in arguments if argument.has_default_value())
         self._computed_in = [
             index
@@ -114,7 +118,10 @@ class Op:
         if not _is_traced():
             x = operands[0]
             if type(x) is Tensor:
-                key = (self, options, provider, override(), x.device, x.dtype, *map(type, operands))
+                given = len(operands)
+                while operands[given - 1] is None:
+                    given -= 1
+                key = (self, options, provider, override(), x.device, x.dtype, given)
                 try:
                     way = remembered.get(key)
                 except TypeError:  # an option is a list, for example, and has no hash
@@ -126,10 +133,15 @@ class Op:
                     and not (_grad_is_enabled() and _wants_gradient(operands))
                 ):
                     kernel, count, rest = way
-                    try:
-                        return kernel(*operands[:count], *rest) if rest else kernel(*operands[:count])
-                    except RuntimeError:
-                        pass  # the long way says it better
+                    if count:
+                        try:
+                            return kernel(*operands[:count], *rest) if rest else kernel(*operands[:count])
+                        except RuntimeError:
+                            pass  # the long way says it better
+                    else:
+                        args = self._prepare(*operands, *options)
+                        if self._are_of(args, rest):
+                            return kernel(*args)
         return self.call_the_long_way(operands, options, provider, key)
 
     def call_the_long_way(
@@ -139,11 +151,11 @@ class Op:
         args = self._prepare(*operands, *options)
         if _is_traced():
             return self._call_traced(args, provider)
-        if _needs_torch(args):
+        if self._needs_torch(args):
             return self.op(*args, provider)
         kernel = kernel_for(self._name, args[0].device, provider, *self._dtypes(args))
         result = kernel(*args)
-        if key is not None and isinstance(kernel, OpOverload):
+        if key is not None:
             self._remember(key, kernel, operands, args)
         return result
 
@@ -172,16 +184,38 @@ class Op:
             self._of_kernels[kernel] = _define(f"{self._name}_by_{who}", signature, kernel, self._fake)
         return self._of_kernels[kernel]
 
-    def _remember(self, key: Hashable, kernel: OpOverload, operands: tuple[Any, ...], args: tuple[Any, ...]) -> None:
-        if not all(type(given) in _PLAIN_CLASSES and given is arg for given, arg in zip(operands, args, strict=False)):
-            return  # it was changed on the way, or is of a class of somebody else's
-        needed = self._needed(args)
-        shortest = _shortest(kernel, needed)
-        if not all(argument.has_default_value() for argument in shortest._schema.arguments[needed:]):
-            needed = len(args)  # a build from before they had defaults
+    def _remember(self, key: Hashable, kernel: Kernel, operands: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+        """Remembers the kernel, how many operands it takes, and the arguments after them.
+
+        For a function, no operands, and the dtypes of the tensors that it was chosen for.
+        """
+        way: tuple[Kernel, int, tuple[Any, ...]]
+        if not isinstance(kernel, OpOverload):
+            if self._takes_lists or remembered.get(key, (None, 0))[1]:
+                return  # the compiled kernel that refused this call is the shorter way for others
+            way = kernel, 0, tuple([_dtype_of(args[index]) for index in self._tensors_at])
+        elif all(type(given) in _PLAIN_CLASSES and given is arg for given, arg in zip(operands, args, strict=False)):
+            needed = self._needed(args)
+            shortest = _shortest(kernel, needed)
+            if not all(argument.has_default_value() for argument in shortest._schema.arguments[needed:]):
+                needed = len(args)  # a build from before they had defaults
+            way = shortest._op, min(len(operands), needed), args[len(operands) : needed]
+        else:
+            return  # an operand was changed on the way, or is of a class of somebody else's
         if len(remembered) >= _MOST_WAYS:
             remembered.clear()
-        remembered[key] = shortest._op, min(len(operands), needed), args[len(operands) : needed]
+        remembered[key] = way
+
+    def _are_of(self, args: Sequence[Any], dtypes: Sequence[torch.dtype | None]) -> bool:
+        """Whether the tensors are of these dtypes, and their memory holds the values themselves."""
+        for index, dtype in zip(self._tensors_at, dtypes, strict=True):
+            given = args[index]
+            if given is None:
+                if dtype is not None:
+                    return False
+            elif given.dtype is not dtype or given.is_neg():
+                return False
+        return True
 
     def _needed(self, args: tuple[Any, ...]) -> int:
         """How many arguments there are without those at the end that have their default."""
@@ -202,6 +236,30 @@ class Op:
                 return getattr(getattr(torch.ops, namespace), name).default(*args[:count])
         return self.op(*args, provider)
 
+    def _needs_torch(self, args: Sequence[Any]) -> bool:
+        """Whether a call must go through the registered op and not straight to the provider's kernel.
+
+        It must where somebody looks at the call instead of running it (tracing, fake tensors), where a gradient is
+        wanted, and where the memory does not hold the values themselves. Under transforms that look into the formula,
+        the direct way leads to plain PyTorch: see :func:`diffkern.providers.registry.kernel_for`.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        if transforms_active():
+            return False
+        if type(args[0]) is not Tensor and type(args[0]) is not torch.nn.Parameter:
+            return True
+        wanted = _grad_is_enabled()
+        for index in self._tensors_at:
+            given = args[index]
+            if given is None:
+                continue
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it.
+                if tensor.is_neg() or (wanted and tensor.requires_grad):
+                    return True
+        return False
+
     def _compute(self, *given: Any) -> Any:
         """What :attr:`op` runs."""
         *args, provider = self._completed(given)
@@ -213,7 +271,8 @@ class Op:
 
     def _dtypes(self, args: Sequence[Any]) -> tuple[torch.dtype | None, ...]:
         """What a kernel computes in, as :meth:`of_provider` takes it."""
-        return tuple([_dtype_of(args[index]) for index in self._computed_in])
+        given = [args[index] for index in self._computed_in]
+        return tuple([value.dtype if type(value) is Tensor else _dtype_of(value) for value in given])
 
 
 def _op_for_graph(
@@ -240,24 +299,6 @@ def _op_for_graph(
 _op_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _needs_torch(args: Sequence[Any]) -> bool:
-    """Whether a call must go through the registered op and not straight to the provider's kernel.
-
-    It must where somebody looks at the call instead of running it (tracing, fake tensors), where a gradient is
-    wanted, and where the memory does not hold the values themselves. Under transforms that look into the formula,
-    the direct way leads to plain PyTorch: see :func:`diffkern.providers.registry.kernel_for`.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    if transforms_active():
-        return False
-    if type(args[0]) is not Tensor and type(args[0]) is not torch.nn.Parameter:
-        return True
-    wanted = _grad_is_enabled()
-    # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it.
-    return any([tensor.is_neg() or (wanted and tensor.requires_grad) for tensor in _tensors(args)])
-
-
 def _wants_gradient(values: Sequence[Any]) -> bool:
     return any([tensor.requires_grad for tensor in _tensors(values)])
 
@@ -275,6 +316,8 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 def _dtype_of(value: Any) -> torch.dtype | None:
     """The dtype of a tensor, or of those in a list, or the one that an argument names; else None."""
+    if value is None:
+        return None
     if isinstance(value, Tensor):
         return value.dtype
     if isinstance(value, (list, tuple)):

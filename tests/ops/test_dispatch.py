@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,21 +103,23 @@ def test_the_remembered_way_gives_what_the_long_one_gave(call: str, device: str)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_compiled_kernels_are_called_directly_and_others_are_not(
-    call: str, device: str, monkeypatch: pytest.MonkeyPatch
+def test_compiled_kernels_are_called_directly_and_functions_after_the_checks(
+    call: str, provider: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    CALLS[call](lambda t: t.to(device))
-    (op,) = {op for op, *_ in registry._kernels}
-    compiled = select(op, torch.device(device), (torch.float32,)).provider == "compiled"
-    assert len(registry.remembered) == compiled
-    prepared: list[str] = []
-    monkeypatch.setattr(
-        registration.Op,
-        "call_the_long_way",
-        lambda self, *args: prepared.append(self._name),  # type: ignore[misc]
-    )
-    CALLS[call](lambda t: t.to(device))
-    assert prepared == ([] if compiled else [op])
+    with use_provider(provider):
+        try:
+            CALLS[call](lambda t: t.to(device))
+        except NoProviderError as error:
+            pytest.skip(str(error))
+        ((op, *_),) = registry._kernels
+        directly = isinstance(select(str(op), torch.device(device), (torch.float32,)).kernel, OpOverload)
+        remembers = directly or "[]" not in SIGNATURES[str(op)]
+        assert len(registry.remembered) == remembers
+        seen: list[str] = []
+        for step in ("call_the_long_way", "_are_of"):
+            monkeypatch.setattr(registration.Op, step, lambda self, *args, step=step: seen.append(step) or True)
+        CALLS[call](lambda t: t.to(device))
+    assert seen == ([] if directly else ["_are_of"] if remembers else ["call_the_long_way"])
 
 
 @pytest.mark.parametrize("op", SIGNATURES)
@@ -187,8 +190,11 @@ def test_both_a_grid_and_coordinates_are_refused_also_on_the_remembered_way(devi
 def test_a_dtype_that_the_remembered_kernel_has_not_goes_elsewhere(device: str) -> None:
     x, scale, shift = X.to(device), SCALE.to(device), SHIFT.to(device)
     ops.norm_modulate(x, scale, shift)
+    ways = dict(registry.remembered)
     y = ops.norm_modulate(x, scale.double(), shift)
     assert y.dtype == torch.float64
+    if any(count for _, count, _ in ways.values()):
+        assert registry.remembered == ways
     with use_provider("eager"):
         assert torch.equal(y, ops.norm_modulate(x, scale.double(), shift))
     half = ops.norm_modulate(x, scale.bfloat16(), shift.bfloat16())
@@ -199,6 +205,69 @@ def test_a_parameter_of_several_dimensions_is_flattened_also_on_the_remembered_w
     x, weight = IMAGE.to(device), torch.ones(3, 4, device=device)
     flat = ops.layer_norm(x.flatten(-2), weight.flatten())
     assert torch.equal(ops.layer_norm(x, weight), flat.view(x.shape))
+
+
+def test_a_way_is_that_of_the_operands_that_are_given(device: str) -> None:
+    x, scale, shift, weight = (t.to(device) for t in (X, SCALE, SHIFT, WEIGHT))
+    axes, (cos, sin) = _axes(lambda t: t.to(device)), (COS.to(device), SIN.to(device))
+    q = HEADS.to(device)
+    calls: list[Callable[[], Result]] = [
+        *(lambda given=given: ops.norm_modulate(x, *given) for given in _some_of(scale, shift, weight, weight)),
+        *(lambda given=given: ops.gate_residual_norm_modulate(x, x, *given) for given in _some_of(scale, scale, shift)),
+        *(lambda given=given: ops.rms_norm(x, *given) for given in _some_of(weight, weight)),
+        lambda: ops.qk_norm_rope(q, q, None, None, *axes, grid=(2, 3)),
+        lambda: ops.qk_norm_rope(q, q, None, None, cos, sin),
+    ]
+    with use_provider("eager"):
+        expected = [_all(call()) for call in calls]
+    for _ in range(3):
+        for call, reference in zip(calls, expected, strict=True):
+            for ours, theirs in zip(_all(call()), reference, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def _some_of(*tensors: Tensor) -> list[list[Tensor | None]]:
+    """Every choice of the tensors, None in place of the others."""
+    return [list(chosen) for chosen in itertools.product(*((tensor, None) for tensor in tensors))]
+
+
+def test_a_subclass_among_the_operands_is_handed_the_call_also_on_the_remembered_way(device: str) -> None:
+    x, scale, shift = X.to(device), SCALE.to(device), SHIFT.to(device)
+    expected = ops.norm_modulate(x, scale, shift)
+    for _ in range(2):
+        y = ops.norm_modulate(x, scale.as_subclass(_Theirs), shift)
+        assert type(y) is _Theirs and torch.equal(y.as_subclass(Tensor), expected)
+    assert type(ops.norm_modulate(x, scale, shift)) is Tensor
+
+
+class _Theirs(Tensor):
+    """A tensor of somebody else's."""
+
+
+def test_a_remembered_function_is_checked_and_is_for_dtypes(provider: str, device: str) -> None:
+    x, weight, scale = X.to(device), WEIGHT.to(device), SCALE.to(device)
+    with use_provider(provider):
+        ops.norm_modulate(x, scale, None, weight)
+        with pytest.raises(ValueError, match="weight has shape \\(7,\\), but 32 elements"):
+            ops.norm_modulate(x, scale, None, weight[:7])
+        lazy = torch.complex(torch.zeros_like(scale), scale).conj().imag
+        torch.testing.assert_close(ops.norm_modulate(x, lazy, None, weight), ops.norm_modulate(x, -scale, None, weight))
+        if provider == "eager":
+            assert ops.norm_modulate(x, scale.double(), None, weight).dtype == torch.float64
+        else:
+            with pytest.raises(NoProviderError, match="float64"):
+                ops.norm_modulate(x, scale.double(), None, weight)
+        leaf = weight.clone().requires_grad_()
+        ops.norm_modulate(x, scale, None, leaf).sum().backward()
+        assert leaf.grad is not None
+
+
+def test_what_is_no_tensor_is_refused_also_on_the_remembered_way(device: str) -> None:
+    x, scale = X.to(device), SCALE.to(device)
+    ops.norm_modulate(x, scale)
+    for wrong in (0.5, 1, [0.5] * D, "scale"):
+        with pytest.raises(AttributeError, match="has no attribute"):
+            ops.norm_modulate(x, wrong)  # type: ignore[arg-type]
 
 
 def test_an_option_without_a_hash_takes_the_long_way(device: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffkern.ops import activation_fp8, gate_residual_norm_modulate_fp8, linear_fp8, norm_modulate_fp8
 from diffkern.ops.contract import table
+from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from tests.ops.reference import INTERPRETED, poisoned_allocations, relative_error
 
 #: Half a unit of three binary digits after the point.
@@ -93,6 +94,23 @@ def test_activations(function: str, dtype: torch.dtype, provider: str, device: s
         check_rows(*rows, formulas[function](x.double()))
 
 
+def test_tensors_that_differ_in_nothing_but_dtype_address_or_eps(provider: str, device: str) -> None:
+    """A launch is taken for the last one only if the kernel is the same."""
+    memory = random(2 * 5 * 64 + 8, device=device)
+    for dtype, offset, eps in (
+        *((torch.bfloat16, offset, 1e-6) for offset in (0, 1, 8, 0)),
+        *((dtype, 0, eps) for dtype in (torch.float32, torch.float16, torch.bfloat16) for eps in (1.0, 1)),
+    ):
+        x = memory.to(dtype)[offset : offset + 2 * 5 * 64].view(2, 5, 64)
+        check_rows(*activation_fp8(x, provider=provider), x.double())
+        normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
+        check_rows(*norm_modulate_fp8(x, eps=eps, provider=provider), normed)
+        new, *rows = gate_residual_norm_modulate_fp8(x, x, eps=eps, provider=provider)
+        assert torch.equal(new, x + x)
+        normed = new.double() * torch.rsqrt(new.double().square().mean(-1, keepdim=True) + eps)
+        check_rows(*rows, normed)
+
+
 @pytest.mark.sanitize
 def test_rows_of_zeros_of_nan_and_of_nothing(provider: str, device: str) -> None:
     x = random(4, 32, device=device)
@@ -119,6 +137,21 @@ def test_products(dtype: torch.dtype, device: str) -> None:
         assert relative_error(y, truth if b is None else truth + b.double()) <= 1e-2
     # What rounding to 8 bits costs: 3.7 % of a product of random numbers.
     assert relative_error(y, x.double() @ weight.double().t()) <= 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2048, 8192])
+@pytest.mark.parametrize("signs", ["both", "one"])
+def test_long_sums_of_tensor_cores_stay_within_the_bound(width: int, signs: str, device: str) -> None:
+    """Where all terms have one sign the sum grows steadily, and each addition to it is rounded the same way."""
+    if fp8_unavailable_reason(torch.device(device)) is not None:
+        pytest.skip("this GPU has no numbers of 8 bits")
+    x, weight = random(512, width, device=device, seed=1), random(256, width, device=device, seed=2)
+    if signs == "one":
+        x, weight = x.abs(), weight.abs()
+    rows, of_weight = activation_fp8(x, provider="eager"), activation_fp8(weight, provider="eager")
+    truth = (rows[0].double() * rows[1].double()) @ (of_weight[0].double() * of_weight[1].double()).t()
+    assert relative_error(linear_fp8(*rows, *of_weight), truth) <= 1e-2
 
 
 def test_products_of_a_single_row_and_of_none(device: str) -> None:

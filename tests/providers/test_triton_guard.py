@@ -80,8 +80,10 @@ def test_dk35_the_guard_makes_the_second_gpu_the_current_one(monkeypatch: pytest
             entered.append("left")
 
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with device_guard(torch.device("cuda:1")):
         assert entered == [torch.device("cuda:1")]
     assert entered == [torch.device("cuda:1"), "left"]
-    with device_guard(CPU):
-        assert len(entered) == 2
+    for current in (torch.device("cuda:0"), CPU):
+        with device_guard(current):
+            assert len(entered) == 2

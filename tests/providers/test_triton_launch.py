@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -77,3 +79,42 @@ def test_dk17_offsets_beyond_32_bits_survive_planning(triton: ModuleType) -> Non
     assert launch is not None
     assert launch.geometry == (512, 2, 1, 1, 2**31, 0, 0, 1, 512, 0, 0, 1)
     assert launch.grid == (1,)
+
+
+class _Kernel:
+    """A kernel as :func:`launch` sees one: asked for a grid, it launches, and gives what was compiled for that."""
+
+    def __init__(self) -> None:
+        self.compiled: list[list[tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            self.compiled.append(launches := [(grid, options, *args)])
+            return _Compiled(launches)
+
+        return run
+
+
+class _Compiled:
+    def __init__(self, launches: list[tuple[Any, ...]]) -> None:
+        self._launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self._launches.append((grid, *args))
+
+
+def test_a_compiled_kernel_is_called_again_with_tensors_of_its_kind_and_with_no_others(triton: ModuleType) -> None:
+    from diffkern.providers.triton.launching import Plan, launch
+
+    kernel, plan = _Kernel(), Plan((7,), (3, 0.5, True), {"num_warps": 2})
+    memory = torch.zeros(64)
+    aligned, other, half = memory[:8], memory[8:16], memory[:8].half()
+    for tensors in ((aligned, None), (other, None), (memory[1:9], None), (half, None), (aligned, other)):
+        launch(plan, kernel, tensors, torch.device("cpu"))
+    first, unaligned, halves, two = kernel.compiled
+    (grid, options, x, nothing, *rest), (again, *args) = first
+    assert (grid, options, rest) == ((7,), {"num_warps": 2}, [3, 0.5, True]) and x is aligned and nothing is None
+    assert again == (7, 1, 1) and args[0] is other and args[1:] == [None, 3, 0.5, True]
+    assert [len(launches) for launches in (unaligned, halves, two)] == [1, 1, 1]
+    launch(plan, kernel, (aligned, None), torch.device("meta"))
+    assert len(kernel.compiled) == 5

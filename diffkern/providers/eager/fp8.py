@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -53,17 +55,26 @@ def linear_fp8(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Computes :func:`diffkern.ops.linear_fp8`: in hardware, or on the numbers that the bytes stand for."""
-    rows, scales = torch.atleast_2d(x).flatten(0, -2), torch.atleast_2d(x_scale).flatten(0, -2)
-    if x.numel() > 0 and out_dtype == torch.bfloat16 and fp8_unavailable_reason(x.device) is None:
-        y = torch._scaled_mm(
-            rows, weight.t(), scales, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=True
-        )
+    return multiply_rows(x, x_scale, weight.t(), weight_scale.t(), bias, out_dtype)
+
+
+def multiply_rows(
+    x: Tensor, x_scale: Tensor, columns: Tensor, column_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """:func:`linear_fp8` of a weight as ``[K, N]`` with scales ``[1, N]``, for whoever keeps these views of it."""
+    *leading, width = x.shape
+    if len(leading) != 1:
+        x_scale = x_scale.reshape(-1, 1)
+        x = x.reshape(x_scale.shape[0], width)
+    if out_dtype is torch.bfloat16 and fp8_unavailable_reason(x.device) is None and x.numel() > 0:
+        y = torch._scaled_mm(x, columns, x_scale, column_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=True)
     else:
-        y = (rows.float() * scales) @ (weight.float() * weight_scale).t()
+        y = (x.float() * x_scale) @ (columns.float() * column_scale)
         y = (y if bias is None else y + bias.float()).to(out_dtype)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return y if len(leading) == 1 else y.view(*leading, y.shape[-1])
 
 
+@cache
 def fp8_unavailable_reason(device: torch.device) -> str | None:
     """Returns why the hardware of ``device`` has no numbers in e4m3 that torch multiplies, or None."""
     if device.type != "cuda" or torch.version.hip:

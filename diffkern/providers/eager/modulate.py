@@ -5,7 +5,9 @@ With ``round_each`` these are the chains that models write, op for op; without i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,13 +113,7 @@ def modulated_shape(shape: torch.Size, scale: Tensor | None, shift: Tensor | Non
     Raises:
         RuntimeError: the shapes cannot be broadcast, or a norm is asked for over a dimension that is.
     """
-    shapes = [operand.shape for operand in (scale, shift) if operand is not None]
-    result: torch.Size = torch.broadcast_shapes(shape, *shapes)
-    if norm != NO_NORM and result[-1] != shape[-1]:
-        raise RuntimeError(
-            f"the norm is over a last dimension of size {shape[-1]}, and the modulation has size {result[-1]} there"
-        )
-    return result
+    return _modulated_shape(norm, shape, *[operand.shape for operand in (scale, shift) if operand is not None])
 
 
 def gated_shape(residual: Tensor, x: Tensor, gate: Tensor | None, *modulation: Tensor | None) -> torch.Size:
@@ -126,12 +122,40 @@ def gated_shape(residual: Tensor, x: Tensor, gate: Tensor | None, *modulation: T
     Raises:
         RuntimeError: it does not, or the shapes of the gated residual do not.
     """
-    shapes = [operand.shape for operand in (residual, x, gate) if operand is not None]
-    result: torch.Size = torch.broadcast_shapes(*shapes)
-    for operand in modulation:
-        if operand is not None and torch.broadcast_shapes(result, operand.shape) != result:
+    sum_of = (residual.shape, x.shape) if gate is None else (residual.shape, x.shape, gate.shape)
+    return _gated_shape(sum_of, *[operand.shape for operand in modulation if operand is not None])
+
+
+def _remembered(rule: Callable[..., torch.Size]) -> Callable[..., torch.Size]:
+    """A rule of shapes, found once: ``torch.broadcast_shapes`` takes longer than a kernel."""
+    known = lru_cache(maxsize=4096)(rule)
+
+    def remembered(*given: Any) -> torch.Size:
+        try:
+            return known(*given)
+        except TypeError:  # the sizes of a traced graph are symbols, which have no hash
+            return rule(*given)
+
+    return remembered
+
+
+@_remembered
+def _modulated_shape(norm: int, shape: torch.Size, *modulation: torch.Size) -> torch.Size:
+    result: torch.Size = torch.broadcast_shapes(shape, *modulation)
+    if norm != NO_NORM and result[-1] != shape[-1]:
+        raise RuntimeError(
+            f"the norm is over a last dimension of size {shape[-1]}, and the modulation has size {result[-1]} there"
+        )
+    return result
+
+
+@_remembered
+def _gated_shape(sum_of: tuple[torch.Size, ...], *modulation: torch.Size) -> torch.Size:
+    result: torch.Size = torch.broadcast_shapes(*sum_of)
+    for shape in modulation:
+        if torch.broadcast_shapes(result, shape) != result:
             raise RuntimeError(
-                f"a modulation of shape {tuple(operand.shape)} is larger than the residual of shape {tuple(result)}: "
+                f"a modulation of shape {tuple(shape)} is larger than the residual of shape {tuple(result)}: "
                 "call gate_residual and norm_modulate one after the other"
             )
     return result

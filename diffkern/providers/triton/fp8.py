@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.triton.fp8_kernels import activation_fp8_kernel
-from diffkern.providers.triton.launching import device_guard
+from diffkern.providers.triton.launching import Plan, device_guard, launch
+from diffkern.providers.triton.rows import merge_loops
 from diffkern.providers.triton.tiles import choose_tile
 
 
 def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.activation_fp8`."""
-    values, scales = rows_of_8_bits(x.shape, x.device)
-    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x
-    if x.numel():
-        length = rows.shape[1]
-        tile = choose_tile(length, rows_are_neighbours=False)
-        with device_guard(x.device):
-            activation_fp8_kernel[(-(-rows.shape[0] // tile.rows),)](
-                rows, values, scales, rows.shape[0], length, *rows.stride(),
-                function, tile.rows, tile.cols, -(-length // tile.cols), num_warps=tile.num_warps,
-            )  # fmt: skip
+    values, scales = rows_of_8_bits(x, x.shape)
+    if values.numel():
+        plan = _plan(x.shape, x.stride(), function)
+        if plan is None:
+            x = x.contiguous()
+            plan = _plan(x.shape, x.stride(), function)
+            assert plan is not None
+        device = x.device
+        with device_guard(device):
+            launch(plan, activation_fp8_kernel, (x, values, scales), device)
     return values, scales
+
+
+@lru_cache(maxsize=4096)
+def _plan(shape: tuple[int, ...], strides: tuple[int, ...], function: str) -> Plan | None:
+    """Plans the launch for a non-empty input; None if its rows do not lie at equal distances."""
+    length = shape[-1]
+    loops = merge_loops(shape[:-1], [torch.empty(shape, device="meta").stride()[:-1], strides[:-1]])
+    if loops is None or loops.nested:
+        return None
+    rows, (x_row, *_) = loops.sizes[0], loops.strides[1]
+    tile = choose_tile(length, rows_are_neighbours=False)
+    rest = rows, length, x_row, strides[-1], function, tile.rows, tile.cols, -(-length // tile.cols)
+    return Plan((-(-rows // tile.rows),), rest, {"num_warps": tile.num_warps})
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +47,13 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return activation_fp8(x, "identity")
 
 
-def rows_of_8_bits(shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Uninitialised values in e4m3, and the scale of each row."""
-    scales = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device)
-    return torch.empty(tuple(shape), dtype=E4M3, device=device), scales
+def rows_of_8_bits(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Uninitialised values in e4m3 of a shape, and the scale of each row, on the device of ``x``."""
+    return empty(x, shape, E4M3), x.new_empty((*shape[:-1], 1), dtype=torch.float32)
+
+
+def empty(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """``x.new_empty(shape, dtype=dtype)``, in half the time where the shape is that of ``x``."""
+    if x.shape == shape:
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return x.new_empty(shape, dtype=dtype)

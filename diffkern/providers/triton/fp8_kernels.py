@@ -13,15 +13,12 @@ import triton.language as tl
 
 from diffkern.providers.triton.activation_kernels import activate
 
-_LARGEST: tl.constexpr = tl.constexpr(448.0)
-_SMALLEST_PEAK: tl.constexpr = tl.constexpr(1e-12)
-
 
 @triton.jit
 def row_scale(peak):
     """What brings the peak of a row to 448, the largest number of e4m3, and the scale that takes it back."""
-    peak = tl.maximum(peak, _SMALLEST_PEAK)
-    return tl.div_rn(_LARGEST, peak), tl.div_rn(peak, _LARGEST)
+    peak = tl.maximum(peak, 1e-12)
+    return tl.div_rn(448.0, peak), tl.div_rn(peak, 448.0)
 
 
 @triton.jit
