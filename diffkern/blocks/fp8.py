@@ -1,34 +1,29 @@
-"""Linear layers of a block in 8 bits: the copies of their weights, and how it is noticed that one is out of date.
+"""Linear layers of a block in 8 bits, and the copies of their weights.
 
-A copy is made at first use and kept beside the block. It is made anew when the parameter, its version or its address
-is another one. Merging an adapter writes into ``weight.data``, which changes none of the three; so every few calls some
-rows of the weights of one block are compared with what they were, without waiting for the answer. Where they differ a
-warning says so, and all copies are made anew.
+A copy is made at first use and kept beside the block. It is made anew when the weight is another one, or has changed
+(:mod:`diffkern.blocks.watch` says how that is known). Layers that read the same rows share one copy, and are one
+product.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-import warnings
-import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import plain_linear, run_layer
+from diffkern.blocks.watch import Source, Store
 from diffkern.ops import activation_fp8
 from diffkern.providers.eager.fp8 import multiply_rows
 
 #: Tensor cores take sides that are multiples of this.
 MULTIPLE = 16
-#: One row in so many is compared.
-SAMPLED = 64
-#: Calls of blocks between two comparisons.
+#: Calls of a block between two comparisons of its weights.
 EVERY = 16
 
 
@@ -60,89 +55,84 @@ def as_rows(x: Tensor | Rows, provider: str | None) -> Rows:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A weight in 8 bits, viewed as ``[K, N]``, and what it was made of, which it does not keep alive."""
+    """Weights in 8 bits, one below the other, and what they were made of.
 
-    source: weakref.ref[Tensor]
-    version: int | None
-    address: int
-    generation: int
+    Attributes:
+        made_of: The weights, and the biases where several of them are put together.
+        columns: The values as ``[K, N]``.
+        scales: Of the columns, ``[1, N]``.
+        bias: The biases of several layers, put together.
+    """
+
+    made_of: tuple[Source, ...]
     columns: Tensor
     scales: Tensor
-    sample: Tensor
+    bias: Tensor | None
 
-    def is_of(self, weight: Tensor) -> bool:
-        return (
-            self.source() is weight
-            and self.version == version(weight)
-            and self.address == weight.data_ptr()
-            and self.generation == _watch.generation
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        return len(self.made_of) == len(tensors) and all(
+            [source.is_still(tensor) for source, tensor in zip(self.made_of, tensors, strict=True)]
         )
 
 
-class Weights:
+class Weights(Store):
     """The weights of one block in 8 bits."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._copies: dict[str, _Copy] = {}
         self._made = 0
-        self._answer: tuple[Tensor, torch.cuda.Event | None] | None = None
-        _watch.add(self)
+
+    @override
+    def sources(self) -> Iterable[Source]:
+        return [source for copy in tuple(self._copies.values()) for source in copy.made_of]
 
     def run(self, name: str, layer: nn.Module, x: Tensor | Rows) -> Tensor:
         """Calls a layer, which goes by ``name`` in this block, on hidden states in whatever form they have."""
         if not isinstance(x, Rows):
             return run_layer(layer, x)
-        weight: Any = layer._parameters["weight"]
-        copy = self._copies.get(name)
-        if copy is None or not copy.is_of(weight):
-            copy = self._copies[name] = _copied(weight)
-            self._made += 1
+        parameters: Any = layer._parameters
+        weight = parameters["weight"]
+        copy = self._copy(name, [weight], [])
         # Not linear_fp8, whose checks take half as long as the rest: nothing here has a gradient or is traced.
-        return multiply_rows(x.values, x.scales, copy.columns, copy.scales, layer._parameters["bias"], weight.dtype)
+        return multiply_rows(x.values, x.scales, copy.columns, copy.scales, parameters["bias"], weight.dtype)
 
-    def compare(self) -> bool | None:
-        """Whether the last comparison found a change, None if that is not known yet; asks for the next one."""
-        found: bool | None = None
-        answer = self._answer
-        if answer is not None:
-            flag, event = answer
-            if event is not None and not event.query():
-                return None
-            found, self._answer = bool(flag), None
-        current = [
-            (weight, copy.sample)
-            for copy in tuple(self._copies.values())  # other threads add to them
-            if (weight := copy.source()) is not None and copy.is_of(weight)
-        ]
-        if current:
-            differ = torch.stack([(_bits(weight) != sample).any() for weight, sample in current]).any()
-            if differ.is_cuda:
-                flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-                flag.copy_(differ, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(differ.device))
-                self._answer = flag, event
-            else:
-                self._answer = differ, None
-        return found
+    def project(self, children: Mapping[str, Any], x: Rows, context: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of self-attention, whose context is ``x``: parts of the rows of one product."""
+        layers = [children[name]._parameters for name in ("to_q", "to_k", "to_v")]
+        weights, biases = [layer["weight"] for layer in layers], [layer["bias"] for layer in layers]
+        given = [bias for bias in biases if bias is not None]
+        if 0 < len(given) < len(biases):
+            return (
+                self.run("q", children["to_q"], x),
+                self.run("k", children["to_k"], x),
+                self.run("v", children["to_v"], x),
+            )
+        copy = self._copy("to_q, to_k, to_v", weights, given)
+        y = multiply_rows(x.values, x.scales, copy.columns, copy.scales, copy.bias, weights[0].dtype)
+        query, key, value = y.split([weight.shape[0] for weight in weights], -1)
+        return query, key, value
+
+    def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
+        copy = self._copies.get(name)
+        if copy is None or not copy.is_of([*weights, *biases]):
+            copy = self._copies[name] = _copied(weights, biases)
+            self._made += 1
+        return copy
 
     def state(self) -> Hashable:
-        """Is another one as soon as a copy is made, or is out of date by the version of its weight."""
-        sources = [copy.source() for copy in tuple(self._copies.values())]
-        return self._made, tuple(None if weight is None else version(weight) for weight in sources)
-
-    def forget_the_question(self) -> None:
-        """Drops a comparison under way, of copies that are none any more."""
-        self._answer = None
+        """Is another one as soon as a copy is made, or is out of date by the version of what it was made of."""
+        tensors = [source.tensor() for source in self.sources()]
+        return self._made, tuple([None if tensor is None else version(tensor) for tensor in tensors])
 
 
 def weights_of(block: nn.Module) -> Weights:
-    """The weights of a block in 8 bits, made as they are needed. Now and then compares those of some block."""
-    _watch.tick()
+    """The weights of a block in 8 bits, made as they are needed. Now and then they are compared."""
     known = memory(block)
     if "fp8" not in known:
         known["fp8"] = Weights()
     weights: Weights = known["fp8"]
+    weights.tick(EVERY)
     return weights
 
 
@@ -152,78 +142,12 @@ def state_of(block: nn.Module) -> Hashable:
     return None if weights is None else weights.state()
 
 
-def generation() -> int:
-    """How often all copies were thrown away."""
-    return _watch.generation
-
-
-def compare_next() -> None:
-    """Compares the weights of the block whose turn it is; for whoever replays steps without calling the blocks."""
-    _watch.compare_next()
-
-
-class _Watch:
-    """Whose turn it is to be compared, and how often a change was found. Models may run in several threads."""
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self._lock = threading.Lock()
-        self._calls = itertools.count(1)
-        self._stores: weakref.WeakSet[Weights] = weakref.WeakSet()
-        # Weak, too: the copies of a block that is restored are memory to give back at once.
-        self._turns: list[weakref.ref[Weights]] = []
-
-    def add(self, store: Weights) -> None:
-        with self._lock:
-            self._stores.add(store)
-
-    def tick(self) -> None:
-        if next(self._calls) % EVERY == 0:
-            self.compare_next()
-
-    def compare_next(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return
-        store = self._next()
-        if store is None or not store.compare():
-            return
-        with self._lock:
-            self.generation += 1
-            for other in self._stores:
-                other.forget_the_question()
-        warnings.warn(
-            "diffkern: weights changed without a sign, as merging an adapter changes them. Their copies in 8 bits "
-            "are made anew; the last calls still ran with the old ones",
-            stacklevel=2,
-        )
-
-    def _next(self) -> Weights | None:
-        """The one whose turn it is, of those that are still there."""
-        with self._lock:
-            if not self._turns:
-                self._turns = [weakref.ref(store) for store in self._stores]
-            while self._turns:
-                store = self._turns.pop()()
-                if store is not None:
-                    return store
-        return None
-
-
-_watch = _Watch()
-
-
 @torch.no_grad()
-def _copied(weight: Tensor) -> _Copy:
-    # Signs first: what another thread writes into the weight meanwhile must show.
-    signs = version(weight), weight.data_ptr(), _watch.generation
-    sample = _bits(weight).clone()
-    values, scales = activation_fp8(weight.detach())
-    return _Copy(weakref.ref(weight), *signs, values.t(), scales.t(), sample)
-
-
-def _bits(weight: Tensor) -> Tensor:
-    """Some rows of a weight as integers: NaN is equal to itself there."""
-    return weight.detach()[::SAMPLED].view({2: torch.int16, 4: torch.int32}[weight.element_size()])
+def _copied(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
+    made_of = tuple(map(Source.of, (*weights, *biases)))
+    whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+    values, scales = activation_fp8(whole)
+    return _Copy(made_of, values.t(), scales.t(), torch.cat(list(biases)) if biases else None)
 
 
 def gelu_feed_forward(weights: Weights, feed_forward: nn.Module, rows: Rows, provider: str | None) -> Tensor:

@@ -341,7 +341,7 @@ def _attention(
     if weights is None:
         return project_out(attention, attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider))
     rows = as_rows(x, provider)  # of self-attention, whose context is x
-    y = attend(attention, rows, rows, rotation, mask, stock_norms, dispatch, provider, weights.run)
+    y = attend(attention, rows, rows, rotation, mask, stock_norms, dispatch, provider, weights.project)
     return project_out(attention, as_rows(y, provider), weights.run)
 
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 #: Calls a child of an attention module: its name, the layer, its input.
 Run = Callable[[str, nn.Module, Any], Tensor]
 
+#: Computes queries, keys and values from the children of an attention module, what the queries are made of, and what
+#: keys and values are made of.
+Project = Callable[[Mapping[str, Any], Any, Any], tuple[Tensor, Tensor, Tensor]]
+
 #: The tables of the rotation, as keywords of :func:`diffkern.ops.qk_norm_rope`; empty for none.
 Rotation = Mapping[str, Any]
 
@@ -29,9 +33,15 @@ def run_named(name: str, layer: nn.Module, x: Tensor) -> Tensor:
     return run_layer(layer, x)
 
 
+def project_each(children: Mapping[str, Any], x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Calls each projection as it is."""
+    query = run_layer(children["to_q"], x)
+    return query, run_layer(children["to_k"], context), run_layer(children["to_v"], context)
+
+
 def attend(
     attention: Any, x: Any, context: Any, rotation: Rotation, mask: Tensor | None, stock_norms: bool,
-    dispatch: Any, provider: str | None, run: Run = run_named,
+    dispatch: Any, provider: str | None, project: Project = project_each,
 ) -> Tensor:  # fmt: skip
     """Attention of ``x`` to ``context`` as far as the projection of its result, ``[B, S, heads * D]``.
 
@@ -39,18 +49,17 @@ def attend(
 
     Args:
         attention: The attention module.
-        x: What the queries are made of: a tensor, or what ``run`` takes.
+        x: What the queries are made of: a tensor, or what ``project`` takes.
         context: What keys and values are made of, likewise.
         rotation: The tables of the rotation.
         mask: Added to the scores: ``[B, 1, L]`` for all heads and queries, or what the module makes of another.
         stock_norms: Whether the norms of queries and keys are called.
         dispatch: Diffusers' ``dispatch_attention_fn``, as the module of the stock processor has it.
         provider: Who computes the norms and the rotation.
-        run: Calls the projections.
+        project: Computes queries, keys and values.
     """
     heads, children = attention.heads, attention._modules
-    query = run("to_q", children["to_q"], x)
-    key, value = run("to_k", children["to_k"], context), run("to_v", children["to_v"], context)
+    query, key, value = project(children, x, context)
     norm_q, norm_k = children["norm_q"], children["norm_k"]
     if stock_norms:
         query, key = norm_q(query), norm_k(key)

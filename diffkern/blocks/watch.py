@@ -95,10 +95,11 @@ class Store(ABC):
 
     def changed(self) -> bool:
         """Whether a comparison is done and has found a change; asks for one if none is under way."""
-        if self._answer is None:
+        answer = self._answer
+        if answer is None:
             self._ask()
             return False
-        differ, event = self._answer
+        differ, event = answer
         if event is not None and not event.query():
             return False
         self._answer = None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
-from diffkern.blocks import fp8
+from diffkern.blocks import fp8, watch
 from diffkern.blocks.memory import memory
 from diffkern.blocks.pieces import calls_are_watched, untouched
 from diffkern.injection.fusion import Fusion
@@ -134,16 +134,16 @@ class GraphFusion(Fusion):
         known = graphs.pop(signature, None)
         if isinstance(known, _Graph) and known.fingerprint == now:
             graphs[signature] = known
-            fp8.compare_next()
+            watch.compare_next()
             return known.replay(call.tensors)
         if not isinstance(known, _Graph) and known == now:
             captured = _capture(module, call, now)
             graphs[signature] = captured
             return captured.replay(call.tensors)
         # Its first call, or the first after a change: proofs, caches and libraries set themselves up.
-        generation = fp8.generation()
+        generation = watch.generation()
         result = self.stock(module, call)
-        if fp8.generation() == generation:  # else the next call still has copies of weights to make
+        if watch.generation() == generation:  # else the next call still has copies of weights to make
             graphs[signature] = fingerprint(module)
             while len(graphs) > MAX_GRAPHS:
                 graphs.popitem(last=False)
@@ -222,7 +222,7 @@ def hooks_inside(module: nn.Module) -> str | None:
 
 def fingerprint(module: nn.Module) -> Hashable:
     """Everything that a captured step depends on, except the contents of tensors."""
-    facts: list[Hashable] = [fp8.generation()]
+    facts: list[Hashable] = [watch.generation()]
     for child in module.modules():
         state = child.__dict__
         facts.append((id(child), child.training, id(state.get("processor")), _backend(state.get("processor"))))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffkern import inject_optimized_kernels, restore
 from diffkern.bench.measure import relative_error
-from diffkern.blocks import fp8
+from diffkern.blocks import fp8, watch
 from diffkern.blocks.fp8 import EVERY
 from diffkern.blocks.ltx import FP8_ALLOWANCE
 from diffkern.blocks.memory import memory
@@ -160,10 +160,10 @@ def test_weights_with_nan_are_not_taken_for_changed_ones(device: str) -> None:
     inject_optimized_kernels(model, numerics="fp8")
     with torch.no_grad():
         model.transformer_blocks[0].ff.net[2].weight[0, 0] = torch.nan
-    before = fp8.generation()
+    before = watch.generation()
     for _ in range(4 * EVERY):
         output(model, device)
-    assert fp8.generation() == before
+    assert watch.generation() == before
 
 
 def test_with_gradients_enabled_nothing_is_in_8_bits_and_the_report_says_so(device: str) -> None:
@@ -196,6 +196,22 @@ def test_a_compiled_block_runs_as_fast_and_the_report_says_so(device: str) -> No
         report.restore()
         torch._dynamo.reset()
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("without", [[], ["to_k"], ["to_q", "to_k", "to_v"]])
+def test_projections_in_one_product_have_their_biases_as_they_are_now(device: str, without: list[str]) -> None:
+    model = model_on(device, layers=1)
+    attention = model.transformer_blocks[0].attn1
+    for name in without:
+        attention.get_submodule(name).bias = None
+    inject_optimized_kernels(model, numerics="fp8")
+    assert relative_error(output(model, device), in_float64(model, device)) <= 0.06
+    if "to_v" not in without:
+        before = output(model, device)
+        with torch.no_grad():
+            attention.to_v.bias.add_(3.0)
+        after = output(model, device)
+        assert relative_error(after, before) > 0.06 >= relative_error(after, in_float64(model, device))
 
 
 def test_copies_of_a_model_do_not_share_its_copies_of_weights(device: str) -> None:
@@ -244,7 +260,7 @@ def test_a_replaced_weight_is_not_kept(device: str) -> None:
     gc.collect()
     assert weight() is None
     for _ in range(2 * EVERY):
-        fp8.compare_next()
+        watch.compare_next()
     exact = in_float64(model, device)
     assert relative_error(output(model, device), exact) <= 0.06 < relative_error(before, exact)
     report.restore()
@@ -257,7 +273,7 @@ def test_copies_may_be_made_while_another_thread_compares_them(device: str, monk
     weights: fp8.Weights = memory(model.transformer_blocks[0])["fp8"]
     layer = torch.nn.Linear(16, 16, device=device, dtype=torch.bfloat16)
     rows = fp8.as_rows(torch.ones(1, 16, device=device, dtype=torch.bfloat16), None)
-    version, main = fp8.version, threading.current_thread()
+    version, main = watch.version, threading.current_thread()
     names = iter(range(100))
 
     def interrupted(weight: Tensor) -> int | None:
@@ -269,11 +285,11 @@ def test_copies_may_be_made_while_another_thread_compares_them(device: str, monk
         return version(weight)
 
     with monkeypatch.context() as within:
-        within.setattr(fp8, "version", interrupted)
-        assert weights.compare() is None
+        within.setattr(watch, "version", interrupted)
+        assert not weights.changed() and weights.waits()
     if device == "cuda":
         torch.cuda.synchronize()  # until then the answer is under way
-    assert next(names) > 1 and weights.compare() is False
+    assert next(names) > 1 and not weights.changed() and not weights.waits()
     report.restore()
 
 
