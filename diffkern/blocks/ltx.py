@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from diffkern.blocks import fp8
 from diffkern.blocks.fp8 import Rows, Weights, as_rows, fits, weights_of
-from diffkern.blocks.ltx_rope import axial_tables
+from diffkern.blocks.ltx_rope import TracedTables, axial_tables
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
@@ -103,7 +103,7 @@ class LTXBlock(BlockRecipe):
             return "its modulation is not of the dtype and rank of the hidden states"
         if tables is None:
             return None
-        if type(tables) is not tuple or len(tables) != 2:
+        if type(tables) not in (tuple, TracedTables) or len(tables) != 2:
             return "its rotary tables are not a pair"
         for part in tables:
             if type(part) is not Tensor or part.dtype not in KERNEL_DTYPES or part.device != device:
@@ -308,7 +308,7 @@ def _rotation(tables: Tables | None, heads: int) -> Rotation:
     """The tables by axis where that is known, else the full ones."""
     if tables is None:
         return {}
-    axes = None if torch.compiler.is_compiling() else axial_tables(tables)
+    axes = axial_tables(tables)
     if axes is None:
         cos, sin = per_head(tables, heads)
         return {"cos": cos, "sin": sin}
