@@ -140,6 +140,8 @@ class LTXBlock(BlockRecipe):
         block: Any = module
         x, text, temb, tables, mask = call
         steps = self._steps
+        if type(tables) is TracedTables and ("attn1" in stock or not untouched(block, LTXVideoTransformerBlock)):
+            tables.axes = None  # who listens here may write into the tables, and a graph cannot tell
         chained = (
             steps.fuses_norms
             and not torch.compiler.is_compiling()

@@ -52,7 +52,8 @@ class TracedTables(tuple[Tensor, Tensor]):
     """Full tables in a graph of ``torch.compile``: a pair for everybody but the blocks, who find the axes with them.
 
     Attributes:
-        axes: The same tables by axis; None in a pair that somebody else made of this one.
+        axes: The same tables by axis; None in a pair that somebody else made of this one, and once somebody may
+            have written into it.
     """
 
     axes: AxialTables | None = None

@@ -179,7 +179,28 @@ def test_stock_code_takes_the_same_tables(what: str) -> None:
     result = step(torch.compile(model, backend=graphs, fullgraph=True), arguments())
     assert torch.equal(result, step(model, arguments()))
     torch.testing.assert_close(result, stock, rtol=1e-4, atol=1e-5)
-    assert graphs.tables() == [[(3, 5), (4, 5), (5, 5)]] * 2
+    small, full = [(3, 5), (4, 5), (5, 5)], [(2, 60, 4, 8)]
+    assert graphs.tables() == [small, small if what == "block" else full]
+
+
+def _double_tables(module: nn.Module, args: Any, kwargs: dict[str, Any], *result: Any) -> None:
+    kwargs["image_rotary_emb"][0].mul_(2)
+
+
+@pytest.mark.parametrize("path", ["transformer_blocks.1", "transformer_blocks.1.attn1"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_hook_writes_into_the_tables_reaches_the_blocks_after_it(path: str, when: str) -> None:
+    watched, model, graphs = tiny_ltx(layers=3), tiny_ltx(layers=3), Graphs()
+    inject_optimized_kernels(model)
+    for each in (watched, model):
+        module = each.get_submodule(path)
+        hear = module.register_forward_pre_hook if when == "before" else module.register_forward_hook
+        hear(_double_tables, with_kwargs=True)
+    expected = step(watched, arguments())
+    assert not torch.allclose(expected, step(tiny_ltx(layers=3), arguments()), rtol=1e-2, atol=1e-2)
+    result = step(torch.compile(model, backend=graphs, fullgraph=True), arguments())
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1 and len(graphs.tables()[0]) == 3
 
 
 @pytest.mark.parametrize("where", ["before a block", "around the tables"])
