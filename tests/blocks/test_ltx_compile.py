@@ -68,15 +68,15 @@ def test_blocks_read_tables_by_axis_and_one_graph_serves_all_steps() -> None:
     assert len(graphs) == 1 and graphs.tables() == [[(3, 5), (4, 5), (5, 5)]] * 3
 
 
-@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_other_sizes_need_no_more_graphs_than_stock_has(dynamic: bool | None) -> None:
     calls = [arguments(grid, batch) for batch, grid in ((2, (2, 4, 4)), (2, (3, 3, 5)), (2, (1, 7, 3)), (1, (3, 3, 5)))]
-    stock, expected = Graphs(), tiny_ltx()
+    stock, expected = Graphs(), tiny_ltx(layers=1)
     slow = torch.compile(expected, backend=stock, fullgraph=True, dynamic=dynamic)
     for inputs in calls:
         step(slow, inputs)
     torch._dynamo.reset()
-    model, fast, graphs = compiled(layers=2, dynamic=dynamic)
+    model, fast, graphs = compiled(layers=1, dynamic=dynamic)
     for inputs in calls:
         assert torch.equal(step(fast, inputs), step(model, inputs))
         torch.testing.assert_close(step(model, inputs), step(expected, inputs), rtol=1e-4, atol=1e-5)
