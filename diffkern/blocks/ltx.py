@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from diffkern.blocks import fp8
 from diffkern.blocks.fp8 import Rows, Weights, as_rows, fits, weights_of
-from diffkern.blocks.ltx_rope import axial_tables
+from diffkern.blocks.ltx_rope import TracedTables, axial_tables
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
@@ -112,7 +112,7 @@ class LTXBlock(BlockRecipe):
             return "its modulation is not of the dtype and rank of the hidden states"
         if tables is None:
             return None
-        if type(tables) is not tuple or len(tables) != 2:
+        if type(tables) not in (tuple, TracedTables) or len(tables) != 2:
             return "its rotary tables are not a pair"
         for part in tables:
             if type(part) is not Tensor or part.dtype not in KERNEL_DTYPES or part.device != device:
@@ -149,6 +149,8 @@ class LTXBlock(BlockRecipe):
         block: Any = module
         x, text, temb, tables, mask = call
         steps = self._steps
+        if type(tables) is TracedTables and ("attn1" in stock or not untouched(block, LTXVideoTransformerBlock)):
+            tables.axes = None  # who listens here may write into the tables, and a graph cannot tell
         chained = (
             steps.fuses_norms
             and not torch.compiler.is_compiling()
@@ -319,7 +321,7 @@ def _rotation(tables: Tables | None, heads: int) -> Rotation:
     """The tables by axis where that is known, else the full ones."""
     if tables is None:
         return {}
-    axes = None if torch.compiler.is_compiling() else axial_tables(tables)
+    axes = axial_tables(tables)
     if axes is None:
         cos, sin = per_head(tables, heads)
         return {"cos": cos, "sin": sin}

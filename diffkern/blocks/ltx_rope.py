@@ -3,6 +3,9 @@
 Stock, the denoiser builds ``[B, S, D]`` float32 tables of cosines and sines at every step, and every block reads
 them twice. A table is the product of a grid: its columns depend on the frame, on the line or on the column alone.
 Where that holds for the very tables at hand, the blocks read one small table per axis instead.
+
+A graph of ``torch.compile`` cannot look at tables. There the tables by axis are those of three thin grids, one for each
+axis, by the stock formula as well; the full ones are in the graph for whoever reads them, and gone if nobody does.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from diffkern.blocks.memory import memory, version
+from diffkern.blocks.pieces import untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.ops import expand_axes
 
@@ -44,12 +48,25 @@ class AxialTables:
     order = "alternating"
 
 
+class TracedTables(tuple[Tensor, Tensor]):
+    """Full tables in a graph of ``torch.compile``: a pair for everybody but the blocks, who find the axes with them.
+
+    Attributes:
+        axes: The same tables by axis; None in a pair that somebody else made of this one, and once somebody may
+            have written into it.
+    """
+
+    axes: AxialTables | None = None
+
+
 #: Tables of cosines that are known to be products of a grid -> (their version, the sines and theirs, the axes).
 _axial: Any = WeakIdKeyDictionary()
 
 
 def axial_tables(tables: Tables) -> AxialTables | None:
     """Returns the axes of full tables that :data:`RECIPE` made, as long as nobody wrote into them."""
+    if torch.compiler.is_compiling():
+        return tables.axes if type(tables) is TracedTables else None
     known = _axial.get(tables[0])
     if known is None:
         return None
@@ -82,6 +99,8 @@ class LTXRotaryEmbedding(BlockRecipe):
         x, *sizes, scale, coords = call
         if type(x) is not Tensor or x.is_meta or x.ndim < 1:
             return "the hidden states are not a plain tensor with data"
+        if coords is not None and torch.compiler.is_compiling():
+            return None  # nothing is remembered in a graph, and versions cannot be asked for there
         if coords is not None:
             if type(coords) is not Tensor or coords.requires_grad or version(coords) is None:
                 return "its coordinates are not a plain tensor without gradient whose changes torch counts"
@@ -99,7 +118,7 @@ class LTXRotaryEmbedding(BlockRecipe):
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tables:
         owner: Any = module
         if torch.compiler.is_compiling():
-            return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]
+            return _traced(owner, *call)
         x, *rest, coords = call
         bases = (owner.base_num_frames, owner.base_height, owner.base_width, owner.patch_size, owner.patch_size_t)
         key = (x.shape[0], x.device, owner.dim, owner.theta, bases, *rest, None if coords is None else version(coords))
@@ -132,6 +151,33 @@ class LTXRotaryEmbedding(BlockRecipe):
     @override
     def make_plain(self, module: nn.Module) -> None:
         """Nothing: it has no children."""
+
+
+def _traced(owner: Any, x: Tensor, frames: Any, height: Any, width: Any, scale: Any, coords: Tensor | None) -> Tables:
+    """The stock tables in a graph of ``torch.compile``, with their axes where all that is known."""
+    tables: Tables = LTXVideoRotaryPosEmbed.forward(owner, x, frames, height, width, scale, coords)
+    # Who hears of the tables could write into them, which does not show in a graph.
+    if coords is not None or owner.dim % 2 or torch.is_grad_enabled() or not untouched(owner, LTXVideoRotaryPosEmbed):
+        return tables
+    one = x.new_empty(1)
+    thin = [
+        LTXVideoRotaryPosEmbed.forward(owner, one, *sizes, scale)
+        for sizes in ((frames, 1, 1), (1, height, 1), (1, 1, width))
+    ]
+    front = owner.dim % 6
+    cos, sin = (
+        tuple(_computed_once(pair[part][0, :, front + 2 * axis :: 6]) for axis, pair in enumerate(thin))
+        for part in (0, 1)
+    )
+    traced = TracedTables(tables)
+    traced.axes = AxialTables(cos, sin, (frames, height, width), front // 2)
+    return traced
+
+
+def _computed_once(table: Tensor) -> Tensor:
+    """A copy that has memory of its own: Inductor would compute another one for each op that reads it."""
+    table = table.clone(memory_format=torch.contiguous_format)
+    return table.as_strided(table.shape, table.stride())
 
 
 def _versions(tables: Tables) -> tuple[int | None, ...]:

@@ -8,8 +8,9 @@ and which copies of them in 8 bits there are.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,56 @@ _Constant = (type(None), bool, int, float, complex, str, torch.dtype, torch.devi
 
 #: Attributes of a layer with adapters that decide what it computes.
 _ADAPTER_STATE = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
+#: Where the classes are that have no adapters.
+_WITHOUT_ADAPTERS = ("torch.", "diffusers.", "transformers.")
+
+#: Compared with another one; what stands where in it is up to :func:`fingerprint`.
+Fingerprint = tuple[object, ...]
+
+
+class Parts:
+    """The modules of a denoiser and their tensors, as one quick walk finds them before every replay.
+
+    The iterators of :class:`torch.nn.Module` make names, and take as long as a good part of the step itself.
+
+    Attributes:
+        modules: The module itself and all those inside of it, each once.
+        states: Their ``__dict__``.
+        children: The modules in each of them, one after the other: a shared one as often as it is there.
+        suspects: Those inside of it that have a hook or a forward of their own: all others are untouched.
+        tensors: Parameters and buffers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        modules: list[nn.Module] = [module]
+        states: list[dict[str, Any]] = []
+        children: list[nn.Module | None] = []
+        suspects: list[nn.Module] = []
+        tensors: list[Tensor | None] = []
+        found = {module}
+        for part in modules:  # which grows meanwhile
+            state = part.__dict__
+            states.append(state)
+            if state["_modules"]:
+                children += state["_modules"].values()
+                for child in state["_modules"].values():
+                    if child is not None and child not in found:
+                        found.add(child)
+                        modules.append(child)
+            if state["_parameters"]:
+                tensors += state["_parameters"].values()
+            if state["_buffers"]:
+                tensors += state["_buffers"].values()
+            if (
+                "forward" in state
+                or state["_forward_hooks"]
+                or state["_forward_pre_hooks"]
+                or state["_backward_hooks"]
+                or state["_backward_pre_hooks"]
+            ) and part is not module:
+                suspects.append(part)
+        self.modules, self.states, self.children, self.suspects = modules, states, children, suspects
+        self.tensors = [tensor for tensor in tensors if tensor is not None]
 
 
 @dataclass(frozen=True)
@@ -52,7 +103,7 @@ class _Graph:
     inputs: list[Tensor]
     outputs: list[Any]
     spec: TreeSpec
-    fingerprint: Hashable
+    fingerprint: Fingerprint
     kept: list[Any]
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
@@ -64,12 +115,19 @@ class _Graph:
         return tree_unflatten(leaves, self.spec)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
-    """The arguments of a call, flattened."""
+    """The arguments of a call, flattened.
+
+    Attributes:
+        leaves: The arguments.
+        spec: How they were nested.
+        parts: Those of the module that is called, once somebody has looked at them.
+    """
 
     leaves: list[Any]
     spec: TreeSpec
+    parts: Parts | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -121,7 +179,8 @@ class GraphFusion(Fusion):
             return "a CUDA graph is being captured around it"
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cuda"):
             return "autocast is on"
-        return unsafe(module)
+        call.parts = Parts(module)
+        return unsafe(call.parts)
 
     @override
     def stock_pieces(self, module: nn.Module, call: _Call) -> tuple[str, ...]:
@@ -129,8 +188,8 @@ class GraphFusion(Fusion):
 
     @override
     def compute(self, module: nn.Module, call: _Call, provider: str | None, stock: tuple[str, ...]) -> Any:
-        graphs: OrderedDict[Hashable, _Graph | Hashable] = memory(module).setdefault("graphs", OrderedDict())
-        signature, now = call.signature, fingerprint(module)
+        graphs: OrderedDict[Hashable, _Graph | Fingerprint] = memory(module).setdefault("graphs", OrderedDict())
+        signature, now = call.signature, fingerprint(call.parts or Parts(module))
         known = graphs.pop(signature, None)
         if isinstance(known, _Graph) and known.fingerprint == now:
             graphs[signature] = known
@@ -144,7 +203,7 @@ class GraphFusion(Fusion):
         generation = watch.generation()
         result = self.stock(module, call)
         if watch.generation() == generation:  # else the next call still has copies of weights to make
-            graphs[signature] = fingerprint(module)
+            graphs[signature] = fingerprint(Parts(module))
             while len(graphs) > MAX_GRAPHS:
                 graphs.popitem(last=False)
         return result
@@ -195,20 +254,19 @@ class GraphFusion(Fusion):
         return self.stock(module, call)
 
 
-def unsafe(module: nn.Module) -> str | None:
-    """Why steps of ``module`` cannot be replayed as they are now, or None."""
+def unsafe(parts: Parts) -> str | None:
+    """Why steps of a module cannot be replayed as it is now, or None."""
+    module = parts.modules[0]
     if module.training:
         return "it is in training mode"
     if calls_are_watched():
         return "global hooks watch the calls of all modules"
-    hooked = hooks_inside(module)
-    if hooked is not None:
-        return hooked
-    device = None
-    for path, tensor in _tensors(module):
-        if not tensor.is_cuda or (device is not None and tensor.device != device):
-            return f"{path} is not on the GPU with the rest: offloaded weights come and go between replays"
-        device = tensor.device
+    # Names are found, slowly, once there is something to say.
+    if not all(untouched(child, type(child)) for child in parts.suspects):
+        return hooks_inside(module)
+    devices = {tensor.device for tensor in parts.tensors}
+    if len(devices) > 1 or any(device.type != "cuda" for device in devices):
+        return f"{_elsewhere(module)} is not on the GPU with the rest: offloaded weights come and go between replays"
     return None
 
 
@@ -220,21 +278,30 @@ def hooks_inside(module: nn.Module) -> str | None:
     return None
 
 
-def fingerprint(module: nn.Module) -> Hashable:
+def fingerprint(parts: Parts) -> Fingerprint:
     """Everything that a captured step depends on, except the contents of tensors."""
-    facts: list[Hashable] = [watch.generation()]
-    for child in module.modules():
-        state = child.__dict__
-        facts.append((id(child), child.training, id(state.get("processor")), _backend(state.get("processor"))))
-        if ATTRIBUTE in state:
-            facts.append((state[ATTRIBUTE], fp8.state_of(child)))
-        if not type(child).__module__.startswith(("torch.", "diffusers.", "transformers.")):
-            facts.append(tuple(repr(state.get(name)) for name in _ADAPTER_STATE))
-    facts += [tensor.data_ptr() for _, tensor in _tensors(module)]
-    return tuple(facts)
+    modules, states = parts.modules, parts.states
+    adaptable = {cls for cls in set(map(type, modules)) if not cls.__module__.startswith(_WITHOUT_ADAPTERS)}
+    return (
+        watch.generation(),
+        # Addresses alone would not do: once a module is gone, another one may get its address.
+        [weakref.ref(child) for child in modules],
+        [id(child) for child in parts.children],
+        [len(state["_modules"]) for state in states],
+        [state["training"] for state in states],
+        [state.get(ATTRIBUTE) for state in states],
+        [fp8.state_of(child) for child, state in zip(modules, states, strict=True) if ATTRIBUTE in state],
+        [(i, *_processor(state["processor"])) for i, state in enumerate(states) if "processor" in state],
+        [
+            (i, *(repr(states[i].get(name)) for name in _ADAPTER_STATE))
+            for i, child in enumerate(modules if adaptable else ())
+            if type(child) in adaptable
+        ],
+        [tensor.data_ptr() for tensor in parts.tensors],
+    )
 
 
-def _capture(module: nn.Module, call: _Call, now: Hashable) -> _Graph:
+def _capture(module: nn.Module, call: _Call, now: Fingerprint) -> _Graph:
     """Captures one step on copies of the inputs of ``call``."""
     leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.spec)
@@ -246,10 +313,16 @@ def _capture(module: nn.Module, call: _Call, now: Hashable) -> _Graph:
     return _Graph(graph, [leaf for leaf in leaves if isinstance(leaf, Tensor)], outputs, spec, now, kept)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+def _elsewhere(module: nn.Module) -> str:
+    """The path of the first tensor that is on no GPU, or on another one than the first."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return next(path for path, tensor in named if not tensor.is_cuda or tensor.device != named[0][1].device)
 
 
-def _backend(processor: Any) -> str:
-    return repr(getattr(processor, "_attention_backend", None))
+def _processor(processor: Any) -> tuple[Any, ...]:
+    """What a replay depends on of a processor, which itself is kept only where it takes no weak reference."""
+    try:
+        reference = weakref.ref(processor)
+    except TypeError:
+        reference = processor
+    return id(processor), reference, repr(getattr(processor, "_attention_backend", None))

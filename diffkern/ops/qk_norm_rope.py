@@ -244,7 +244,7 @@ def _check_rotation(
     rotated: list[Rotated] = [q, k]
     if heads:
         rotated = [_Heads((*x.shape[:-1], n, x.shape[-1] // n), x) for x, n in ((q, heads), (k, max(heads_k, 1)))]
-    axes = bool(grid) or coords is not None
+    axes = len(grid) > 0 or coords is not None  # torch.compile in torch 2.11 cannot trace bool(grid)
     for tensor in (q, k):
         start, length, dim = resolve_tokens(tensor, tokens, seq_dim, needed=axes)
     for i, x in enumerate(rotated):

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
+from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, plan, restore
-from diffkern.injection.graph_fusion import MAX_GRAPHS, fingerprint, unsafe
+from diffkern.blocks import fp8
+from diffkern.injection import graph_fusion
+from diffkern.injection.graph_fusion import MAX_GRAPHS, Fingerprint, Parts
+from diffkern.ops import activation_fp8
 from tests.injection.models import ltx_inputs, run, tiny_ltx
+
+
+def fingerprint(model: nn.Module) -> Fingerprint:
+    return graph_fusion.fingerprint(Parts(model))
+
+
+def unsafe(model: nn.Module) -> str | None:
+    return graph_fusion.unsafe(Parts(model))
 
 
 def step(model: torch.nn.Module, arguments: dict[str, Any]) -> Tensor:
@@ -47,21 +61,151 @@ def test_hooks_inside_are_refused_at_once() -> None:
 def test_what_makes_a_replay_unsafe() -> None:
     model = tiny_ltx()
     assert "not on the GPU" in (unsafe(model) or "")
+    handle = nn.modules.module.register_module_forward_hook(lambda *call: None)
+    assert unsafe(model) == "global hooks watch the calls of all modules"
+    handle.remove()
     model.train()
     assert unsafe(model) == "it is in training mode"
 
 
-def test_the_fingerprint_sees_what_a_graph_has_written_into_it() -> None:
+def replace_forward(module: nn.Module) -> None:
+    module.forward = lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda module: module.register_forward_hook(lambda *call: None),
+        lambda module: module.register_forward_pre_hook(lambda *call: None),
+        lambda module: module.register_full_backward_hook(lambda *call: None),
+        lambda module: module.register_full_backward_pre_hook(lambda *call: None),
+        replace_forward,
+    ],
+)
+@pytest.mark.parametrize("path", ["transformer_blocks.1", "transformer_blocks.0.attn1.to_out.0", "rope"])
+def test_a_hook_makes_a_replay_unsafe_wherever_it_sits_but_on_the_model_itself(
+    hook: Callable[[nn.Module], object], path: str
+) -> None:
     model = tiny_ltx()
+    inject_optimized_kernels(model)
+    hook(model)
+    assert "not on the GPU" in (unsafe(model) or "")
+    hook(model.get_submodule(path))
+    assert unsafe(model) == f"a hook sits on {path}, and a replay would not call it"
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_tensor_that_is_on_no_gpu_is_named(where: str) -> None:
+    model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(2, affine=False)).to(where).eval()
+    assert (unsafe(model) or "").startswith("1.running_mean is not on the GPU")
+    assert (unsafe(tiny_ltx().to(where)) or "").startswith("scale_shift_table is not on the GPU")
+    assert unsafe(nn.Sequential(nn.Identity()).eval()) is None
+
+
+def test_one_walk_finds_each_module_and_each_tensor() -> None:
+    model = tiny_ltx(layers=3)
+    model.transformer_blocks[2].attn2 = model.transformer_blocks[1].attn2  # shared
+    model.norm_out.register_buffer("offset", torch.zeros(1))
+    model.norm_out.register_module("nothing", None)
+    model.norm_out.register_parameter("none", None)
+    parts = Parts(model)
+    assert set(parts.modules) == set(model.modules()) and len(parts.modules) == len(set(parts.modules))
+    expected = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert {id(tensor) for tensor in parts.tensors} == expected
+
+
+def test_weights_written_in_place_leave_the_fingerprint_as_it_is() -> None:
+    model = tiny_ltx()
+    inject_optimized_kernels(model)
     now = fingerprint(model)
     with torch.no_grad():
         model.proj_in.weight.mul_(2)  # read again at every replay
+    run(model)
     assert fingerprint(model) == now
-    model.transformer_blocks[0].attn1.processor._attention_backend = "flash"
-    other = fingerprint(model)
-    assert other != now
-    model.proj_in.weight.data = model.proj_in.weight.data.clone()
-    assert fingerprint(model) != other
+
+
+def copy_data(tensor: Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "training mode inside": lambda model: model.transformer_blocks[1].ff.net[1].train(),
+    "child added": lambda model: model.transformer_blocks[0].add_module("extra", nn.Identity()),
+    "child removed": lambda model: model.transformer_blocks.__delitem__(1),
+    "child replaced": lambda model: model.transformer_blocks[0].ff.net.__setitem__(1, nn.Dropout(0.0)),
+    "children swapped": lambda model: model.transformer_blocks.__init__(list(model.transformer_blocks)[::-1]),
+    "child shared": lambda model: model.transformer_blocks[1].add_module("attn1", model.transformer_blocks[0].attn1),
+    "child that is there twice": lambda model: model.transformer_blocks.append(model.transformer_blocks[0]),
+    "child moved": lambda model: model.norm_out.add_module("inner", model.__dict__["_modules"].pop("proj_out")),
+    "parameter added": lambda model: model.norm_out.register_parameter("extra", nn.Parameter(torch.ones(1))),
+    "parameter removed": lambda model: model.proj_out.register_parameter("bias", None),
+    "parameter replaced": lambda model: setattr(model.proj_out, "weight", copy.deepcopy(model.proj_out.weight)),
+    "parameter moved": lambda model: copy_data(model.transformer_blocks[1].attn2.norm_k.weight),
+    "buffer added": lambda model: model.norm_out.register_buffer("extra", torch.ones(1)),
+    "buffer replaced": lambda model: setattr(model.norm_out, "offset", torch.zeros(1)),
+    "buffer moved": lambda model: copy_data(model.norm_out.offset),
+    "processor": lambda model: model.transformer_blocks[1].attn1.set_processor(LTXVideoAttnProcessor()),
+    "attention backend": lambda model: setattr(
+        model.transformer_blocks[0].attn1.processor, "_attention_backend", "flash"
+    ),
+    "patch taken off": lambda model: restore(model.transformer_blocks[0].attn1.norm_q),
+    "patch renewed": lambda model: (restore(model.norm_out), inject_optimized_kernels(model.norm_out)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_fingerprint_sees(change: str) -> None:
+    model = tiny_ltx()
+    model.norm_out.register_buffer("offset", torch.zeros(1))
+    inject_optimized_kernels(model)
+    now = fingerprint(model)
+    assert fingerprint(model) == now
+    CHANGES[change](model)
+    assert fingerprint(model) != now
+
+
+def test_the_fingerprint_sees_a_module_at_the_address_of_one_that_is_gone() -> None:
+    model = tiny_ltx(layers=1)
+    net = model.transformer_blocks[0].ff.net
+    now, address = fingerprint(model), id(net[1])
+    net[1] = nn.Identity()
+    others = [nn.Dropout(0.0) for _ in range(1000)]
+    net[1] = next((other for other in others if id(other) == address), others[0])
+    assert fingerprint(model) != now
+
+
+def test_the_fingerprint_sees_adapters_and_what_they_are_set_to() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_ltx()
+    facts = [fingerprint(model)]
+    for name in ("one", "two"):
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights="gaussian"), name)
+        facts.append(fingerprint(model))
+    model.set_adapters("one", 1.0)
+    facts.append(fingerprint(model))
+    model.set_adapters("one", 0.25)
+    facts.append(fingerprint(model))
+    model.disable_adapters()
+    facts.append(fingerprint(model))
+    assert fingerprint(model) == facts[-1]
+    assert all(facts[i] != facts[j] for i in range(len(facts)) for j in range(i))
+
+
+def test_the_fingerprint_sees_copies_in_8_bits() -> None:
+    model = tiny_ltx(layers=1)
+    inject_optimized_kernels(model)
+    block = model.transformer_blocks[0]
+    facts = [fingerprint(model)]
+    weights = fp8.weights_of(block)
+    x = fp8.Rows(*activation_fp8(torch.randn(4, 32)))
+    for name in ("to_q", "to_k"):
+        weights.run(name, block.attn1._modules[name], x)
+        facts.append(fingerprint(model))
+    with torch.no_grad():
+        block.attn1.to_q.weight.mul_(2)
+    facts.append(fingerprint(model))
+    assert fingerprint(model) == facts[-1]
+    assert all(facts[i] != facts[j] for i in range(len(facts)) for j in range(i))
 
 
 def test_the_fingerprint_sees_a_block_that_was_restored_and_injected_otherwise() -> None:
@@ -71,7 +215,8 @@ def test_the_fingerprint_sees_a_block_that_was_restored_and_injected_otherwise()
     restore(model.transformer_blocks[0])
     stock = fingerprint(model)
     inject_optimized_kernels(model, numerics="exact")
-    assert len({fused, stock, fingerprint(model)}) == 3
+    exact = fingerprint(model)
+    assert fused != stock != exact != fused
 
 
 @pytest.mark.gpu
@@ -134,6 +279,19 @@ def test_weights_written_in_place_and_adapters_have_their_effect() -> None:
     model.disable_adapters()
     assert torch.equal(settled(), second)
     report.restore()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", ["transformer_blocks.1.ff.net.2.weight", "norm_out.offset"])
+def test_a_tensor_that_is_not_with_the_rest_is_named(path: str) -> None:
+    model = tiny_ltx()
+    model.norm_out.register_buffer("offset", torch.zeros(1))
+    model.to("cuda")
+    assert unsafe(model) is None
+    owner, _, name = path.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), name)
+    tensor.data = tensor.data.cpu()
+    assert unsafe(model) == (f"{path} is not on the GPU with the rest: offloaded weights come and go between replays")
 
 
 @pytest.mark.gpu
