@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from statistics import median
 
@@ -13,6 +14,9 @@ _FLUSH_BYTES = 256 << 20
 #: Clock cycles that the GPU waits before each timed call, about 0.2 ms: the host is ahead by then, even
 #: with a call that costs it 0.1 ms, so that host time is not measured.
 _HEAD_START = 400_000
+
+#: Calls between two looks at the host's clock.
+_BATCH = 10
 
 
 def time_calls(
@@ -53,16 +57,25 @@ def time_calls(
     return {name: median(start.elapsed_time(end) for start, end in pairs) * 1000 for name, pairs in events.items()}
 
 
-def time_host(call: Callable[[], object], device: torch.device, repetitions: int = 300) -> float:
-    """Returns the host time of one asynchronous call, in microseconds: the median over batches of ten."""
-    import time
+def time_host(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, repetitions: int = 1000
+) -> dict[str, float]:
+    """Times asynchronous calls on the host, and returns the median of each over batches of ten, in microseconds.
 
-    samples = []
-    for _ in range(repetitions // 10):
-        torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        for _ in range(10):
-            call()
-        samples.append((time.perf_counter() - started) / 10)
+    The batches take turns, so that a slower or busier while of the host meets all of them alike.
+
+    Args:
+        calls: What to time, by name.
+        device: Where they run; waited for before each batch.
+        repetitions: How often each call is timed.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repetitions // _BATCH):
+        for name, call in calls.items():
+            torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            for _ in range(_BATCH):
+                call()
+            samples[name].append((time.perf_counter() - started) / _BATCH)
     torch.cuda.synchronize(device)
-    return median(samples) * 1e6
+    return {name: median(times) * 1e6 for name, times in samples.items()}

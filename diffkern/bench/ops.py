@@ -136,7 +136,7 @@ def host_times(device: torch.device) -> dict[str, float]:
     with torch.no_grad():
         for call in calls.values():
             call()
-        return {name: time_host(call, device) for name, call in calls.items()}
+        return time_host(calls, device)
 
 
 def table(results: Sequence[OpResult], title: str) -> Table:

@@ -68,7 +68,7 @@ class LTXBlock(BlockRecipe):
     """
 
     op = "ltx_block"
-    ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
+    ops = ("norm_modulate", "qk_norm_rope", "rms_norm", "gate_residual", "gate_residual_norm_modulate")
     fingerprints = frozenset({"1b0382b484c33ee5"})
     versions = "diffusers 0.42"
 

@@ -61,8 +61,9 @@ def attend(
     heads, children = attention.heads, attention._modules
     query, key, value = project(children, x, context)
     norm_q, norm_k = children["norm_q"], children["norm_k"]
-    if stock_norms:
-        query, key = norm_q(query), norm_k(key)
+    if stock_norms or not rotation:
+        # Without a rotation one by one: a key that is kept must be the same to the bit as one that is not.
+        query, key = _normalised(norm_q, query, stock_norms, provider), _normalised(norm_k, key, stock_norms, provider)
         if rotation:
             query, key = qk_norm_rope(query, key, norm=None, across_heads=heads, provider=provider, **rotation)
     else:
@@ -91,18 +92,19 @@ def attend_to_text(
     """
     children = attention._modules
 
-    def normalised(name: str, x: Tensor) -> Tensor:
-        norm = children[name]
-        if stock_norms:
-            return norm(x)  # type: ignore[no-any-return]
-        return rms_norm(x, norm._parameters["weight"], eps=norm.eps, provider=provider)
-
     def keys_and_values() -> tuple[Tensor, Tensor]:
-        return normalised("norm_k", run_layer(children["to_k"], text)), run_layer(children["to_v"], text)
+        key = run_layer(children["to_k"], text)
+        return _normalised(children["norm_k"], key, stock_norms, provider), run_layer(children["to_v"], text)
 
-    query = normalised("norm_q", run_layer(children["to_q"], x))
+    query = _normalised(children["norm_q"], run_layer(children["to_q"], x), stock_norms, provider)
     key, value = kept.keys_and_values(children, text, keys_and_values)
     return _dispatched(attention, query, key, value, mask, dispatch)
+
+
+def _normalised(norm: Any, x: Tensor, stock: bool, provider: str | None) -> Tensor:
+    if stock:
+        return norm(x)  # type: ignore[no-any-return]
+    return rms_norm(x, norm._parameters["weight"], eps=norm.eps, provider=provider)
 
 
 def _dispatched(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -354,7 +355,7 @@ def test_autocast_runs_stock() -> None:
 
 def test_compiled_blocks_hold_no_break_and_only_the_ops() -> None:
     torch._dynamo.reset()
-    model, targets, graphs = tiny_ltx(layers=3), set(), []
+    model, targets, graphs = tiny_ltx(layers=3), Counter[str](), []
     stock = run(model)
     inject_optimized_kernels(model)
 
@@ -366,9 +367,10 @@ def test_compiled_blocks_hold_no_break_and_only_the_ops() -> None:
     model.compile_repeated_blocks(backend=backend, fullgraph=True)
     torch.testing.assert_close(run(model), stock, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
-    held = {target for target in targets if "diffkern" in target}
+    held = {target: count for target, count in targets.items() if "diffkern" in target}
     assert all(any(f".{op}" in target for target in held) for op in RECIPE.ops)
-    assert not any("rms_norm" in target for target in held)
+    # Of the six norms of a block two are on their own: those of the queries and keys of the attention to the text.
+    assert sum(count for target, count in held.items() if ".rms_norm" in target) == 2
 
 
 @pytest.mark.parametrize("child", ["norm1", "attn1", "attn2.norm_q", "ff"])
