@@ -30,7 +30,8 @@ def test_before_and_after_moving_to_the_gpu(inject_first: bool, dtype: torch.dty
         model.to(device)
     else:
         report = inject_optimized_kernels(model.to(device))
-    providers = {site.provider for site in report.patched if site.op != "ltx_rope"}
+    # What is only remembered is computed by no kernel.
+    providers = {site.provider for site in report.patched if site.op not in ("ltx_rope", "text_projection")}
     assert len(report.patched) == 17 and providers <= {"compiled", "triton"}
     with torch.no_grad():
         stock = twin(**on(device, dtype=dtype))[0]
