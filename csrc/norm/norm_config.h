@@ -5,16 +5,15 @@
 
 namespace diffkern {
 
-// The first that fits is taken. Narrow rows share a wave: with two packets a thread a head of 128 half elements took 1.5
-// to 3.5 % less than with one. From 128 packets on (1024 half elements) a row takes a block: small blocks, with two or
-// three packets a thread, kept an H100 within 2 to 4 % of copy speed, where one wave with 8 or 12 packets a thread,
-// though it needs no barrier, stayed 6 to 17 % behind. Wider rows have five packets a thread: at 5120 half elements
-// an H200 took 4 % less for rms_norm, and 15 % less for layer_norm, than with three.
+// The first that fits is taken. Narrow rows share a wave. From 128 packets on (1024 half elements) a row takes a block:
+// small blocks, with two or three packets a thread, kept an H100 within 2 to 4 % of copy speed, where one wave with 8 or
+// 12 packets a thread, though it needs no barrier, stayed 6 to 17 % behind. Wider rows have five packets a thread: at
+// 5120 half elements three and four were 4 and 1 % slower for rms_norm.
 constexpr RowConfig kRowConfigs[] = {
-    {8, 1, 128}, {8, 2, 128}, {32, 1, 128}, {32, 2, 128},  {32, 4, 128},
-    {0, 2, 128}, {0, 3, 128}, {0, 5, 320},  {0, 8, 1024},
+    {8, 1, 128}, {16, 1, 128}, {32, 1, 128}, {32, 2, 128},  {32, 4, 128},
+    {0, 2, 128}, {0, 3, 128},  {0, 5, 320},  {0, 8, 1024},
 #if defined(DIFFKERN_BENCH)
-    {16, 1, 128}, {0, 1, 256}, {0, 3, 448},
+    {8, 2, 128}, {0, 1, 256}, {0, 3, 448}, {0, 4, 512}, {0, 2, 320}, {0, 7, 96}, {0, 10, 64},
 #endif
 };
 

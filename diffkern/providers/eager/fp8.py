@@ -16,6 +16,11 @@ LARGEST = 448.0
 #: A row whose largest magnitude is below this is divided by what this gives.
 SMALLEST_PEAK = 1e-12
 
+#: Terms of a sum up to which it may stay in the accumulators of the tensor cores, of about 14 bits. Each addition
+#: there rounds towards zero: a sum of K terms of one sign comes out too small by 1.6e-5 K on an H100 (3 % here, 13 %
+#: at 8192), one of both signs is as good as any.
+LONGEST_SHORT_SUM = 2048
+
 #: Compute capability of the first NVIDIA GPUs that multiply e4m3: Ada, then Hopper.
 CAPABILITY = (8, 9)
 
@@ -67,7 +72,8 @@ def multiply_rows(
         x_scale = x_scale.reshape(-1, 1)
         x = x.reshape(x_scale.shape[0], width)
     if out_dtype is torch.bfloat16 and fp8_unavailable_reason(x.device) is None and x.numel() > 0:
-        y = torch._scaled_mm(x, columns, x_scale, column_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=True)
+        short = width <= LONGEST_SHORT_SUM
+        y = torch._scaled_mm(x, columns, x_scale, column_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=short)
     else:
         y = (x.float() * x_scale) @ (columns.float() * column_scale)
         y = (y if bias is None else y + bias.float()).to(out_dtype)
