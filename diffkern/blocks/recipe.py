@@ -22,7 +22,7 @@ _RECIPES = {
         "ltx_rope",
         "diffkern.blocks.ltx_rope",
     ),
-    "diffusers.models.embeddings.PixArtAlphaTextProjection": ("text_projection", "diffkern.blocks.text"),
+    "diffusers.models.embeddings.PixArtAlphaTextProjection": ("caption", "diffkern.blocks.text"),
     "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoResnetBlock3d": (
         "ltx_vae_resnet",
         "diffkern.blocks.ltx_vae.resnet",

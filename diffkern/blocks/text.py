@@ -168,7 +168,7 @@ class _Caption(Store):
 class TextProjection(BlockRecipe):
     """``PixArtAlphaTextProjection``."""
 
-    op = "text_projection"
+    op = "caption"
     ops = ()
     fingerprints = frozenset({"35e6748325cb9cda"})
     versions = "diffusers 0.42"

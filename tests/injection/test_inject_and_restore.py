@@ -49,7 +49,7 @@ def test_counts_on_the_real_ltx_configuration() -> None:
         "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": 1,
         "diffusers.models.embeddings.PixArtAlphaTextProjection": 1,
     }
-    recipes = {"ltx_block", "ltx_rope", "text_projection"}
+    recipes = {"ltx_block", "ltx_rope", "caption"}
     assert {site.op for site in report.patched if site.how == "recipe"} == recipes
     assert {site.how for site in report.patched if site.op not in recipes} == {"table"}
 
