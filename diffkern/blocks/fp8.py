@@ -23,8 +23,6 @@ from diffkern.providers.eager.fp8 import multiply_rows
 
 #: Tensor cores take sides that are multiples of this.
 MULTIPLE = 16
-#: Calls of a block between two comparisons of its weights.
-EVERY = 16
 
 
 class Rows(NamedTuple):
@@ -45,7 +43,10 @@ def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> b
         return False
     weight: Any = layer._parameters["weight"]
     rows, columns = weight.shape
-    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0  # type: ignore[no-any-return]
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return False
+    # Without a count of its writes a copy could not be kept; in a graph there is none.
+    return torch.compiler.is_compiling() or version(weight) is not None
 
 
 def as_rows(x: Tensor | Rows, provider: str | None) -> Rows:
@@ -120,6 +121,11 @@ class Weights(Store):
             self._made += 1
         return copy
 
+    def drop(self, prefix: str) -> None:
+        """Forgets the copies of layers that are not as they were, whose adapters may be merged when they go."""
+        for name in [name for name in self._copies if name.startswith(prefix)]:
+            del self._copies[name]
+
     def state(self) -> Hashable:
         """Is another one as soon as a copy is made, or is out of date by the version of what it was made of."""
         tensors = [source.tensor() for source in self.sources()]
@@ -132,7 +138,7 @@ def weights_of(block: nn.Module) -> Weights:
     if "fp8" not in known:
         known["fp8"] = Weights()
     weights: Weights = known["fp8"]
-    weights.tick(EVERY)
+    weights.tick()
     return weights
 
 

@@ -108,7 +108,8 @@ _ROTATE_HALF = normalised(
 
 def inner_recipe_for(cls: type[nn.Module]) -> InnerRecipe | None:
     """Returns what is fused inside the forward of a class of transformers, or None."""
-    return _recipe(cls.__module__, cls.forward)
+    forward = getattr(cls, "forward", None)  # scripted modules have none
+    return None if forward is None else _recipe(cls.__module__, forward)
 
 
 @cache

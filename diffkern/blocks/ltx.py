@@ -161,6 +161,8 @@ class LTXBlock(BlockRecipe):
         weights = weights_of(block) if steps.in_8_bits and not torch.compiler.is_compiling() else None
         attn1 = weights if weights is not None and "attn1" not in stock and _ATTN1 not in stock else None
         ff = weights if weights is not None and "ff" not in stock and _FF not in stock else None
+        if weights is not None and (attn1 is None or ff is None):
+            weights.drop("to_" if attn1 is None else "ff.")
 
         left = _take(block, x, temb, attn1 is not None) if chained else None
         y = None if left is None else left.y
@@ -302,8 +304,8 @@ def _follower(block: Any, x: Tensor) -> Any | None:
     follower = None if reference is None else reference()
     if follower is None or "norm1" in memory(follower):  # the one left there last time was not taken
         return None
-    # A hook on it may bring its weights only when it is called, on a stream of its own.
-    if not untouched(follower, LTXVideoTransformerBlock):
+    # A hook on it may bring its weights only when it is called, on a stream of its own. A restored one takes nothing.
+    if not untouched(follower, LTXVideoTransformerBlock) or "forward" not in follower.__dict__:
         return None
     table = follower._parameters["scale_shift_table"]
     if not is_weightless(follower._modules["norm1"]) or not plain(table, x.device) or table.dtype != x.dtype:

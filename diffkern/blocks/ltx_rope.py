@@ -119,6 +119,8 @@ class LTXRotaryEmbedding(BlockRecipe):
         owner: Any = module
         if torch.compiler.is_compiling():
             return _traced(owner, *call)
+        if not untouched(owner, LTXVideoRotaryPosEmbed):  # whoever hears of the tables could write into them
+            return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]
         x, *rest, coords = call
         bases = (owner.base_num_frames, owner.base_height, owner.base_width, owner.patch_size, owner.patch_size_t)
         key = (x.shape[0], x.device, owner.dim, owner.theta, bases, *rest, None if coords is None else version(coords))

@@ -67,7 +67,10 @@ def plain_linear(module: nn.Module | None, device: torch.device, dtype: torch.dt
     """
     if not untouched(module, nn.Linear):
         return False
-    weight, bias = module._parameters["weight"], module._parameters["bias"]  # type: ignore[union-attr]
+    parameters: Any = module._parameters  # type: ignore[union-attr]
+    weight, bias = parameters.get("weight"), parameters.get("bias")  # either may have become a plain attribute
+    if "bias" not in parameters:
+        return False
     return (
         plain(weight, device)
         and weight.dtype == dtype  # type: ignore[union-attr]
@@ -79,7 +82,8 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
     """Calls a layer, or does without the cost of a call where it is torch's own, and nobody watches it."""
     if untouched(layer, nn.Linear):
         parameters = layer._parameters
-        return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+        if "weight" in parameters and "bias" in parameters:
+            return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
     if untouched(layer, nn.Dropout) and not layer.training:
         return x
     return layer(x)  # type: ignore[no-any-return]

@@ -159,8 +159,8 @@ def norms_are_plain(children: Mapping[str, Any], device: torch.device) -> bool:
         untouched(norm_q, nn.RMSNorm)
         and untouched(norm_k, nn.RMSNorm)
         and norm_q.eps == norm_k.eps
-        and plain(norm_q._parameters["weight"], device)
-        and plain(norm_k._parameters["weight"], device)
+        and plain(norm_q._parameters.get("weight"), device)
+        and plain(norm_k._parameters.get("weight"), device)
     )
 
 

@@ -6,11 +6,14 @@ weights alone. They are kept while both stay what they were (:mod:`diffkern.bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+from diffusers.models.activations import FP32SiLU
 from diffusers.models.embeddings import PixArtAlphaTextProjection
 from torch import Tensor, nn
 from typing_extensions import override
@@ -20,18 +23,107 @@ from diffkern.blocks.pieces import calls_are_watched, plain_linear, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.watch import Source, Store
 from diffkern.providers import KERNEL_DTYPES
+from diffkern.providers.registry import transforms_active
 
-#: Calls of an attention, and of a projection, between two comparisons: a model has many of the ones, few of the others.
-EVERY, EVERY_PROJECTION = 24, 4
-#: Texts of which a block keeps keys and values: guidance may call it with two in turn.
+#: Texts that are kept: guidance may call a model with two in turn.
 MAX_TEXTS = 2
+
+#: Activations that compute nothing but what their class and ``approximate`` say.
+_ACTIVATIONS = (nn.GELU, nn.SiLU, FP32SiLU)
 
 Pair = tuple[Tensor, Tensor]
 
 
 def counts(tensor: Tensor) -> bool:
-    """Whether torch counts the writes into a tensor, and nobody wants a gradient: what is kept then can be trusted."""
-    return not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and version(tensor) is not None
+    """Whether what is computed from ``tensor`` may be kept: torch counts its writes, and nobody looks at the call."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and version(tensor) is not None
+        and not transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Projected:
+    """A caption that was projected.
+
+    Attributes:
+        made_of: The caption, the weights, and the result, which others are given.
+        activation: What is between the two layers.
+        states: The result. It is kept, so that no other tensor can have its address.
+        written: How often that had been written.
+    """
+
+    made_of: tuple[Source, ...]
+    activation: Hashable
+    states: Tensor
+    written: int
+
+    def holds(self, activation: Hashable, weights: Sequence[Tensor]) -> bool:
+        """Whether nothing but the caption could be another one now."""
+        tensors = [*weights, self.states]
+        return (
+            self.activation == activation
+            and self.written == version(self.states)
+            and len(self.made_of) == 1 + len(tensors)
+            and all(map(Source.is_still, self.made_of[1:], tensors))
+        )
+
+    def gives(self, states: Tensor) -> bool:
+        """Whether these states are the result, as it was made, maybe by another view of the same shape."""
+        own = self.states
+        return (
+            own.data_ptr() == states.data_ptr()
+            and own.shape == states.shape
+            and own.stride() == states.stride()
+            and own.dtype == states.dtype
+            and not states.is_neg()
+            and self.written == version(own) == version(states)
+        )
+
+
+#: Results that are kept, by their addresses.
+_projected: WeakValueDictionary[int, _Projected] = WeakValueDictionary()
+
+
+class _Caption(Store):
+    """The projections of the captions that a module was called with last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[_Projected] = []
+
+    @override
+    def sources(self) -> Iterable[Source]:
+        return [source for kept in self._kept for source in kept.made_of]
+
+    def projected(self, module: Any, caption: Tensor) -> Tensor:
+        """Returns the projection of a caption, the kept one if it still holds."""
+        layers = module.linear_1._parameters, module.linear_2._parameters
+        given = [caption, *(layer[name] for layer in layers for name in ("weight", "bias") if layer[name] is not None)]
+        activation = type(module.act_1), getattr(module.act_1, "approximate", None)
+        still = [kept for kept in self._kept if kept.holds(activation, given[1:])]
+        for kept in still:
+            if kept.made_of[0].is_still(caption):
+                return kept.states.detach()  # a view: nobody's requires_grad and grad are another's
+        if caption.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _project(module, caption)  # into memory of the graph, which each replay writes again
+        # All of the caption is compared: graphs that others captured write without a sign as well.
+        made_of = Source.of(caption, whole=True), *map(Source.of, given[1:])
+        y = _project(module, caption).detach()
+        kept = _Projected((*made_of, Source.of(y, whole=True)), activation, y, y._version)
+        others = [other for other in still if other.made_of[0].tensor() is not None]
+        self._kept = [*others[1 - MAX_TEXTS :], kept]
+        _projected[y.data_ptr()] = kept
+        return y.detach()
+
+
+def _project(module: Any, caption: Tensor) -> Tensor:
+    result: Tensor = PixArtAlphaTextProjection.forward(module, caption)
+    return result
 
 
 @dataclass(frozen=True)
@@ -39,35 +131,16 @@ class _Text:
     """A text that an attention was called with.
 
     Attributes:
-        states: Its hidden states. They are kept, so that no other tensor can have their address.
-        written: How often they had been written.
-        signs: What could be seen of the weights.
+        text: The projection of its caption.
+        signs: What could be seen of the weights, and the eps of the norm.
         made_of: The weights, where something is kept.
         pair: Keys, normalised, and values; None until the text comes a second time.
     """
 
-    states: Tensor
-    written: int
+    text: weakref.ref[_Projected]
     signs: Hashable
     made_of: tuple[Source, ...] = ()
     pair: Pair | None = None
-
-    def is_of(self, states: Tensor) -> bool:
-        """Whether these are the same states, maybe by another view."""
-        own = self.states
-        return (
-            own.data_ptr() == states.data_ptr()
-            and own.shape == states.shape
-            and own.stride() == states.stride()
-            and own.dtype == states.dtype
-            and self.written == own._version == states._version
-        )
-
-    def holds(self, weights: tuple[Tensor, ...]) -> bool:
-        """Whether keys and values are kept, and the weights they were made with are what they were."""
-        return len(self.made_of) == len(weights) and all(
-            [source.is_still(weight) for source, weight in zip(self.made_of, weights, strict=True)]
-        )
 
 
 class TextAttention(Store):
@@ -89,19 +162,23 @@ class TextAttention(Store):
             states: The hidden states of the text.
             compute: Computes keys, normalised, and values.
         """
+        projected = _projected.get(states.data_ptr())
+        if projected is None or not projected.gives(states):
+            return compute()  # of a text whose changes nobody watches
         texts, weights = self._texts, _weights(children)
-        known = next((text for text in texts if text.is_of(states)), None)
-        if known is not None and known.pair is not None and known.holds(weights):
+        signs = children["norm_k"].eps, *[(id(weight), version(weight), weight.data_ptr()) for weight in weights]
+        known = next((text for text in texts if text.text() is projected), None)
+        again = known is not None and known.signs == signs
+        if known is not None and again and known.pair is not None and all(map(Source.is_still, known.made_of, weights)):
             return known.pair
         if states.is_cuda and torch.cuda.is_current_stream_capturing():
-            return compute()  # into memory of the graph, which each replay writes again
+            return compute()
         # Kept at the second time only: texts that are others at every call, and weights that come and go, are not.
-        signs = tuple([(id(weight), version(weight), weight.data_ptr()) for weight in weights])
-        again = known is not None and known.signs == signs
         made_of = tuple(map(Source.of, weights)) if again else ()
         pair = compute()
-        text = _Text(states, states._version, signs, made_of, pair if again else None)
-        self._texts = [*[other for other in texts if other is not known][1 - MAX_TEXTS :], text]
+        text = _Text(weakref.ref(projected), signs, made_of, pair if again else None)
+        others = [other for other in texts if other is not known and other.text() is not None]
+        self._texts = [*others[1 - MAX_TEXTS :], text]
         return pair
 
 
@@ -113,17 +190,21 @@ def text_attention(block: nn.Module, name: str, states: Tensor) -> TextAttention
         name: The name of the attention in it, whose processor is the stock one, and whose norms are plain.
         states: The hidden states of the text.
     """
-    if not counts(states):
+    if torch.compiler.is_compiling():
         return None
     children: Any = block._modules[name]._modules  # type: ignore[union-attr]
     device, dtype = states.device, states.dtype
     if not (plain_linear(children["to_k"], device, dtype) and plain_linear(children["to_v"], device, dtype)):
+        # An adapter, say: what it leaves behind when it goes may be merged.
+        memory(block).get("texts", {}).pop(name, None)
+        return None
+    if not counts(states):
         return None
     stores = memory(block).setdefault("texts", {})
     if name not in stores:
         stores[name] = TextAttention()
     store: TextAttention = stores[name]
-    store.tick(EVERY)
+    store.tick()
     return store
 
 
@@ -131,38 +212,6 @@ def _weights(children: Mapping[str, Any]) -> tuple[Tensor, ...]:
     key, value = children["to_k"]._parameters, children["to_v"]._parameters
     given = key["weight"], key["bias"], value["weight"], value["bias"], children["norm_k"]._parameters["weight"]
     return tuple([weight for weight in given if weight is not None])
-
-
-class _Caption(Store):
-    """The projection of the caption that a module was called with last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kept: tuple[tuple[Source, ...], Tensor, int | None] | None = None
-
-    @override
-    def sources(self) -> Iterable[Source]:
-        kept = self._kept
-        return () if kept is None else kept[0]
-
-    def projected(self, module: nn.Module, caption: Tensor) -> Tensor:
-        tensors = caption, *module.parameters()
-        kept = self._kept
-        if kept is not None:
-            sources, y, written = kept
-            if (
-                len(sources) == len(tensors)
-                and written == version(y)
-                and all([source.is_still(tensor) for source, tensor in zip(sources, tensors, strict=True)])
-            ):
-                return y
-        if caption.is_cuda and torch.cuda.is_current_stream_capturing():
-            return PixArtAlphaTextProjection.forward(module, caption)  # type: ignore[no-any-return]
-        # All of the caption is compared: graphs that others captured write without a sign as well.
-        noted = Source.of(caption, step=1), *map(Source.of, tensors[1:])
-        result: Tensor = PixArtAlphaTextProjection.forward(module, caption)
-        self._kept = noted, result, version(result)
-        return result
 
 
 class TextProjection(BlockRecipe):
@@ -181,7 +230,7 @@ class TextProjection(BlockRecipe):
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         (caption,) = call
-        if type(caption) is not Tensor or caption.is_meta or caption.ndim < 1:
+        if type(caption) is not Tensor or caption.is_meta or caption.ndim < 1 or caption.is_nested:
             return "the caption is not a plain tensor with data"
         if caption.dtype not in KERNEL_DTYPES:
             return f"the caption is {str(caption.dtype).removeprefix('torch.')}"
@@ -190,7 +239,8 @@ class TextProjection(BlockRecipe):
         if calls_are_watched():
             return "global hooks watch the calls of all modules"
         first = module._modules["linear_1"]
-        if untouched(first, nn.Linear) and first._parameters["weight"].dtype != caption.dtype:  # type: ignore[union-attr]
+        weight = first._parameters.get("weight") if untouched(first, nn.Linear) else None  # type: ignore[union-attr]
+        if weight is not None and weight.dtype != caption.dtype:
             return "its layers are of another dtype than the caption"
         return None
 
@@ -199,22 +249,28 @@ class TextProjection(BlockRecipe):
         """The layers that somebody watches or has changed: they are called every time, and so is what follows."""
         (caption,) = call
         children: Any = module._modules
-        stock: tuple[str, ...] = ()
+        # Whoever hears of the result could write into it.
+        stock: tuple[str, ...] = () if untouched(module, PixArtAlphaTextProjection) else ("what is kept",)
         for name in ("linear_1", "linear_2"):
             if not plain_linear(children[name], caption.device, caption.dtype):
                 stock += (name,)
-        return stock if untouched(children["act_1"], type(children["act_1"])) else (*stock, "act_1")
+        activation = children["act_1"]
+        return (
+            stock if type(activation) in _ACTIVATIONS and untouched(activation, type(activation)) else (*stock, "act_1")
+        )
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         (caption,) = call
         if stock or not counts(caption):
-            return PixArtAlphaTextProjection.forward(module, caption)  # type: ignore[no-any-return]
+            if not torch.compiler.is_compiling():
+                memory(module).pop("caption", None)
+            return _project(module, caption)
         known = memory(module)
         if "caption" not in known:
             known["caption"] = _Caption()
         store: _Caption = known["caption"]
-        store.tick(EVERY_PROJECTION)
+        store.tick()
         return store.projected(module, caption)
 
     @override

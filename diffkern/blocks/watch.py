@@ -2,9 +2,9 @@
 
 Copies of weights in 8 bits, and the keys and values of a text, are kept from step to step. They hold as long as the
 tensors that they were computed from are the same ones, at the same address, and written no more since, as torch counts
-it. Merging an adapter writes into ``weight.data``, which changes none of the three; so every few calls some rows of the
-tensors behind one store are compared with what they were, without waiting for the answer. Where they differ a warning
-says so, and everything that is kept anywhere is computed anew.
+it. Merging an adapter writes into ``weight.data``, which changes none of the three; so in about every step some rows of
+the tensors behind one store are compared with what they were, without waiting for the answer. Where they differ a
+warning says so, and everything that is kept anywhere is computed anew.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Source:
         tensor: The tensor.
         version: How often it had been written in place.
         address: Where its data lay.
+        strides: How.
         generation: How often everything kept had been thrown away.
         sample: Some of its rows, as integers.
         step: One row in so many is among them.
@@ -43,23 +44,32 @@ class Source:
     tensor: weakref.ref[Tensor]
     version: int | None
     address: int
+    strides: tuple[int, ...]
     generation: int
     sample: Tensor
     step: int
 
     @classmethod
     @torch.no_grad()
-    def of(cls, tensor: Tensor, step: int = SAMPLED) -> Source:
-        """Notes what ``tensor`` is now. To be called before it is read: what is written meanwhile must show."""
-        signs = version(tensor), tensor.data_ptr(), _watch.generation
+    def of(cls, tensor: Tensor, whole: bool = False) -> Source:
+        """Notes what ``tensor`` is now. To be called before it is read: what is written meanwhile must show.
+
+        Args:
+            tensor: A plain tensor.
+            whole: Whether all of it is compared, as a vector always is, and not some rows.
+        """
+        step = 1 if whole or tensor.ndim < 2 else SAMPLED
+        signs = version(tensor), tensor.data_ptr(), tensor.stride(), _watch.generation
         return cls(weakref.ref(tensor), *signs, _rows(tensor, step).clone(), step)
 
     def is_still(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the same one, unchanged as far as can be told without looking at its data."""
         return (
             self.tensor() is tensor
+            and self.version is not None  # else torch does not count, and nothing can be told
             and self.version == version(tensor)
             and self.address == tensor.data_ptr()
+            and self.strides == tensor.stride()
             and self.generation == _watch.generation
         )
 
@@ -87,10 +97,10 @@ class Store(ABC):
     def sources(self) -> Iterable[Source]:
         """What it was computed from. Other threads may add to it meanwhile."""
 
-    def tick(self, every: int) -> None:
-        """Counts a call; asks for a comparison every so many of them."""
+    def tick(self) -> None:
+        """Counts a call. Asks for a comparison every as many calls as there are stores: one in each step, about."""
         self._calls += 1
-        if self._answer is not None or self._calls % every == 0:
+        if self._answer is not None or self._calls % _watch.size() == 0:
             _watch.check(self)
 
     def changed(self) -> bool:
@@ -140,6 +150,11 @@ def generation() -> int:
     return _watch.generation
 
 
+def stores() -> int:
+    """How many calls of a store there are from one question to the next."""
+    return _watch.size()
+
+
 class _Watch:
     """Which stores there are, and how often a change was found. Models may run in several threads."""
 
@@ -157,6 +172,10 @@ class _Watch:
             self._stores.add(store)
             return len(self._stores)
 
+    def size(self) -> int:
+        """How many there are, two at least: between two questions there must be time for an answer."""
+        return max(2, len(self._stores))
+
     def check(self, store: Store) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
@@ -167,8 +186,8 @@ class _Watch:
             for other in self._stores:
                 other.forget_the_question()
         warnings.warn(
-            "diffkern: weights changed without a sign, as merging an adapter changes them. What is kept of them "
-            "(copies in 8 bits, keys and values of the text) is computed anew; the last calls still ran with the old",
+            "diffkern: weights changed without a sign, as merging an adapter changes them. What is kept of them (in 8 "
+            "bits, or as keys and values of the text) is computed anew; the last calls may have run with the old",
             stacklevel=2,
         )
 

@@ -52,9 +52,11 @@ class Parts:
         children: The modules in each of them, one after the other: a shared one as often as it is there.
         suspects: Those inside of it that have a hook or a forward of their own: all others are untouched.
         tensors: Parameters and buffers.
+        foreign: The class of one that keeps its state elsewhere, as scripted and compiled modules do, or "".
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.foreign = ""
         modules: list[nn.Module] = [module]
         states: list[dict[str, Any]] = []
         children: list[nn.Module | None] = []
@@ -63,6 +65,9 @@ class Parts:
         found = {module}
         for part in modules:  # which grows meanwhile
             state = part.__dict__
+            if "_modules" not in state or "training" not in state:
+                self.foreign = self.foreign or type(part).__name__
+                continue
             states.append(state)
             if state["_modules"]:
                 children += state["_modules"].values()
@@ -261,6 +266,8 @@ def unsafe(parts: Parts) -> str | None:
         return "it is in training mode"
     if calls_are_watched():
         return "global hooks watch the calls of all modules"
+    if parts.foreign:
+        return f"there is a {parts.foreign} in it, whose state cannot be looked at"
     # Names are found, slowly, once there is something to say.
     if not all(untouched(child, type(child)) for child in parts.suspects):
         return hooks_inside(module)
@@ -287,7 +294,7 @@ def fingerprint(parts: Parts) -> Fingerprint:
         # Addresses alone would not do: once a module is gone, another one may get its address.
         [weakref.ref(child) for child in modules],
         [id(child) for child in parts.children],
-        [len(state["_modules"]) for state in states],
+        [(*state["_modules"],) for state in states],
         [state["training"] for state in states],
         [state.get(ATTRIBUTE) for state in states],
         [fp8.state_of(child) for child, state in zip(modules, states, strict=True) if ATTRIBUTE in state],
@@ -297,7 +304,8 @@ def fingerprint(parts: Parts) -> Fingerprint:
             for i, child in enumerate(modules if adaptable else ())
             if type(child) in adaptable
         ],
-        [tensor.data_ptr() for tensor in parts.tensors],
+        [(*state["_parameters"],) for state in states],
+        [(tensor.data_ptr(), tensor.stride()) for tensor in parts.tensors],
     )
 
 

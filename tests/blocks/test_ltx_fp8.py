@@ -19,7 +19,6 @@ from torch import Tensor
 from diffkern import inject_optimized_kernels, restore
 from diffkern.bench.measure import relative_error
 from diffkern.blocks import fp8, watch
-from diffkern.blocks.fp8 import EVERY
 from diffkern.blocks.ltx import FP8_ALLOWANCE
 from diffkern.blocks.memory import memory
 from diffkern.injection import inject
@@ -147,7 +146,7 @@ def test_a_merged_adapter_is_noticed_though_it_leaves_no_sign(device: str) -> No
         assert (block.ff.net[2].weight._version, block.ff.net[2].weight.data_ptr()) == (version, address)
     exact = in_float64(model, device)
     with pytest.warns(UserWarning, match="weights changed without a sign"):
-        for _ in range(4 * EVERY):
+        for _ in range(4 * watch.stores() + 4):
             output(model, device)
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -161,7 +160,7 @@ def test_weights_with_nan_are_not_taken_for_changed_ones(device: str) -> None:
     with torch.no_grad():
         model.transformer_blocks[0].ff.net[2].weight[0, 0] = torch.nan
     before = watch.generation()
-    for _ in range(4 * EVERY):
+    for _ in range(4 * watch.stores() + 4):
         output(model, device)
     assert watch.generation() == before
 
@@ -243,7 +242,7 @@ def test_a_recorded_step_is_out_of_date_when_a_weight_is_written_or_a_copy_is_ma
 def test_a_restored_block_gives_the_memory_back_though_its_turn_to_be_compared_is_to_come(device: str) -> None:
     model = model_on(device)
     report = inject_optimized_kernels(model, numerics="fp8")
-    for _ in range(2 * EVERY):
+    for _ in range(32):
         output(model, device)
     stores = [weakref.ref(memory(block)["fp8"]) for block in model.transformer_blocks]
     report.restore()
@@ -259,7 +258,7 @@ def test_a_replaced_weight_is_not_kept(device: str) -> None:
     model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()}, assign=True)
     gc.collect()
     assert weight() is None
-    for _ in range(2 * EVERY):
+    for _ in range(32):
         watch.compare_next()
     exact = in_float64(model, device)
     assert relative_error(output(model, device), exact) <= 0.06 < relative_error(before, exact)
@@ -317,7 +316,7 @@ def test_models_run_from_several_threads(device: str) -> None:
     report = [inject_optimized_kernels(model, numerics="fp8") for model in models]
     expected = output(models[0], device)
     with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda model: [output(model, device) for _ in range(2 * EVERY)][-1], models))
+        results = list(pool.map(lambda model: [output(model, device) for _ in range(32)][-1], models))
     assert all(torch.equal(result, expected) for result in results)
     assert all(one.restore() for one in report)
 

@@ -310,3 +310,41 @@ def test_a_hook_added_later_and_gradients_run_as_they_are() -> None:
     assert arguments["hidden_states"].grad is not None
     reasons = set(report.calls()[""]["stock_reasons"])
     assert len(reasons) == 2 and torch.equal(step(model, arguments), stock)
+
+
+def test_a_fingerprint_sees_names_and_strides() -> None:
+    model = tiny_ltx()
+    seen = [fingerprint(model)]
+    children = model.transformer_blocks[0].attn1._modules
+    children["to_q"], children["to_k"] = children["to_k"], children["to_q"]
+    seen.append(fingerprint(model))
+    renamed = {
+        ("to_k" if name == "to_q" else "to_q" if name == "to_k" else name): child for name, child in children.items()
+    }
+    children.clear()
+    children.update(renamed)
+    seen.append(fingerprint(model))
+    weight = model.transformer_blocks[0].attn1.to_q.weight
+    weight.data = weight.data.t()
+    seen.append(fingerprint(model))
+    assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
+
+
+def test_a_scripted_child_is_no_part_of_a_graph() -> None:
+    model = tiny_ltx()
+    model.proj_out = torch.jit.trace(model.proj_out, torch.zeros(1, 2, 32))
+    report = inject_optimized_kernels(model)
+    assert report.patched and "whose state cannot be looked at" in (unsafe(model) or "")
+
+
+def test_a_weight_that_became_a_plain_attribute_is_read_as_one() -> None:
+    model = tiny_ltx()
+    stock = run(model)
+    inject_optimized_kernels(model)
+    for path in ("attn1.to_q", "attn2.to_k", "attn1.norm_q", "ff.net.2"):
+        layer = model.transformer_blocks[0].get_submodule(path)
+        weight = layer.weight.detach()
+        del layer.weight
+        layer.weight = weight
+    for _ in range(3):
+        torch.testing.assert_close(run(model), stock, rtol=1e-4, atol=1e-5)
