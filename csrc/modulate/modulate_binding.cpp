@@ -184,8 +184,13 @@ ScalarType set_gating(Call& call, const char* op, const Tensor& residual, const 
   call.set(kResidual, &residual, "residual");
   call.set(kX, &x, "x");
   call.set(kGate, pointer_to(gate), "gate");
-  const ScalarType gated = promote(x.scalar_type(), pointer_to(gate));
-  const ScalarType sum = gated == residual.scalar_type() ? gated : ScalarType::Float;
+  // A tensor without dimensions does not widen one that has some.
+  const bool scalar_x = x.dim() == 0;
+  const bool scalar_gate = !gate.has_value() || gate->dim() == 0;
+  const ScalarType gated =
+      scalar_x && !scalar_gate ? gate->scalar_type() : promote(x.scalar_type(), pointer_to(gate));
+  const bool as_residual = gated == residual.scalar_type() || (scalar_x && scalar_gate);
+  const ScalarType sum = as_residual ? residual.scalar_type() : ScalarType::Float;
   if (round_each) {
     p.round_each = true;
     p.gate_round = p.gate.dtype;

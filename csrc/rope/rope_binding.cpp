@@ -135,7 +135,8 @@ void add_axes(const Tables& cos, const Tables& sin, const Rotation& rotation, co
   const int64_t own = params->rotary / 2;
   const int64_t heads_dim = 3 - rotation.seq_dim;
   if (pairs != own) {
-    STD_TORCH_CHECK(rows.rank == 4 && (heads_dim == 1 || heads_dim == 2) && pairs == own * rows.sizes[heads_dim], op,
+    STD_TORCH_CHECK(rows.rank == 4 && (heads_dim == 1 || heads_dim == 2) && pairs == own * rows.sizes[heads_dim] &&
+                        params->rotary == params->head_dim, op,
                     ": the axes have ", pairs, " pairs, and ", own, " are rotated in each head");
     head_strides[heads_dim] = own;
   }

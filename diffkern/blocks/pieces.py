@@ -73,7 +73,7 @@ def plain_linear(module: nn.Module | None, device: torch.device, dtype: torch.dt
         return False
     return (
         plain(weight, device)
-        and weight.dtype == dtype  # type: ignore[union-attr]
+        and weight.dtype == dtype
         and (bias is None or (plain(bias, device) and bias.dtype == dtype))
     )
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.modulate import Norm
@@ -22,6 +23,7 @@ from diffkern.ops.registration import Op
 from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.eager.modulate import NORMS, gated_shape, modulated_shape, promoted_dtype
+from diffkern.providers.registry import transforms_active
 
 _BOUND = "each value at most one rounding of e4m3 from float64, each scale 1e-6"
 
@@ -47,7 +49,7 @@ def norm_modulate_fp8(
     shift: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     *,
     norm: Norm | None = "rms",
     provider: str | None = None,
@@ -60,7 +62,7 @@ def norm_modulate_fp8(
         shift: See ``x``.
         weight: See ``x``.
         bias: See ``x``.
-        eps: Added to the mean square or the variance.
+        eps: Added to the mean square or the variance; None means float32's machine epsilon.
         norm: See ``x``.
         provider: ``"triton"`` or ``"eager"``; None chooses the first that can.
 
@@ -69,7 +71,8 @@ def norm_modulate_fp8(
         float32 of that shape with a last dimension of 1.
 
     Raises:
-        ValueError: ``norm`` is unknown, or ``x`` has no elements in a row.
+        ValueError: ``norm`` is unknown, weight or bias do not fit, operands are on several devices, or a row has no
+            elements.
         RuntimeError: the shapes do not broadcast, or a gradient is wanted.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
@@ -85,7 +88,7 @@ def gate_residual_norm_modulate_fp8(
     shift: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     *,
     norm: Norm | None = "rms",
     provider: str | None = None,
@@ -100,7 +103,7 @@ def gate_residual_norm_modulate_fp8(
         shift: See ``residual``.
         weight: See ``residual``.
         bias: See ``residual``.
-        eps: Added to the mean square or the variance.
+        eps: Added to the mean square or the variance; None means float32's machine epsilon.
         norm: See ``residual``.
         provider: As in :func:`norm_modulate_fp8`.
 
@@ -175,11 +178,43 @@ def linear_fp8(
 # --- checks, shapes --------------------------------------------------------------------------------------
 
 
-def _check_rows(x: Tensor) -> None:
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(
-            f"a row of 8 bits needs elements to find its scale from, got a tensor of shape {tuple(x.shape)}"
-        )
+def _check_rows(shape: torch.Size) -> None:
+    if len(shape) == 0 or shape[-1] == 0:
+        raise ValueError(f"a row of 8 bits needs elements to find its scale from, got a tensor of shape {tuple(shape)}")
+
+
+def _check_operands(
+    x: Tensor, shape: torch.Size, norm: str | None, weight: Tensor | None, bias: Tensor | None, *others: Tensor | None
+) -> None:
+    """Checks what is computed with rows of ``shape``, the first of them ``x``."""
+    _check_rows(shape)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if norm is None:
+            raise ValueError(f"norm is None, which has no {name}: pass it as scale or shift")
+        if parameter.shape != shape[-1:]:
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}, but {shape[-1]} elements are normalised together"
+            )
+    given = [operand for operand in (*others, weight, bias) if operand is not None]
+    for operand in given:
+        if operand.device != x.device:
+            raise ValueError(f"an operand is on {operand.device}, and x on {x.device}: move one of them")
+    _check_no_gradient(x, *given)
+
+
+def _check_no_gradient(*tensors: Tensor) -> None:
+    """Transforms that differentiate would go straight through the rounding."""
+    if not transforms_active():
+        return
+    for tensor in tensors:
+        if torch._C._functorch.is_gradtrackingtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None:
+            _backward(None)
+
+
+def _machine_eps(eps: float | None) -> float:
+    return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def _norm_code(norm: str | None) -> int:
@@ -189,25 +224,30 @@ def _norm_code(norm: str | None) -> int:
 
 
 def _norm_modulate_prepare(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-    norm: str | None,
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    eps: float | None, norm: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    _check_rows(x)
-    return x, scale, shift, weight, bias, eps, _norm_code(norm)
+    _check_rows(x.shape)
+    code = _norm_code(norm)
+    _check_operands(x, modulated_shape(x.shape, scale, shift, code), norm, weight, bias, scale, shift)
+    return x, scale, shift, weight, bias, _machine_eps(eps), code
 
 
 def _gate_residual_norm_modulate_prepare(
     residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, eps: float, norm: str | None,
+    weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: str | None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    _check_rows(x)
-    return residual, x, gate, scale, shift, weight, bias, eps, _norm_code(norm)
+    _check_rows(residual.shape if x.ndim == 0 else x.shape)
+    code, shape = _norm_code(norm), gated_shape(residual, x, gate, scale, shift)
+    _check_operands(residual, shape, norm, weight, bias, x, gate, scale, shift)
+    return residual, x, gate, scale, shift, weight, bias, _machine_eps(eps), code
 
 
 def _activation_prepare(x: Tensor, function: str) -> tuple[Any, ...]:
     if function not in ("identity", *FUNCTIONS):
         raise ValueError(f"activation {function!r}: choose one of identity, {', '.join(FUNCTIONS)}")
-    _check_rows(x)
+    _check_rows(x.shape)
+    _check_no_gradient(x)
     return x, function
 
 

@@ -240,15 +240,16 @@ def _check_row(x: Tensor) -> torch.device:
     return x.device
 
 
-def _check_parameters(x: Tensor, norm: int, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check_parameters(x: Tensor, size: int, norm: int, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Checks the parameters of a norm over ``size`` elements, on the device of ``x``."""
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
         if norm == NO_NORM:
             raise ValueError(f"a {name} belongs to a norm, and norm is None: multiply scale and shift with it instead")
-        if parameter.shape != x.shape[-1:]:
+        if parameter.shape != (size,):
             raise ValueError(
-                f"the {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
+                f"the {name} has shape {tuple(parameter.shape)}, but {size} elements are normalised together"
             )
         if parameter.device != x.device:
             raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
@@ -407,8 +408,8 @@ def _norm_modulate_prepare(
     out_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
-    _check_parameters(x, norm_code, weight, bias)
     device = _check_row(x)
+    _check_parameters(x, x.shape[-1], norm_code, weight, bias)
     scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
     eps = _eps(x.dtype) if eps is None else eps
     return x, scale, shift, weight, bias, eps, norm_code, scale_offset, round_each, out_dtype
@@ -538,8 +539,8 @@ def _gate_residual_norm_modulate_prepare(
 ) -> tuple[Any, ...]:
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
     activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
-    _check_parameters(residual, norm_code, weight, bias)
     device = _check_row(residual)
+    _check_parameters(residual, gated_shape(residual, x, gate)[-1], norm_code, weight, bias)
     x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
     scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
     if eps is None:

@@ -138,13 +138,19 @@ def qk_norm_rope(
             raise ValueError(f"seq_dim {seq_dim} is not the same dimension of q and k: count it from the front")
         seq_dim += q.ndim
     lists = _as_lists(cos, sin, cos_k, sin_k, grid, coords)
+    # What rotates decides what the options mean, and lists do not say whether they are empty.
+    form = _NOTHING if cos is None else _TABLES if grid is None and coords is None else _AXES
     options = (
         eps, norm, across_heads, weight_offset, round_dtype, round_norm, order, front_pad, pairing, arithmetic,
-        rotary_dim, tokens, seq_dim,
+        rotary_dim, tokens, seq_dim, form,
     )  # fmt: skip
     operands = q, k, q_weight, k_weight, q_bias, k_bias, *lists, coords, [] if grid is None else list(grid)
     both: tuple[Tensor, Tensor] = way_for(_qk_norm_rope, coords)(operands, options, provider)
     return both
+
+
+#: What a call rotates by.
+_NOTHING, _TABLES, _AXES = range(3)
 
 
 def _check_parameters(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -290,6 +296,7 @@ def _qk_norm_rope_prepare(
     rotary_dim: int | None,
     tokens: tuple[int, int] | None,
     seq_dim: int,
+    form: int,
 ) -> tuple[Any, ...]:
     if norm not in NORMS:
         raise ValueError(f"unknown norm {norm!r}: choose 'rms', 'layer' or None")

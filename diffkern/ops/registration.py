@@ -34,6 +34,9 @@ _MOST_WAYS = 4096
 #: Classes of operands from which a way is remembered. It may be taken with subclasses: torch hands those the call.
 _PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter, type(None), list, tuple, int})
 
+#: Classes of tensors whose memory holds their values.
+_MEMORY = (Tensor, torch.nn.Parameter)
+
 #: Of the arguments that have or name a dtype, those that no kernel computes in.
 _NOT_COMPUTED_IN = ("coords", "round_dtype")
 
@@ -140,7 +143,7 @@ class Op:
                             pass  # the long way says it better
                     else:
                         args = self._prepare(*operands, *options)
-                        if self._are_of(args, rest):
+                        if self._are_of(args, rest) and _no_mode():
                             return kernel(*args)
         return self.call_the_long_way(operands, options, provider, key)
 
@@ -154,6 +157,8 @@ class Op:
         if self._needs_torch(args):
             return self.op(*args, provider)
         kernel = kernel_for(self._name, args[0].device, provider, *self._dtypes(args))
+        if not (isinstance(kernel, OpOverload) or _no_mode() or transforms_active()):
+            return self.op(*args, provider)  # a function that reads memory shows a mode nothing
         result = kernel(*args)
         if key is not None:
             self._remember(key, kernel, operands, args)
@@ -213,7 +218,7 @@ class Op:
             if given is None:
                 if dtype is not None:
                     return False
-            elif given.dtype is not dtype or given.is_neg():
+            elif given.dtype is not dtype or type(given) not in _MEMORY or given.is_neg():
                 return False
         return True
 
@@ -255,8 +260,9 @@ class Op:
             if given is None:
                 continue
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
-                # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it.
-                if tensor.is_neg() or (wanted and tensor.requires_grad):
+                # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it; nor is a class of
+                # somebody else's the memory of its values.
+                if type(tensor) not in _MEMORY or tensor.is_neg() or (wanted and tensor.requires_grad):
                     return True
         return False
 
@@ -273,6 +279,11 @@ class Op:
         """What a kernel computes in, as :meth:`of_provider` takes it."""
         given = [args[index] for index in self._computed_in]
         return tuple([value.dtype if type(value) is Tensor else _dtype_of(value) for value in given])
+
+
+def _no_mode() -> bool:
+    """Whether no mode of dispatch looks at the calls of ops."""
+    return torch._C._len_torch_dispatch_stack() == 0
 
 
 def _op_for_graph(

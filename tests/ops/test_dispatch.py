@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from diffkern import ops
 from diffkern.ops import registration
@@ -490,3 +491,44 @@ def test_dk38_the_ops_of_a_build_pass_opcheck(op: str, device: str) -> None:
         return kernel(*args)
 
     KERNEL_CALLS[op](check, 2, device)
+
+
+def test_what_a_call_rotates_by_decides_its_way() -> None:
+    """Lists do not say whether they are empty; the same options mean other things with and without tables."""
+    q = torch.randn(1, 4, 4, 8)
+    cos, sin, axes = torch.randn(1, 8), torch.randn(1, 8), [torch.randn(2, 2), torch.randn(2, 2)]
+    full = torch.randn(4, 8)
+    calls = [
+        lambda: ops.qk_norm_rope(q, q, tokens=(1, 2), seq_dim=2)[0],
+        lambda: ops.qk_norm_rope(q, q, None, None, cos, sin, tokens=(1, 2), seq_dim=2)[0],
+        lambda: ops.qk_norm_rope(q, q, None, None, full, full, seq_dim=2)[0],
+        lambda: ops.qk_norm_rope(q, q, None, None, axes, axes, grid=(2, 2), seq_dim=2)[0],
+    ]
+    cold = []
+    for call in calls:
+        registry.reset()
+        cold.append(call())
+    for first in calls:
+        registry.reset()
+        first()
+        assert all(torch.equal(call(), expected) for call, expected in zip(calls, cold, strict=True))
+
+
+def test_axes_that_do_not_fit_are_refused_also_after_some_that_did() -> None:
+    x, good, bad = torch.randn(2, 4, 2, 8), [torch.randn(4, 1)] * 2, [torch.randn(4, 2)] * 2
+    ops.rope_3d(x, good, good, grid=(2, 2), rotary_dim=4)
+    for op in (lambda: ops.rope_3d(x, bad, bad, grid=(2, 2), rotary_dim=4),
+               lambda: ops.qk_norm_rope(x, x, None, None, bad, bad, grid=(2, 2), rotary_dim=4)):  # fmt: skip
+        with pytest.raises(ValueError, match="2 are rotated, or 4 in all heads"):
+            op()
+
+
+@pytest.mark.parametrize("who", ["eager", "compiled"])
+def test_a_mode_sees_the_calls_of_functions_too(who: str) -> None:
+    x, weight = torch.randn(4, 64), torch.randn(64)
+    for _ in range(2):
+        ops.rms_norm(x, weight, provider=who)
+    graph = make_fx(lambda x: ops.rms_norm(x, weight, provider=who))(x)
+    assert any("rms_norm" in str(node.target) for node in graph.graph.nodes)
+    y = torch.randn(4, 64)
+    torch.testing.assert_close(graph(y), ops.rms_norm(y, weight, provider=who))

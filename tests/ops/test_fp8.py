@@ -211,3 +211,41 @@ def test_a_graph_holds_them(device: str) -> None:
 def test_every_row_of_the_contract_is_tested() -> None:
     ops = {"norm_modulate_fp8", "gate_residual_norm_modulate_fp8", "activation_fp8", "linear_fp8"}
     assert {row.op for row in table() if row.op.endswith("_fp8")} == ops
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    x = random(4, 64, device="cpu")
+    with pytest.raises(ValueError, match=r"128,.*64 elements are normalised together"):
+        norm_modulate_fp8(x, weight=torch.ones(128))
+    with pytest.raises(ValueError, match="64 elements are normalised together"):
+        gate_residual_norm_modulate_fp8(x, x, bias=torch.tensor(1.0))
+    with pytest.raises(ValueError, match="norm is None, which has no weight"):
+        norm_modulate_fp8(x, weight=torch.ones(64), norm=None)
+    with pytest.raises(ValueError, match="on meta"):
+        norm_modulate_fp8(x, torch.ones(64, device="meta"))
+    with pytest.raises(ValueError, match="needs elements"):
+        gate_residual_norm_modulate_fp8(x[:, :0], x[:, :1])
+
+
+def test_eps_may_be_left_to_the_machine() -> None:
+    x = random(4, 64, device="cpu")
+    eps = torch.finfo(torch.float32).eps
+    for one, other in zip(norm_modulate_fp8(x, eps=None), norm_modulate_fp8(x, eps=eps), strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
+def test_a_product_has_sums_in_float32_also_under_autocast() -> None:
+    x, weight = random(8, 64, device="cpu"), random(16, 64, device="cpu", seed=2)
+    rows, of_weight = activation_fp8(x), activation_fp8(weight)
+    y = linear_fp8(*rows, *of_weight, out_dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear_fp8(*rows, *of_weight, out_dtype=torch.float32), y)
+
+
+def test_transforms_get_no_gradient_either() -> None:
+    x = random(4, 64, device="cpu")
+    with pytest.raises(RuntimeError, match="no gradient"):
+        torch.func.grad(lambda x: activation_fp8(x)[0].float().sum())(x)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        torch.func.jvp(lambda x: norm_modulate_fp8(x)[1], (x,), (x,))
+    assert torch.equal(torch.func.vmap(lambda x: activation_fp8(x)[1])(x[None])[0], activation_fp8(x)[1])

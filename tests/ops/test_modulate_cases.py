@@ -190,3 +190,24 @@ def test_bad_arguments_are_named(device: str) -> None:
         norm_modulate(torch.ones((), device=device))
     with pytest.raises(ValueError, match="the scale is on meta"):
         norm_modulate(x, torch.ones(16, device="meta"))
+
+
+@pytest.mark.parametrize("who", ["eager", "compiled"])
+def test_a_tensor_without_dimensions_does_not_widen_the_result(who: str) -> None:
+    residual, x, gate = torch.randn(4, 8).bfloat16(), torch.tensor(1.5), torch.randn(8).bfloat16()
+    for given, chain in ((None, residual + x), (gate, residual + gate * x)):
+        y = gate_residual(residual, x, given, provider=who)
+        assert y.dtype == chain.dtype == torch.bfloat16
+        torch.testing.assert_close(y, chain, rtol=2e-2, atol=2e-2)
+        both = gate_residual_norm_modulate(residual, x, given, provider=who)
+        assert [part.dtype for part in both] == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("who", ["eager", "compiled"])
+def test_a_weight_has_the_size_of_the_new_residual(who: str) -> None:
+    residual, x, weight = torch.randn(4, 1), torch.randn(4, 8), torch.randn(8)
+    new, y = gate_residual_norm_modulate(residual, x, weight=weight, eps=1e-6, provider=who)
+    assert torch.equal(new, residual + x)
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(new, (8,), weight, 1e-6))
+    with pytest.raises(ValueError, match="8 elements are normalised together"):
+        gate_residual_norm_modulate(residual, x, weight=torch.randn(1), provider=who)

@@ -75,7 +75,8 @@ def multiply_rows(
         short = width <= LONGEST_SHORT_SUM
         y = torch._scaled_mm(x, columns, x_scale, column_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=short)
     else:
-        y = (x.float() * x_scale) @ (columns.float() * column_scale)
+        with torch.autocast(x.device.type, enabled=False):  # it would multiply in its own dtype
+            y = (x.float() * x_scale) @ (columns.float() * column_scale)
         y = (y if bias is None else y + bias.float()).to(out_dtype)
     return y if len(leading) == 1 else y.view(*leading, y.shape[-1])
 

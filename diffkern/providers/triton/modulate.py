@@ -86,9 +86,10 @@ def norm_modulate_fp8(
     norm: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.norm_modulate_fp8`."""
-    if x.shape[-1] > LONGEST_TILE:  # no program holds such a row
+    shape = modulated_shape(x.shape, scale, shift, norm)
+    if shape[-1] > LONGEST_TILE:  # no program holds such a row
         return quantize_rows(norm_modulate(x, scale, shift, weight, bias, eps, norm, 1.0, False, torch.float32))
-    values, scales = rows_of_8_bits(x, modulated_shape(x.shape, scale, shift, norm))
+    values, scales = rows_of_8_bits(x, shape)
     modulation = _Modulation(scale, shift, weight, bias, eps, norm, 1.0)
     _launch(None, x, None, NO_ACTIVATION, modulation, False, None, values, scales)
     return values, scales
@@ -99,12 +100,12 @@ def gate_residual_norm_modulate_fp8(
     weight: Tensor | None, bias: Tensor | None, eps: float, norm: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.gate_residual_norm_modulate_fp8`."""
-    if x.shape[-1] > LONGEST_TILE:
+    shape = gated_shape(residual, x, gate, scale, shift)
+    if shape[-1] > LONGEST_TILE:
         new, y = gate_residual_norm_modulate(
             residual, x, gate, scale, shift, weight, bias, eps, norm, NO_ACTIVATION, 1.0, False, None, torch.float32
         )
         return (new, *quantize_rows(y))
-    shape = gated_shape(residual, x, gate, scale, shift)
     new = empty(residual, shape, promoted_dtype(residual.dtype, x, gate))
     values, scales = rows_of_8_bits(residual, shape)
     modulation = _Modulation(scale, shift, weight, bias, eps, norm, 1.0)
