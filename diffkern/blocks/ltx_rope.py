@@ -119,7 +119,8 @@ class LTXRotaryEmbedding(BlockRecipe):
         owner: Any = module
         if torch.compiler.is_compiling():
             return _traced(owner, *call)
-        if not untouched(owner, LTXVideoRotaryPosEmbed):  # whoever hears of the tables could write into them
+        # Whoever hears of the tables could write into them, and a mode may make them of something else than memory.
+        if not untouched(owner, LTXVideoRotaryPosEmbed) or torch._C._len_torch_dispatch_stack() > 0:
             return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]
         x, *rest, coords = call
         bases = (owner.base_num_frames, owner.base_height, owner.base_width, owner.patch_size, owner.patch_size_t)

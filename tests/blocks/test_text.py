@@ -14,6 +14,7 @@ import pytest
 import torch
 from diffusers.models.embeddings import PixArtAlphaTextProjection
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffkern import inject_optimized_kernels
@@ -339,6 +340,8 @@ def test_transforms_and_modes_leave_nothing_behind(model: Any, device: str) -> N
         with FlopCounterMode(display=False) as counter:
             torch.testing.assert_close(step(model, inputs), expected)
         assert counter.get_total_flops() > 0
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert step(model, inputs_on(device, 7)).shape == expected.shape
         _, tangent = torch.func.jvp(projection, (text,), (torch.ones_like(text),))
         assert tangent.abs().sum() > 0
         torch.testing.assert_close(torch.func.vmap(projection)(text[None])[0], projected)
