@@ -3,28 +3,29 @@
 
 #include <cstdint>
 
-#include "gpu.h"
+#include "dtypes.h"
 
 namespace diffkern {
 
-// Divides by one multiplication and one shift what the hardware needs some 20 instructions for, by the method of
-// Granlund and Montgomery ("Division by invariant integers using multiplication", 1994). Numbers and divisors are
-// below 2^31, so that their sum below holds 32 bits.
-class Divisor {
- public:
-  Divisor() : Divisor(1) {}
-  explicit Divisor(uint32_t value) : shift_(0) {
-    while ((uint32_t{1} << shift_) < value) ++shift_;
-    multiplier_ = static_cast<uint32_t>((((uint64_t{1} << shift_) - value) << 32) / value + 1);
-  }
+// A divisor, prepared so that a division costs one multiplication and one shift, where the hardware needs some 20
+// instructions: the method of Granlund and Montgomery ("Division by invariant integers using multiplication", 1994).
+struct Divisor {
+  uint32_t value;
+  uint32_t magic;
+  uint32_t shift;
 
-  __device__ __forceinline__ uint32_t quotient(uint32_t number) const {
-    return (__umulhi(number, multiplier_) + number) >> shift_;
+  // Of a dividend below 2^31, so that the sum below holds 32 bits.
+  DIFFKERN_HOST_DEVICE uint32_t divide(uint32_t dividend) const {
+    const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(dividend) * magic) >> 32);
+    return (high + dividend) >> shift;
   }
-
- private:
-  uint32_t shift_;
-  uint32_t multiplier_;
 };
+
+inline Divisor make_divisor(uint32_t value) {
+  uint32_t shift = 0;
+  while (shift < 31 && (1u << shift) < value) ++shift;
+  const uint64_t magic = ((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1;
+  return {value, static_cast<uint32_t>(magic), shift};
+}
 
 }  // namespace diffkern

@@ -31,7 +31,7 @@ struct PacketMap {
     const auto stride = [&](int operand, int dim) { return map.strides[operand][dim] / counts[operand]; };
     for (int operand = 0; operand < kOperands; ++operand) strides[operand] = static_cast<uint32_t>(stride(operand, 0));
     for (int dim = 0; dim < outer; ++dim) {
-      sizes[dim] = Divisor(static_cast<uint32_t>(map.sizes[dim]));
+      sizes[dim] = make_divisor(static_cast<uint32_t>(map.sizes[dim]));
       for (int operand = 0; operand < kOperands; ++operand) {
         jumps[dim][operand] =
             static_cast<uint32_t>(stride(operand, dim + 1) - map.sizes[dim] * stride(operand, dim));
@@ -81,7 +81,7 @@ struct PacketMap {
       if (kDim >= outer) return;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        steps[r] = sizes[kDim].quotient(steps[r]);
+        steps[r] = sizes[kDim].divide(steps[r]);
 #pragma unroll
         for (int operand = 0; operand < kOperands; ++operand) at[r].of[operand] += steps[r] * jumps[kDim][operand];
       }

@@ -1,6 +1,7 @@
 // rope, rope_3d and qk_norm_rope: what the torch binding asks of the CPU and of the GPU kernels.
 #pragma once
 
+#include "../common/divisor.h"
 #include "../common/dtypes.h"
 #include "../common/leading_map.h"
 
@@ -16,26 +17,6 @@ enum class RopeNorm : int32_t { kNone, kRms, kLayer };
 // sines; with tables of axes they are the coordinates of a token and the number of the first pair of a row among
 // the pairs of all heads. kToken counts tokens.
 enum RopeStride { kX, kOut, kFirst, kSecond, kToken, kRopeStrides };
-
-// A divisor of 32 bits, prepared so that a division costs a multiplication.
-struct Divisor {
-  uint32_t value;
-  uint32_t magic;
-  uint32_t shift;
-
-  // Of a dividend below 2^31.
-  DIFFKERN_HOST_DEVICE uint32_t divide(uint32_t dividend) const {
-    const uint32_t high = static_cast<uint32_t>((static_cast<uint64_t>(dividend) * magic) >> 32);
-    return (high + dividend) >> shift;
-  }
-};
-
-inline Divisor make_divisor(uint32_t value) {
-  uint32_t shift = 0;
-  while (shift < 31 && (1u << shift) < value) ++shift;
-  const uint64_t magic = ((uint64_t{1} << 32) * ((uint64_t{1} << shift) - value)) / value + 1;
-  return {value, static_cast<uint32_t>(magic), shift};
-}
 
 // One of q and k, seen as rows of a head each. Of the leading dimensions one is the innermost loop: the heads that
 // are normalised together, or else one along which the tables do not change, if there is such a dimension.

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import plain_linear, run_layer
-from diffkern.blocks.watch import Source, Store
+from diffkern.blocks.watch import Source, Store, are_still
 from diffkern.ops import activation_fp8
 from diffkern.providers.eager.fp8 import multiply_rows
 
@@ -70,11 +70,6 @@ class _Copy:
     scales: Tensor
     bias: Tensor | None
 
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        return len(self.made_of) == len(tensors) and all(
-            [source.is_still(tensor) for source, tensor in zip(self.made_of, tensors, strict=True)]
-        )
-
 
 class Weights(Store):
     """The weights of one block in 8 bits."""
@@ -105,9 +100,9 @@ class Weights(Store):
         given = [bias for bias in biases if bias is not None]
         if 0 < len(given) < len(biases):
             return (
-                self.run("q", children["to_q"], x),
-                self.run("k", children["to_k"], x),
-                self.run("v", children["to_v"], x),
+                self.run("to_q", children["to_q"], x),
+                self.run("to_k", children["to_k"], x),
+                self.run("to_v", children["to_v"], x),
             )
         copy = self._copy("to_q, to_k, to_v", weights, given)
         y = multiply_rows(x.values, x.scales, copy.columns, copy.scales, copy.bias, weights[0].dtype)
@@ -116,15 +111,16 @@ class Weights(Store):
 
     def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
         copy = self._copies.get(name)
-        if copy is None or not copy.is_of([*weights, *biases]):
+        if copy is None or not are_still(copy.made_of, [*weights, *biases]):
             copy = self._copies[name] = _copied(weights, biases)
             self._made += 1
         return copy
 
     def drop(self, prefix: str) -> None:
         """Forgets the copies of layers that are not as they were, whose adapters may be merged when they go."""
-        for name in [name for name in self._copies if name.startswith(prefix)]:
-            del self._copies[name]
+        for name in tuple(self._copies):
+            if name.startswith(prefix):
+                self._copies.pop(name, None)
 
     def state(self) -> Hashable:
         """Is another one as soon as a copy is made, or is out of date by the version of what it was made of."""

@@ -161,8 +161,10 @@ class LTXBlock(BlockRecipe):
         weights = weights_of(block) if steps.in_8_bits and not torch.compiler.is_compiling() else None
         attn1 = weights if weights is not None and "attn1" not in stock and _ATTN1 not in stock else None
         ff = weights if weights is not None and "ff" not in stock and _FF not in stock else None
-        if weights is not None and (attn1 is None or ff is None):
-            weights.drop("to_" if attn1 is None else "ff.")
+        if weights is not None and attn1 is None:
+            weights.drop("to_")
+        if weights is not None and ff is None:
+            weights.drop("ff.")
 
         left = _take(block, x, temb, attn1 is not None) if chained else None
         y = None if left is None else left.y

@@ -24,6 +24,7 @@ from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.ops import expand_axes
+from diffkern.providers.registry import modes_active
 
 Tables = tuple[Tensor, Tensor]
 
@@ -120,7 +121,7 @@ class LTXRotaryEmbedding(BlockRecipe):
         if torch.compiler.is_compiling():
             return _traced(owner, *call)
         # Whoever hears of the tables could write into them, and a mode may make them of something else than memory.
-        if not untouched(owner, LTXVideoRotaryPosEmbed) or torch._C._len_torch_dispatch_stack() > 0:
+        if not untouched(owner, LTXVideoRotaryPosEmbed) or modes_active():
             return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]
         x, *rest, coords = call
         bases = (owner.base_num_frames, owner.base_height, owner.base_width, owner.patch_size, owner.patch_size_t)

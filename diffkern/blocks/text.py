@@ -21,9 +21,9 @@ from typing_extensions import override
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import calls_are_watched, plain_linear, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.blocks.watch import Source, Store
+from diffkern.blocks.watch import Source, Store, are_still
 from diffkern.providers import KERNEL_DTYPES
-from diffkern.providers.registry import transforms_active
+from diffkern.providers.registry import modes_active, transforms_active
 
 #: Texts that are kept: guidance may call a model with two in turn.
 MAX_TEXTS = 2
@@ -42,7 +42,7 @@ def counts(tensor: Tensor) -> bool:
         and not torch.is_inference_mode_enabled()
         and version(tensor) is not None
         and not transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not modes_active()
     )
 
 
@@ -64,12 +64,10 @@ class _Projected:
 
     def holds(self, activation: Hashable, weights: Sequence[Tensor]) -> bool:
         """Whether nothing but the caption could be another one now."""
-        tensors = [*weights, self.states]
         return (
             self.activation == activation
             and self.written == version(self.states)
-            and len(self.made_of) == 1 + len(tensors)
-            and all(map(Source.is_still, self.made_of[1:], tensors))
+            and are_still(self.made_of[1:], [*weights, self.states])
         )
 
     def gives(self, states: Tensor) -> bool:
@@ -169,7 +167,7 @@ class TextAttention(Store):
         signs = children["norm_k"].eps, *[(id(weight), version(weight), weight.data_ptr()) for weight in weights]
         known = next((text for text in texts if text.text() is projected), None)
         again = known is not None and known.signs == signs
-        if known is not None and again and known.pair is not None and all(map(Source.is_still, known.made_of, weights)):
+        if known is not None and again and known.pair is not None and are_still(known.made_of, weights):
             return known.pair
         if states.is_cuda and torch.cuda.is_current_stream_capturing():
             return compute()

@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,11 @@ class Source:
         if tensor is None or not self.is_still(tensor):
             return None
         return (_rows(tensor, self.step) != self.sample).any()
+
+
+def are_still(sources: Sequence[Source], tensors: Sequence[Tensor]) -> bool:
+    """Whether ``tensors`` are, one by one, those that ``sources`` were noted of, unchanged."""
+    return len(sources) == len(tensors) and all(map(Source.is_still, sources, tensors))
 
 
 def _rows(tensor: Tensor, step: int) -> Tensor:
@@ -148,11 +153,6 @@ def compare_next() -> None:
 def generation() -> int:
     """How often everything kept was thrown away."""
     return _watch.generation
-
-
-def stores() -> int:
-    """How many calls of a store there are from one question to the next."""
-    return _watch.size()
 
 
 class _Watch:

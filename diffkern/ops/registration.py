@@ -16,6 +16,7 @@ from diffkern.providers.base import Kernel
 from diffkern.providers.registry import (
     NoProviderError,
     kernel_for,
+    modes_active,
     override,
     remembered,
     select,
@@ -143,7 +144,7 @@ class Op:
                             pass  # the long way says it better
                     else:
                         args = self._prepare(*operands, *options)
-                        if self._are_of(args, rest) and _no_mode():
+                        if self._are_of(args, rest) and not modes_active():
                             return kernel(*args)
         return self.call_the_long_way(operands, options, provider, key)
 
@@ -157,7 +158,7 @@ class Op:
         if self._needs_torch(args):
             return self.op(*args, provider)
         kernel = kernel_for(self._name, args[0].device, provider, *self._dtypes(args))
-        if not (isinstance(kernel, OpOverload) or _no_mode() or transforms_active()):
+        if modes_active() and not (isinstance(kernel, OpOverload) or transforms_active()):
             return self.op(*args, provider)  # a function that reads memory shows a mode nothing
         result = kernel(*args)
         if key is not None:
@@ -252,8 +253,6 @@ class Op:
             return True
         if transforms_active():
             return False
-        if type(args[0]) is not Tensor and type(args[0]) is not torch.nn.Parameter:
-            return True
         wanted = _grad_is_enabled()
         for index in self._tensors_at:
             given = args[index]
@@ -279,11 +278,6 @@ class Op:
         """What a kernel computes in, as :meth:`of_provider` takes it."""
         given = [args[index] for index in self._computed_in]
         return tuple([value.dtype if type(value) is Tensor else _dtype_of(value) for value in given])
-
-
-def _no_mode() -> bool:
-    """Whether no mode of dispatch looks at the calls of ops."""
-    return torch._C._len_torch_dispatch_stack() == 0
 
 
 def _op_for_graph(

@@ -156,6 +156,11 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def modes_active() -> bool:
+    """Whether a mode of dispatch (fake tensors, tracing, counters of operations) looks at the calls of ops."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def reset() -> None:
     """Forgets all choices, so that a provider which became available is asked again."""
     _kernels.clear()

@@ -146,7 +146,7 @@ def test_a_merged_adapter_is_noticed_though_it_leaves_no_sign(device: str) -> No
         assert (block.ff.net[2].weight._version, block.ff.net[2].weight.data_ptr()) == (version, address)
     exact = in_float64(model, device)
     with pytest.warns(UserWarning, match="weights changed without a sign"):
-        for _ in range(4 * watch.stores() + 4):
+        for _ in range(4 * watch._watch.size() + 4):
             output(model, device)
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -160,7 +160,7 @@ def test_weights_with_nan_are_not_taken_for_changed_ones(device: str) -> None:
     with torch.no_grad():
         model.transformer_blocks[0].ff.net[2].weight[0, 0] = torch.nan
     before = watch.generation()
-    for _ in range(4 * watch.stores() + 4):
+    for _ in range(4 * watch._watch.size() + 4):
         output(model, device)
     assert watch.generation() == before
 
@@ -211,6 +211,21 @@ def test_projections_in_one_product_have_their_biases_as_they_are_now(device: st
             attention.to_v.bias.add_(3.0)
         after = output(model, device)
         assert relative_error(after, before) > 0.06 >= relative_error(after, in_float64(model, device))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_copies_go_with_the_layers_that_they_were_of(device: str, mixed: bool) -> None:
+    """An adapter may be merged when it goes: what was copied before it came is of no use."""
+    model = model_on(device, layers=1)
+    if mixed:
+        model.transformer_blocks[0].attn1.to_k.bias = None
+    inject_optimized_kernels(model, numerics="fp8")
+    output(model, device)
+    copies = memory(model.transformer_blocks[0])["fp8"]._copies
+    assert copies
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_k", "net.2"], init_lora_weights="gaussian"))
+    output(model, device)
+    assert not copies
 
 
 def test_copies_of_a_model_do_not_share_its_copies_of_weights(device: str) -> None:

@@ -59,7 +59,7 @@ def test_dk72_an_undefined_symbol_is_named_with_both_versions_of_torch(searched:
     directory = searched / "build" / variant.name
     directory.mkdir(parents=True)
     write_python(directory, source_directory(), namespace)
-    source = searched / "stub.cpp"
+    source = searched / "gone.cpp"
     source.write_text("namespace c10 { void gone(int); void present() { gone(1); } }\n", encoding="utf-8")
     command = [*cxx.command, "-shared", "-fPIC", "-Wl,-z,now", str(source), "-o"]
     subprocess.run([*command, str(directory / library_name(namespace))], check=True)
