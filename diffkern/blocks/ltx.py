@@ -32,19 +32,21 @@ from diffusers.models.transformers.transformer_ltx import (
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks import fp8
+from diffkern.blocks import fp8, packing
 from diffkern.blocks.fp8 import Rows, Weights, as_rows, fits, weights_of
 from diffkern.blocks.ltx_rope import TracedTables, axial_tables
 from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.rms_pieces import (
+    Project,
     Rotation,
     attend,
     attend_to_text,
     is_gelu,
     is_weightless,
     norms_are_plain,
+    project_each,
     project_out,
 )
 from diffkern.blocks.steps import EXACT, FAST, FP8, FastSteps
@@ -145,6 +147,11 @@ class LTXBlock(BlockRecipe):
         return stock
 
     @override
+    def settle(self, module: nn.Module) -> None:
+        if self._steps.fuses_norms and not self._steps.in_8_bits:
+            packing.settle(module, "attn1")
+
+    @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         block: Any = module
         x, text, temb, tables, mask = call
@@ -180,7 +187,8 @@ class LTXBlock(BlockRecipe):
             y = block.attn1(hidden_states=y, encoder_hidden_states=None, image_rotary_emb=tables)
         else:
             stock_norms = "attn1.norm_q and norm_k" in stock or not steps.fuses_norms
-            y = _attention(block.attn1, y, y, tables, None, stock_norms, provider, attn1)
+            packed = packing.projection(block, "attn1", x) if steps.fuses_norms and attn1 is None else None
+            y = _attention(block.attn1, y, y, tables, None, stock_norms, provider, attn1, project=packed)
         x = steps.gate_residual(x, y, gate_msa, provider)
 
         if "attn2" in stock:
@@ -335,6 +343,7 @@ def _rotation(tables: Tables | None, heads: int) -> Rotation:
 def _attention(
     attention: Any, x: Any, context: Any, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
     provider: str | None, weights: Weights | None = None, kept: TextAttention | None = None,
+    project: Project | None = None,
 ) -> Tensor:  # fmt: skip
     """``LTXVideoAttnProcessor``, its products in 8 bits where there are weights for them."""
     # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
@@ -345,7 +354,8 @@ def _attention(
         )
     rotation = _rotation(tables, attention.heads)
     if weights is None:
-        return project_out(attention, attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider))
+        y = attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider, project or project_each)
+        return project_out(attention, y)
     rows = as_rows(x, provider)  # of self-attention, whose context is x
     y = attend(attention, rows, rows, rotation, mask, stock_norms, dispatch, provider, weights.project)
     return project_out(attention, as_rows(y, provider), weights.run)

@@ -24,7 +24,7 @@ from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.ops import expand_axes
-from diffkern.providers.registry import modes_active
+from diffkern.providers.onlookers import modes_active
 
 Tables = tuple[Tensor, Tensor]
 

@@ -7,6 +7,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+#: Where there are functions that take back what was done to a module itself, each called with it.
+UNDO = "undo"
+
 _memories: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -16,7 +19,9 @@ def memory(module: nn.Module) -> dict[str, Any]:
 
 
 def forget(module: nn.Module) -> None:
-    """Drops everything that is remembered of ``module``, and the memory it took."""
+    """Drops everything that is remembered of ``module``, and the memory it took; takes back what was done to it."""
+    for undo in memory(module).pop(UNDO, ()):
+        undo(module)
     _memories.pop(module, None)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diffkern.ops import linear_gelu
 from diffkern.providers import KERNEL_DTYPES
+from diffkern.providers.eager.linear import linear
 
 #: Functions that, bound to a module as its forward, compute what the forward of its class computes.
 EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()
@@ -83,7 +84,9 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
     if untouched(layer, nn.Linear):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:
-            return F.linear(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+            traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+            run = F.linear if traced else linear
+            return run(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
     if untouched(layer, nn.Dropout) and not layer.training:
         return x
     return layer(x)  # type: ignore[no-any-return]
@@ -117,7 +120,8 @@ def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
     """Diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
     net: Any = feed_forward.net
     first = net._modules["0"]._modules["proj"]._parameters
-    x = linear_gelu(x, first["weight"], first["bias"], approximate="tanh")
+    # The product is torch's, whoever computes the rest.
+    x = linear_gelu(x, first["weight"], first["bias"], approximate="tanh", provider="eager")
     for layer in list(net._modules.values())[1:]:
         x = run_layer(layer, x)
     return x

@@ -95,6 +95,13 @@ class BlockRecipe(ABC):
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
         """Computes the block's forward. ``stock`` comes from :meth:`stock_pieces`. Differentiable."""
 
+    def settle(self, module: nn.Module) -> None:
+        """Prepares a block for its first call, its weights being where they are. Here nothing.
+
+        What it does to the block itself is taken back by a function under :data:`diffkern.blocks.memory.UNDO`.
+        """
+        return None
+
     @abstractmethod
     def sources(self) -> tuple[Callable[..., Any], ...]:
         """The stock functions whose work :meth:`compute` does, the forward of the block first."""

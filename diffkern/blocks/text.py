@@ -23,7 +23,7 @@ from diffkern.blocks.pieces import calls_are_watched, plain_linear, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.watch import Source, Store, are_still
 from diffkern.providers import KERNEL_DTYPES
-from diffkern.providers.registry import modes_active, transforms_active
+from diffkern.providers.onlookers import modes_active, transforms_active
 
 #: Texts that are kept: guidance may call a model with two in turn.
 MAX_TEXTS = 2
@@ -130,12 +130,14 @@ class _Text:
 
     Attributes:
         text: The projection of its caption.
-        signs: What could be seen of the weights, and the eps of the norm.
+        eps: Of the norm of the keys.
+        signs: What could be seen of the weights.
         made_of: The weights, where something is kept.
         pair: Keys, normalised, and values; None until the text comes a second time.
     """
 
     text: weakref.ref[_Projected]
+    eps: float
     signs: Hashable
     made_of: tuple[Source, ...] = ()
     pair: Pair | None = None
@@ -163,18 +165,18 @@ class TextAttention(Store):
         projected = _projected.get(states.data_ptr())
         if projected is None or not projected.gives(states):
             return compute()  # of a text whose changes nobody watches
-        texts, weights = self._texts, _weights(children)
-        signs = children["norm_k"].eps, *[(id(weight), version(weight), weight.data_ptr()) for weight in weights]
+        texts, weights, eps = self._texts, _weights(children), children["norm_k"].eps
         known = next((text for text in texts if text.text() is projected), None)
-        again = known is not None and known.signs == signs
-        if known is not None and again and known.pair is not None and are_still(known.made_of, weights):
+        if known is not None and known.pair is not None and known.eps == eps and are_still(known.made_of, weights):
             return known.pair
+        signs = tuple([(id(weight), version(weight), weight.data_ptr()) for weight in weights])
+        again = known is not None and known.eps == eps and known.signs == signs
         if states.is_cuda and torch.cuda.is_current_stream_capturing():
             return compute()
         # Kept at the second time only: texts that are others at every call, and weights that come and go, are not.
         made_of = tuple(map(Source.of, weights)) if again else ()
         pair = compute()
-        text = _Text(weakref.ref(projected), signs, made_of, pair if again else None)
+        text = _Text(weakref.ref(projected), eps, signs, made_of, pair if again else None)
         others = [other for other in texts if other is not known and other.text() is not None]
         self._texts = [*others[1 - MAX_TEXTS :], text]
         return pair

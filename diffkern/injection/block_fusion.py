@@ -50,6 +50,10 @@ class BlockFusion(Fusion):
             return None
 
     @override
+    def settle(self, module: nn.Module) -> None:
+        self.recipe.settle(module)
+
+    @override
     def subject(self, call: tuple[Any, ...]) -> Tensor:
         subject: Tensor = call[0]
         return subject

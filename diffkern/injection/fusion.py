@@ -26,6 +26,10 @@ class Fusion(Protocol):
         """Error against float64 that is granted beyond what the contract grants."""
         return 0.0
 
+    def settle(self, module: nn.Module) -> None:
+        """Prepares a module that was just patched for its first call; here nothing."""
+        return None
+
     # --- at every call ---------------------------------------------------------------------------------
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

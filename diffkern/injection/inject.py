@@ -541,6 +541,8 @@ def _apply(candidates: list[_Candidate], states: dict[int, PatchState], routes: 
             done.append(candidate.module)
             patch(candidate.module, states[id(candidate.module)])
         install(routes)
+        for candidate in candidates:
+            states[id(candidate.module)].fusion.settle(candidate.module)
     except BaseException:
         for module in reversed(done):
             unpatch(module)

@@ -18,7 +18,7 @@ from diffkern.injection import gradients, hooks
 from diffkern.injection.layer_fusion import LayerFusion
 from diffkern.injection.report import Site, find_report
 from diffkern.providers.hub import is_kernel
-from diffkern.providers.registry import transforms_active
+from diffkern.providers.onlookers import transforms_active
 
 if TYPE_CHECKING:
     from diffkern.injection.fusion import Fusion

@@ -23,7 +23,7 @@ from diffkern.ops.registration import Op
 from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.eager.modulate import NORMS, gated_shape, modulated_shape, promoted_dtype
-from diffkern.providers.registry import transforms_active
+from diffkern.providers.onlookers import transforms_active
 
 _BOUND = "each value at most one rounding of e4m3 from float64, each scale 1e-6"
 

@@ -13,15 +13,8 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from diffkern.providers.base import Kernel
-from diffkern.providers.registry import (
-    NoProviderError,
-    kernel_for,
-    modes_active,
-    override,
-    remembered,
-    select,
-    transforms_active,
-)
+from diffkern.providers.onlookers import modes_active, transforms_active
+from diffkern.providers.registry import NoProviderError, kernel_for, override, remembered, select
 from diffkern.providers.signatures import SIGNATURES, schema, without_defaults
 
 NAMESPACE = "diffkern"
@@ -71,7 +64,8 @@ class Op:
         fake: Takes the arguments of the kernel; gives shape, dtype and strides of the result, without data.
         setup_context: Saves for the backward pass; called only when a gradient is needed.
         backward: One gradient per argument of the kernel and one for the provider, None where there is none.
-        traced: What ``torch.compile`` traces in place of an op, for one that plain PyTorch alone computes.
+        traced: What ``torch.compile`` traces in place of an op, for one that plain PyTorch alone computes; None is
+            returned where the graph shall hold the op.
 
     Attributes:
         op: ``torch.ops.diffkern.<name>``, with the arguments of the kernel and ``provider``. It chooses at run time.
@@ -236,7 +230,9 @@ class Op:
         if not (_grad_is_enabled() and _wants_gradient(args)):
             held = _op_for_graph(self._name, args[0].device, provider, self._dtypes(args), self._needed(args))
             if held is not None and self._seen_through is not None:
-                return self._seen_through(*args)
+                seen = self._seen_through(*args)
+                if seen is not None:
+                    return seen
             if held is not None:
                 namespace, name, count = held
                 return getattr(getattr(torch.ops, namespace), name).default(*args[:count])

@@ -32,7 +32,7 @@ from diffkern.providers.base import KERNEL_DTYPES, ROPE_DTYPES, Kernel, Request,
 from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
 #: The ops of a build: what a linear layer has to fuse, torch itself fuses, and rows of 8 bits are left to Triton.
-_OPS = tuple(op for op in SIGNATURES if op != "linear_gelu" and not op.endswith("_fp8"))
+_OPS = tuple(op for op in SIGNATURES if op not in ("linear_gelu", "packed_linear") and not op.endswith("_fp8"))
 
 
 @dataclass(frozen=True, kw_only=True)

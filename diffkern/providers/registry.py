@@ -17,10 +17,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from diffkern.providers import hub
 from diffkern.providers.base import Kernel, Provider, Request
+from diffkern.providers.onlookers import transforms_active
 from diffkern.providers.preferences import Preference, preference
 from diffkern.providers.signatures import SIGNATURES
 
@@ -149,16 +149,6 @@ def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: tor
                 raise TypeError(f"{op} needs floating point tensors, got {dtype}")
         kernel = _kernels[key] = select(op, device, given, provider).kernel
     return kernel
-
-
-def transforms_active() -> bool:
-    """Whether a transform of ``torch.func``, or forward-mode differentiation, is looking at this call."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def modes_active() -> bool:
-    """Whether a mode of dispatch (fake tensors, tracing, counters of operations) looks at the calls of ops."""
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def reset() -> None:

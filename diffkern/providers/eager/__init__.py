@@ -42,6 +42,7 @@ _MODULES: Mapping[str, ModuleType] = {
     "linear_gelu": linear,
     "norm_modulate": modulate,
     "norm_modulate_fp8": fp8,
+    "packed_linear": linear,
     "qk_norm_rope": rope_qk_norm,
     "rms_norm": norm,
     "rope": rope,

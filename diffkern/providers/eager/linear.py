@@ -1,24 +1,83 @@
-"""linear_gelu by what torch has: on CUDA the epilogue of cublasLt, elsewhere the chain of two ops."""
+"""Linear layers by what torch has: on CUDA the epilogue of cublasLt, elsewhere the chain of two ops.
+
+On NVIDIA's GPUs the algorithm of a product is measured (:mod:`diffkern.providers.cublaslt`); its bits are torch's.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diffkern.providers import cublaslt
 from diffkern.providers.eager.activation import apply
+from diffkern.providers.onlookers import transforms_active
 
 #: A float32 LTX block, which has this epilogue in it, lost its proof on an H100. That the epilogue is to blame is a
 #: guess that no run has confirmed yet; float32 takes the chain until one has.
 _HALF = (torch.float16, torch.bfloat16)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer whose gradient nobody wants, by the fastest algorithm."""
+    return cublaslt.multiply(x, weight, bias, None, False, _linear)
+
+
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
     """Computes :func:`diffkern.ops.linear_gelu`."""
     if bias is not None and function == "gelu_tanh" and _has_epilogue(x, weight, bias):
-        y = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        if torch.compiler.is_compiling():
+            return _gelu_of_linear(x, weight, bias, None)
+        return cublaslt.multiply(x, weight, bias, None, True, _gelu_of_linear)
     return apply(F.linear(x, weight, bias), function).contiguous()
+
+
+def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """Computes :func:`diffkern.ops.packed_linear`."""
+    if transforms_active():
+        return torch.cat([F.linear(x, *layer) for layer in zip(weights, biases or repeat(None), strict=False)], -1)
+    weight, bias = together(weights), together(biases) if biases else None
+    if weight is not None and (bias is not None or not biases):
+        return linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    y = x.new_empty(rows.shape[0], sum(weight.shape[0] for weight in weights))
+    parts = y.split([weight.shape[0] for weight in weights], 1)
+    for weight, bias, part in zip(weights, biases or repeat(None), parts, strict=False):
+        cublaslt.multiply(rows, weight, bias, part, False, _linear)
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+def together(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The one tensor that matrices or vectors are the parts of, one below the other; None if they are not."""
+    first = tensors[0]
+    address, dtype, width = first.data_ptr(), first.dtype, first.shape[-1] if first.ndim == 2 else 0
+    rows, size = 0, first.element_size()
+    for tensor in tensors:
+        if tensor.data_ptr() != address or tensor.dtype is not dtype or not tensor.is_contiguous():
+            return None
+        if width and tensor.shape[-1] != width:
+            return None
+        address += tensor.numel() * size
+        rows += len(tensor)
+    # Two allocations may lie next to each other by chance; a view may not reach from one into the other.
+    storage = first.untyped_storage()
+    if address > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.detach().as_strided((rows, width) if width else (rows,), first.stride())
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if out is None else out.copy_(y)
+
+
+def _gelu_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    assert bias is not None and out is None
+    y = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _has_epilogue(x: Tensor, weight: Tensor, bias: Tensor) -> bool:

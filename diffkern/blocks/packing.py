@@ -1,0 +1,165 @@
+"""Projections that read the same rows, their weights moved together in memory so that they are one product.
+
+Nothing is copied twice: the parameters stay the same objects with the same values, as parts of one storage. Whatever
+moves them, as offloading and casting do, parts them again, and a call finds that out by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.blocks.memory import UNDO, memory
+from diffkern.blocks.pieces import plain_linear
+from diffkern.blocks.rms_pieces import Project
+from diffkern.ops import packed_linear
+from diffkern.providers.cublaslt import serves
+from diffkern.providers.eager.linear import linear, together
+from diffkern.providers.onlookers import modes_active, transforms_active
+
+#: The projections of self-attention.
+NAMES = ("to_q", "to_k", "to_v")
+
+#: What memory knows: where the weights lay at the last call, and the attentions whose weights were moved.
+_ADDRESSES, _MOVED = "addresses of projections", "packed"
+
+
+def projection(block: Any, attention: str, x: Tensor) -> Project | None:
+    """How the projections of a self-attention are one product in this call; None if they are not.
+
+    Weights that were at the same addresses at the last call, too, are moved together if they are not: those that come
+    and go (group offloading, for one) are not worth it.
+
+    Args:
+        block: The block.
+        attention: The name of the self-attention in it.
+        x: Hidden states like those that the projections read.
+    """
+    if torch.is_grad_enabled():
+        return None
+    layers = _layers(block, attention)
+    if layers is None or not all(plain_linear(layer, x.device, x.dtype) for layer in layers):
+        return None
+    if torch.compiler.is_compiling():
+        # A graph cannot ask where weights lie. The op does, and computes each by itself if need be.
+        return _project_by_the_op if _packs_in_graphs(x.device.type, x.dtype) else None
+    if transforms_active() or modes_active():
+        return None
+    weights, biases = _of(layers, "weight"), _of(layers, "bias")
+    weight = together(weights)
+    if weight is not None:
+        bias = together(biases) if len(biases) == len(weights) else None
+        if bias is None and biases:
+            return None
+        return partial(_project, weight, bias, [len(weight) for weight in weights])
+    if x.is_cuda and not torch.cuda.is_current_stream_capturing() and _stay(block, weights):
+        torch.cuda.synchronize(x.device)  # another stream may still be reading what is freed
+        if pack(block, attention):
+            return projection(block, attention, x)
+    return None
+
+
+def _stay(block: Any, weights: Sequence[Tensor]) -> bool:
+    """Whether weights lie for the second time where they lay; and not for the third, where they could not be moved."""
+    known = memory(block)
+    addresses = tuple([weight.data_ptr() for weight in weights])
+    before, times = known.get(_ADDRESSES, (None, 0))
+    times = times + 1 if before == addresses else 1
+    known[_ADDRESSES] = addresses, times
+    return bool(times == 2)
+
+
+def settle(block: Any, attention: str) -> None:
+    """Moves the weights of a self-attention on a GPU together before its first call, which may be traced."""
+    layers = _layers(block, attention)
+    weight = None if layers is None else layers[0]._parameters.get("weight")
+    if layers is None or weight is None or not weight.is_cuda:
+        return
+    if all(plain_linear(layer, weight.device, weight.dtype) for layer in layers):
+        pack(block, attention)
+
+
+@torch.no_grad()
+def pack(block: Any, attention: str) -> bool:
+    """Moves the weights and biases of plain layers together. Returns whether they lie so now.
+
+    They stay where they are if anybody else holds their memory, who would have other weights from then on, and where
+    there is no room for one more copy of them.
+    """
+    layers = _layers(block, attention)
+    if layers is None:
+        return False
+    weights, biases = _of(layers, "weight"), _of(layers, "bias")
+    if len(biases) not in (0, len(weights)) or not all(map(_is_alone, (*weights, *biases))):
+        return False
+    if len({(weight.dtype, weight.shape[1]) for weight in weights}) > 1:
+        return False
+    groups = [group for group in (weights, biases) if group]
+    try:
+        wholes = [torch.cat([parameter.detach() for parameter in group]) for group in groups]
+    except torch.OutOfMemoryError:
+        return False
+    for group, whole in zip(groups, wholes, strict=True):
+        for parameter, place in zip(group, whole.split([len(one) for one in group]), strict=True):
+            parameter.data = place
+    known = memory(block)
+    known.setdefault(_MOVED, set()).add(attention)
+    known.setdefault(UNDO, set()).add(part)
+    return True
+
+
+@torch.no_grad()
+def part(block: Any) -> None:
+    """Gives every weight that was moved together a memory of its own again."""
+    for attention in memory(block).pop(_MOVED, ()):
+        for layer in _layers(block, attention) or ():
+            for parameter in layer._parameters.values():
+                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                    parameter.data = parameter.detach().clone()
+
+
+def _project(
+    weight: Tensor, bias: Tensor | None, sizes: list[int], children: Mapping[str, Any], x: Tensor, context: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of self-attention, whose context is ``x``: parts of the rows of one product."""
+    query, key, value = linear(x, weight, bias).split(sizes, -1)
+    return query, key, value
+
+
+def _project_by_the_op(children: Mapping[str, Any], x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    layers = [children[name] for name in NAMES]
+    weights, biases = _of(layers, "weight"), _of(layers, "bias")
+    query, key, value = packed_linear(x, weights, biases).split([weight.shape[0] for weight in weights], -1)
+    return query, key, value
+
+
+def _layers(block: Any, attention: str) -> list[nn.Module] | None:
+    children = block._modules[attention]._modules
+    layers = [children.get(name) for name in NAMES]
+    return None if None in layers else layers
+
+
+def _of(layers: Sequence[Any], name: str) -> list[Tensor]:
+    return [parameter for layer in layers if (parameter := layer._parameters[name]) is not None]
+
+
+def _is_alone(parameter: Tensor) -> bool:
+    """Whether a parameter is all of its memory, and nobody else has a view of it."""
+    if parameter.is_inference() or not parameter.is_contiguous():
+        return False
+    storage = parameter.untyped_storage()
+    # Two know of it: the parameter, and the object that asks.
+    return storage.nbytes() == parameter.nbytes and torch._C._storage_Use_Count(storage._cdata) == 2
+
+
+def _packs_in_graphs(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a graph shall hold the op for all three: ``torch.compile`` takes the answer for a constant."""
+    return not torch.compiler.is_exporting() and serves(device_type, dtype)
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+_packs_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,242 @@
+"""Which algorithm computes a kind of product: torch's, until another one was measured to be faster."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.providers.cublaslt.library import CublasLtError, Library, Proposal, find
+from diffkern.providers.cublaslt.product import ALIGNMENT, Kind, Product
+from diffkern.providers.onlookers import modes_active, transforms_active
+
+_log = logging.getLogger(__name__)
+
+#: Products of fewer multiplications take so little time that a measurement would not pay.
+LEAST_MULTIPLICATIONS = 1 << 33
+#: An algorithm must be faster than torch's by this factor to take its place.
+_GAIN = 1.015
+#: One row in so many is compared: a prime, so that all rows of all tiles have their turn.
+_SAMPLED = 17
+#: Rounds of a measurement, and how many algorithms stay after the second one.
+_ROUNDS, _FINALISTS = 7, 3
+#: Stands for torch's way among the algorithms, which are numbered.
+_TORCH = -1
+#: Signatures that are remembered, beyond which all are forgotten.
+_MOST_WAYS = 1024
+
+#: Computes a product as torch does: takes ``x``, ``weight``, ``bias``, and where the result shall be, or None.
+ByTorch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_CLASSES = (Tensor, nn.Parameter)
+
+
+class _Way:
+    """Whoever computes products of one signature.
+
+    Attributes:
+        kind: What cublasLt needs to know of them; None if they are none of its.
+        measured: Whether it is decided who computes them.
+        product: The kind, ready to run; None if torch computes them.
+        proposal: The algorithm.
+    """
+
+    __slots__ = ("kind", "measured", "product", "proposal")
+
+    def __init__(self, kind: Kind | None) -> None:
+        self.kind = kind
+        self.measured = kind is None or kind.rows * kind.columns * kind.depth < LEAST_MULTIPLICATIONS
+        self.product: Product | None = None
+        self.proposal: Proposal | None = None
+
+
+#: By everything but the addresses of operands. Ways of one kind are measured one by one: there are few.
+_ways: dict[Hashable, _Way] = {}
+_lock = threading.Lock()
+
+
+def serves(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether algorithms are measured for such operands."""
+    return device_type == "cuda" and dtype in _DTYPES and isinstance(find(), Library)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, gelu: bool, by_torch: ByTorch
+) -> Tensor:
+    r"""Computes :math:`x W^\top + b`, maybe followed by a tanh GELU, to the bits that torch's way gives.
+
+    At the second product of a kind algorithms are measured: a denoiser repeats its shapes, and what is computed once is
+    not worth it. No gradient is recorded.
+
+    Args:
+        x: Rows ``[..., K]``.
+        weight: ``[N, K]``.
+        bias: ``[N]``, or None.
+        out: Where the result shall be, for ``x`` as ``[M, K]``: ``[M, N]`` with any stride from row to row. None for a
+            new tensor.
+        gelu: Whether the GELU follows.
+        by_torch: Torch's way.
+
+    Returns:
+        The result, ``[..., N]``; ``out`` if it was given.
+    """
+    if not x.is_cuda or transforms_active() or modes_active():
+        return by_torch(x, weight, bias, out)
+    signature = (
+        x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device,
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        None if out is None else (out.shape, out.stride()), gelu,
+    )  # fmt: skip
+    way = _ways.get(signature)
+    if way is None:
+        if len(_ways) >= _MOST_WAYS:
+            _ways.clear()
+        _ways[signature] = _Way(_kind(x, weight, bias, out, gelu))
+        return by_torch(x, weight, bias, out)
+    if not way.measured and not torch.cuda.is_current_stream_capturing():
+        _decide(way, by_torch)
+    product, proposal = way.product, way.proposal
+    if product is None or proposal is None or not _are_plain(x, weight, bias, out):
+        return by_torch(x, weight, bias, out)
+    result = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
+    try:
+        if torch._C._cuda_getDevice() == x.device.index:
+            product.run(proposal, x, weight, bias, result)
+        else:
+            with torch.cuda.device(x.device):
+                product.run(proposal, x, weight, bias, result)
+    except CublasLtError as error:
+        way.product = None
+        warnings.warn(f"diffkern: torch computes such products from now on: {error}", stacklevel=2)
+        return by_torch(x, weight, bias, out)
+    return result
+
+
+def _are_plain(*operands: Tensor | None) -> bool:
+    """Whether the memory of operands holds their values, at addresses that cublasLt takes."""
+    addresses = 0
+    for operand in operands:
+        if operand is not None:
+            if type(operand) not in _CLASSES or operand.is_neg():
+                return False
+            addresses |= operand.data_ptr()
+    return addresses % ALIGNMENT == 0
+
+
+def _kind(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, gelu: bool) -> Kind | None:
+    """What cublasLt needs to know of such operands, but for their addresses; None if it cannot compute them."""
+    dtype, device, multiple = x.dtype, x.device, ALIGNMENT // 2
+    if dtype not in _DTYPES or weight.ndim != 2 or x.ndim < 1 or not weight.is_contiguous():
+        return None
+    (columns, depth), row_stride = weight.shape, x.shape[-1]
+    if x.shape[-1] != depth or x.numel() == 0 or depth % multiple or columns % multiple or columns == 0:
+        return None
+    if not x.is_contiguous():
+        if x.ndim != 2 or x.stride(1) != 1 or x.stride(0) < depth or x.stride(0) % multiple:
+            return None
+        row_stride = x.stride(0)
+    if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
+        return None
+    rows, out_stride = x.numel() // depth, columns
+    if out is not None:
+        if out.shape != (rows, columns) or out.dtype != dtype or out.stride(1) != 1 or out.stride(0) % multiple:
+            return None
+        out_stride = out.stride(0)
+    if any(one is not None and (one.dtype != dtype or one.device != device) for one in (weight, bias, out)):
+        return None
+    return Kind(device.index, dtype, rows, columns, depth, row_stride, out_stride, bias is not None, gelu)
+
+
+def _decide(way: _Way, by_torch: ByTorch) -> None:
+    kind = way.kind
+    assert kind is not None
+    with _lock, torch.cuda.device(kind.device), torch.no_grad():
+        if not way.measured:
+            way.measured = True
+            _measure(kind, way, by_torch)
+
+
+def _measure(kind: Kind, way: _Way, by_torch: ByTorch) -> None:
+    """Decides who computes a kind of product.
+
+    With operands of its own: with zeros, say, which somebody may warm up a model with, every algorithm gives the same.
+    """
+    lib = find()
+    if not isinstance(lib, Library):
+        return
+    try:
+        product = Product(kind, lib)
+    except CublasLtError as error:
+        _log.info("%s: torch's, since %s", kind, error)
+        return
+    x, weight, bias, out = _operands(kind)
+    runs: dict[int, Callable[[], None]] = {_TORCH: lambda: _discard(by_torch(x, weight, bias, out))}
+    y = by_torch(x, weight, bias, out)
+    wanted = _bits(y).clone()
+    for index, proposal in enumerate(product.proposals):
+        run = partial(product.run, proposal, x, weight, bias, y)
+        try:
+            run()
+        except CublasLtError as error:
+            _log.info("%s: algorithm %d left out, since %s", kind, index, error)
+            continue
+        if torch.equal(_bits(y), wanted):
+            runs[index] = run
+    times = _times(runs)
+    best = min(times, key=times.__getitem__)
+    if times[best] * _GAIN < times[_TORCH]:
+        way.proposal, way.product = product.proposals[best], product
+    _log.info(
+        "%s: torch's algorithm takes %.1f us, the best of the library's %d of the same bits %.1f us",
+        kind, times[_TORCH], len(runs) - 1, times[best],
+    )  # fmt: skip
+
+
+def _operands(kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Random operands of a kind, from a generator of their own: nobody's noise shall be another because of them."""
+    device = torch.device("cuda", kind.device)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int, row_stride: int | None = None, scale: float = 1.0) -> Tensor:
+        whole = torch.empty(*shape[:-1], row_stride or shape[-1], dtype=kind.dtype, device=device)
+        return whole.normal_(0.0, scale, generator=generator)[..., : shape[-1]]
+
+    x = random(kind.rows, kind.depth, row_stride=kind.row_stride)
+    weight = random(kind.columns, kind.depth, scale=kind.depth**-0.5)
+    out = None if kind.out_stride == kind.columns else random(kind.rows, kind.columns, row_stride=kind.out_stride)
+    return x, weight, random(kind.columns) if kind.bias else None, out
+
+
+def _bits(y: Tensor) -> Tensor:
+    """Some rows of a result, as integers."""
+    return y[::_SAMPLED].view(torch.int16)
+
+
+def _discard(result: Tensor) -> None:
+    """Takes a result that nobody wants."""
+
+
+def _times(runs: dict[int, Callable[[], None]]) -> dict[int, float]:
+    """Microseconds of each, in turn, so that a clock that changes favours none; the slow ones drop out early."""
+    samples: dict[int, list[float]] = {name: [] for name in runs}
+    left = list(runs)
+    for number in range(_ROUNDS):
+        for name in left:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            runs[name]()
+            runs[name]()
+            end.record()
+            end.synchronize()
+            samples[name].append(500.0 * begin.elapsed_time(end))
+        if number == 1:
+            fastest = sorted(left, key=lambda name: min(samples[name]))[:_FINALISTS]
+            left = [name for name in left if name in fastest or name == _TORCH]
+    return {name: statistics.median(samples[name]) for name in left}

@@ -1,0 +1,150 @@
+"""One kind of product: what cublasLt has to be told of it, and the algorithms that the library proposes.
+
+Only algorithms without a workspace are asked for. Those that torch takes, with one, count their tiles in it, which a
+launch of its own sets to zero before every product: 3 to 5 us for each of the hundreds of products of a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from diffkern.providers.cublaslt import library
+from diffkern.providers.cublaslt.library import CublasLtError, Library, Proposal
+
+#: Bytes to which every operand is aligned.
+ALIGNMENT = 16
+
+#: How many algorithms are asked for.
+_PROPOSALS = 16
+#: Addresses of biases that are remembered, beyond which all are forgotten.
+_MOST_BIASES = 4096
+
+_one, _zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+_ONE, _ZERO = ctypes.addressof(_one), ctypes.addressof(_zero)
+
+
+class Kind(NamedTuple):
+    """What the choice of an algorithm depends on: rows ``[M, K]`` times a weight ``[N, K]``, transposed.
+
+    Attributes:
+        device: Index of the device.
+        dtype: Of all operands.
+        rows: M.
+        columns: N.
+        depth: K.
+        row_stride: From row to row of the first operand.
+        out_stride: The same of the result.
+        bias: Whether there is one, of N elements.
+        gelu: Whether a tanh GELU follows.
+    """
+
+    device: int
+    dtype: torch.dtype
+    rows: int
+    columns: int
+    depth: int
+    row_stride: int
+    out_stride: int
+    bias: bool
+    gelu: bool
+
+    @override
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        rest = f"{' + bias' if self.bias else ''}{', gelu' if self.gelu else ''}"
+        return f"{name} [{self.rows}, {self.depth}] x [{self.depth}, {self.columns}]{rest} on cuda:{self.device}"
+
+    @property
+    def epilogue(self) -> int:
+        """What cublasLt calls what follows the product."""
+        if self.gelu:
+            return library.EPILOGUE_GELU_BIAS if self.bias else library.EPILOGUE_GELU
+        return library.EPILOGUE_BIAS if self.bias else library.EPILOGUE_NONE
+
+
+class Product:
+    """A kind of product, ready to run. cublasLt counts by columns, so that for it this is ``weight^T x`` transposed.
+
+    Args:
+        kind: The kind.
+        lib: The library.
+
+    Attributes:
+        proposals: The algorithms, the one first that the library expects to be the fastest.
+
+    Raises:
+        CublasLtError: the library has no algorithm for it.
+    """
+
+    def __init__(self, kind: Kind, lib: Library) -> None:
+        self._kind, self._lib = kind, lib
+        self._handle = lib.handle(kind.device).value
+        self._made: list[tuple[str, ctypes.c_void_p]] = []
+        weakref.finalize(self, _destroy, lib, self._made)
+        element = library.DATA_TYPES[kind.dtype]
+        self._weight = self._create("MatrixLayout", element, kind.depth, kind.columns, kind.depth)
+        self._x = self._create("MatrixLayout", element, kind.depth, kind.rows, kind.row_stride)
+        self._out = self._create("MatrixLayout", element, kind.columns, kind.rows, kind.out_stride)
+        self._descriptions: dict[int | None, int | None] = {}
+        self.proposals = self._proposed()
+
+    def run(self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Computes ``out`` on the current stream. The operands must be of this kind; nothing is checked.
+
+        Raises:
+            CublasLtError: the library refused.
+        """
+        at_bias = None if bias is None else bias.data_ptr()
+        description = self._descriptions.get(at_bias) or self._describe(at_bias)
+        at_out = out.data_ptr()
+        status = self._lib.matmul(
+            self._handle, description, _ONE, weight.data_ptr(), self._weight, x.data_ptr(), self._x, _ZERO, at_out,
+            self._out, at_out, self._out, proposal.address, None, 0,
+            torch._C._cuda_getCurrentRawStream(self._kind.device),
+        )  # fmt: skip
+        if status:
+            raise CublasLtError(f"cublasLtMatmul returned status {status} for {self._kind}")
+
+    def _describe(self, bias: int | None) -> int | None:
+        """What the product is, with a bias at this address; each has its own, since threads may run it at once."""
+        if len(self._descriptions) >= _MOST_BIASES:
+            self._descriptions.clear()
+        made = self._create("MatmulDesc", library.COMPUTE_FLOAT32, library.DATA_TYPES[torch.float32])
+        self._set("MatmulDesc", made, library.DESCRIPTION_TRANSPOSE_A, ctypes.c_int(library.TRANSPOSED))
+        self._set("MatmulDesc", made, library.DESCRIPTION_EPILOGUE, ctypes.c_int(self._kind.epilogue))
+        if bias is not None:
+            self._set("MatmulDesc", made, library.DESCRIPTION_BIAS, ctypes.c_void_p(bias))
+        self._descriptions[bias] = made
+        return made
+
+    def _create(self, kind: str, *arguments: object) -> int | None:
+        made = self._lib.created(kind, *arguments)
+        self._made.append((kind, made))
+        return made.value
+
+    def _set(self, kind: str, of: int | None, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
+        self._lib.call(f"{kind}SetAttribute", of, attribute, ctypes.byref(value), ctypes.sizeof(value))
+
+    def _proposed(self) -> list[Proposal]:
+        preference = self._create("MatmulPreference")
+        for attribute in library.PREFERENCE_ALIGNMENTS:
+            self._set("MatmulPreference", preference, attribute, ctypes.c_uint32(ALIGNMENT))
+        proposals, count = (Proposal * _PROPOSALS)(), ctypes.c_int()
+        self._lib.call(
+            "MatmulAlgoGetHeuristic", self._handle, self._describe(None), self._weight, self._x, self._out, self._out,
+            preference, _PROPOSALS, ctypes.byref(proposals), ctypes.byref(count),
+        )  # fmt: skip
+        self._descriptions.clear()  # of a bias at no address
+        found = [Proposal.from_buffer_copy(proposal) for proposal in proposals[: count.value]]
+        return [proposal for proposal in found if proposal.status == 0 and proposal.workspace == 0]
+
+
+def _destroy(lib: Library, made: list[tuple[str, ctypes.c_void_p]]) -> None:
+    for kind, pointer in made:
+        lib.call(f"{kind}Destroy", pointer)

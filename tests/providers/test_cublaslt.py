@@ -1,0 +1,135 @@
+"""Products by a measured algorithm of cublasLt: the bits of torch's own, on every stream and in graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from diffkern import ops
+from diffkern.providers import cublaslt
+from diffkern.providers.cublaslt import choice, library
+
+#: Rows, columns and depth, enough of them to be measured.
+SIZES = (2688, 2048, 2048)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    choice._ways.clear()
+    yield
+    choice._ways.clear()
+
+
+def _operands(rows: int, columns: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    return random(rows, depth), random(columns, depth) / depth**0.5, random(columns)
+
+
+def test_the_structures_have_the_sizes_that_the_library_expects() -> None:
+    assert ctypes.sizeof(library.Algorithm) == 64
+    assert ctypes.sizeof(library.Proposal) == 96
+    assert library.Proposal.workspace.offset == 64 and library.Proposal.status.offset == 72
+
+
+def test_without_cuda_there_is_a_reason_and_torch_computes() -> None:
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built for CUDA")
+    assert library.find() == "cublasLt is NVIDIA's, and this torch is not built for CUDA"
+    assert not cublaslt.serves("cuda", torch.bfloat16)
+    x, weight = torch.randn(4, 8), torch.randn(6, 8)
+    y = cublaslt.multiply(x, weight, None, None, False, lambda x, weight, bias, out: F.linear(x, weight, bias))
+    assert torch.equal(y, F.linear(x, weight)) and not choice._ways
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_call_gives_the_bits_of_torch(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    state = torch.cuda.get_rng_state()
+    for rows, columns, depth in (SIZES, (5376, 8192, 2048), (1000, 4096, 4096), (4099, 2048, 2056)):
+        x, weight, bias = _operands(rows, columns, depth, dtype)
+        gelu = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+        plain, without = F.linear(x, weight, bias), F.linear(x, weight)
+        parts, biases = weight.chunk(2), bias.chunk(2)
+        apart = [part.clone() for part in parts]
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                assert torch.equal(ops.linear_gelu(x, weight, bias), gelu)
+                assert torch.equal(ops.packed_linear(x, parts, biases), plain)
+                assert torch.equal(ops.packed_linear(x, parts), without)
+                torch.testing.assert_close(ops.packed_linear(x, apart, biases), plain, rtol=1e-2, atol=1e-2)
+    assert sum("torch's algorithm takes" in record.message for record in caplog.records) >= 12
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+def test_biases_that_change_are_read_anew() -> None:
+    x, weight, bias = _operands(*SIZES)
+    for index in range(5):
+        own = bias + index
+        assert torch.equal(ops.linear_gelu(x, weight, own), torch._addmm_activation(own, x, weight.t(), use_gelu=True))
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_taken() -> None:
+    x, weight, bias = _operands(*SIZES)
+    for _ in range(3):
+        ops.linear_gelu(x, weight, bias)
+    expected = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = x.clone()
+        y = ops.linear_gelu(late, weight, bias)
+    stream.synchronize()
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_cuda_graph_may_hold_it_measured_or_not(calls: int) -> None:
+    x, weight, bias = _operands(*SIZES)
+    for _ in range(calls):
+        ops.linear_gelu(x, weight, bias)
+    torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.linear_gelu(x, weight, bias)
+    x.copy_(x.flip(0))
+    graph.replay()
+    assert torch.equal(y, torch._addmm_activation(bias, x, weight.t(), use_gelu=True))
+
+
+@pytest.mark.gpu
+def test_inductor_holds_the_op() -> None:
+    x, weight, bias = _operands(*SIZES)
+    expected = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    parts, biases = weight.chunk(2), bias.chunk(2)
+    compiled = torch.compile(
+        lambda x: (ops.linear_gelu(x, weight, bias), ops.packed_linear(x, parts, biases)), fullgraph=True
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            gelu, packed = compiled(x)
+            assert torch.equal(gelu, expected) and torch.equal(packed, F.linear(x, weight, bias))
+
+
+@pytest.mark.gpu
+def test_operands_that_cublaslt_cannot_take_are_left_to_torch() -> None:
+    x, weight, bias = _operands(64, 64, 72)
+    for x_, weight_ in ((x[:, 1:65], weight[:, :64]), (x[:, :63], weight[:, :63]), (x[:0], weight)):
+        for _ in range(3):
+            expected = torch._addmm_activation(bias, x_, weight_.t(), use_gelu=True)
+            assert torch.equal(ops.linear_gelu(x_, weight_, bias), expected)
+    assert not choice._ways
