@@ -17,6 +17,15 @@ constexpr RowConfig kRowConfigs[] = {
 #endif
 };
 
+// Rows of a half dtype that fill a block's threads to the last packet, without an option or parameter that is rare: a
+// kernel of their own, of half the instructions. A GPU that has last run something else fetches its code from memory,
+// which a small call waits for.
+struct FullConfig {
+  int packets;  // that each thread holds
+  int threads;
+};
+constexpr FullConfig kFullConfigs[] = {{2, 128}, {3, 128}, {4, 128}, {5, 128}};
+
 constexpr int kColumnRows = 32;   // rows of a block in the column kernel, one per thread along x
 constexpr int kColumnSplits = 16; // threads that share a row there
 
