@@ -17,9 +17,8 @@ constexpr RowConfig kRowConfigs[] = {
 #endif
 };
 
-// Rows of a half dtype that fill a block's threads to the last packet, without an option or parameter that is rare: a
-// kernel of their own, of half the instructions. A GPU that has last run something else fetches its code from memory,
-// which a small call waits for.
+// Rows of a half dtype that fill a block's threads to the last packet, without an option or parameter that is rare, have
+// a kernel of their own, of less than half the instructions.
 struct FullConfig {
   int packets;  // that each thread holds
   int threads;

@@ -132,8 +132,7 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams
   constexpr int kCount = kPacketSize<T>;
   constexpr int kGroup = kLanes == 0 ? kWaveSize : kLanes;  // lanes that sum up by shuffles
   constexpr int kWaves = kPowerOfTwo<kThreads / kWaveSize>;
-  // With more packets the registers would not hold the parameters as well.
-  constexpr bool kAhead = kPackets <= 4;
+  constexpr bool kAhead = kHoldsParameters<kPackets>;
   __shared__ WaveSums partials[kLanes == 0 ? kWaves : 1];
   __shared__ float squares[kLanes == 0 ? kWaves : 1];
 
@@ -437,15 +436,12 @@ bool has_wide_parameters(const NormParams& p) {
   return p.x_dtype != Dtype::kFloat32 && (p.weight_dtype == Dtype::kFloat32 || p.bias_dtype == Dtype::kFloat32);
 }
 
-// With more packets the registers would not hold the parameters as well.
-constexpr bool holds_parameters(int packets) { return packets <= 4; }
-
 template <typename T, typename Call, int... kIndices>
 bool launch_full_kernel(const RegisterParams& p, std::integer_sequence<int, kIndices...>, GpuStream stream) {
   const auto launch = [&](auto index) {
     constexpr FullConfig config = kFullConfigs[index];
     if (p.packets != config.packets * config.threads) return false;
-    full_kernel<T, Call, config.packets, config.threads, holds_parameters(config.packets), PlainAccess>
+    full_kernel<T, Call, config.packets, config.threads, kHoldsParameters<config.packets>, PlainAccess>
         <<<p.rows, config.threads, 0, stream>>>(p);
     return true;
   };

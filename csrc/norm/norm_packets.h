@@ -26,6 +26,10 @@ struct RegisterParams {
 
 enum RowOperand : int { kX, kOut };
 
+// Whether the registers hold the parameters next to so many packets of a row.
+template <int kPackets>
+constexpr bool kHoldsParameters = kPackets <= 4;
+
 // The sum of a power of two of values, in pairs: no addition waits for more than two others of its size.
 template <int kCount>
 __device__ __forceinline__ float sum_of(const float* values) {
