@@ -1,5 +1,5 @@
-// Variants of the full kernel that a tuning build compares: ways to memory, shapes of blocks, blocks that walk over rows,
-// and rows that arrive in shared memory by bulk copies. For bfloat16, rms_norm with a weight and layer_norm with both.
+// Variants of the full kernel that a tuning build compares: ways to memory, shapes of blocks, blocks that walk over
+// rows, and rows that arrive in shared memory by bulk copies. For bfloat16, with all parameters.
 #pragma once
 
 #include <algorithm>

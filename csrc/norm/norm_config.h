@@ -17,8 +17,8 @@ constexpr RowConfig kRowConfigs[] = {
 #endif
 };
 
-// Rows of a half dtype that fill a block's threads to the last packet, without an option or parameter that is rare, have
-// a kernel of their own, of less than half the instructions.
+// Rows of a half dtype that fill a block's threads to the last packet, without a rare option or parameter, have a kernel
+// of their own, of less than half the instructions.
 struct FullConfig {
   int packets;  // that each thread holds
   int threads;

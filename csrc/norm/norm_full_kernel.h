@@ -36,7 +36,7 @@ struct alignas(16) PivotSums {
   float unused;
 };
 
-// What the waves of a block tell each other. It may be used again only after the block has been synchronised in between.
+// What the waves of a block tell each other; used again only after the block has been synchronised in between.
 template <int kThreads>
 struct FullShared {
   static_assert(kThreads % kWaveSize == 0, "a block is whole waves");
@@ -97,10 +97,10 @@ struct FullSums {
     }
   }
 
-  // Each lane has sums around its own mean, without waiting for the others. Those of a wave are moved to the mean of its
-  // first lane, and those of the block to that of the first wave. The pivot being the mean of one of n shares, the sum
-  // of squares around it is no more than 1 + n times that around the mean, so that little is lost when the difference
-  // is taken off.
+  // Each lane has sums around its own mean, without waiting for the others. Those of a wave are moved to the mean of
+  // its first lane, and those of the block to that of the first wave. The pivot being the mean of one of n shares, the
+  // sum of squares around it is no more than 1 + n times that around the mean, so that little is lost when the
+  // difference is taken off.
   static __device__ __forceinline__ FullNormaliser layer_norm(uint4 (&held)[kPackets], float inverse_size, float eps,
                                                               Shared& shared) {
     float sum = 0.0f;
