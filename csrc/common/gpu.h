@@ -90,6 +90,15 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
 #endif
 }
 
+// The value of the first lane, in all lanes of the wave, which all must take part.
+__device__ __forceinline__ float first_of_wave(float value) {
+#if DIFFKERN_HIP
+  return __shfl(value, 0);
+#else
+  return __shfl_sync(~0u, value, 0);
+#endif
+}
+
 // The value of the lane `delta` before; the first ones keep their own. All lanes up to this one must take part.
 __device__ __forceinline__ int shuffle_up(int value, int delta) {
 #if DIFFKERN_HIP

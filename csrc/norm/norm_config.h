@@ -17,6 +17,14 @@ constexpr RowConfig kRowConfigs[] = {
 #endif
 };
 
+// Rows of a half dtype that fill a block's threads to the last packet, without a rare option or parameter, have a kernel
+// of their own, of less than half the instructions.
+struct FullConfig {
+  int packets;  // that each thread holds
+  int threads;
+};
+constexpr FullConfig kFullConfigs[] = {{2, 128}, {3, 128}, {4, 128}, {5, 128}};
+
 constexpr int kColumnRows = 32;   // rows of a block in the column kernel, one per thread along x
 constexpr int kColumnSplits = 16; // threads that share a row there
 

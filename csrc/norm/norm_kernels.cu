@@ -14,9 +14,13 @@
 #endif
 
 #include "../common/gpu_vector.h"
-#include "../common/packet_map.h"
 #include "norm.h"
 #include "norm_config.h"
+#include "norm_full_kernel.h"
+#include "norm_packets.h"
+#if defined(DIFFKERN_BENCH)
+#include "norm_bench.h"
+#endif
 
 namespace diffkern {
 namespace {
@@ -87,25 +91,6 @@ __device__ __forceinline__ Normaliser normaliser_of(const NormParams& p, Sum&& s
 
 // --- register kernel -----------------------------------------------------------------------------------
 
-// NormParams as the register kernel reads them: rows and what they are made of counted in packets.
-struct RegisterParams {
-  const uint4* x;
-  const uint4* weight;
-  const uint4* bias;
-  uint4* out;
-  uint32_t rows;
-  uint32_t packets;  // of a row
-  uint32_t size;
-  float inverse_size;
-  float eps;
-  float weight_offset;
-  int clamp_eps;
-  int rounds;
-  PacketMap<2> map;
-};
-
-enum RowOperand : int { kX, kOut };
-
 // 1 / x to within a few units in the last place.
 __device__ __forceinline__ float quick_inverse(float x) {
 #if DIFFKERN_HIP
@@ -113,16 +98,6 @@ __device__ __forceinline__ float quick_inverse(float x) {
 #else
   return __fdividef(1.0f, x);
 #endif
-}
-
-// The sum of a power of two of values, in pairs: no addition waits for more than two others of its size.
-template <int kCount>
-__device__ __forceinline__ float sum_of(const float* values) {
-  if constexpr (kCount == 1) {
-    return values[0];
-  } else {
-    return sum_of<kCount / 2>(values) + sum_of<kCount / 2>(values + kCount / 2);
-  }
 }
 
 // The statistics of one wave's share of a row: its mean is mean + rest / count, its squares are around `mean`.
@@ -157,8 +132,7 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams
   constexpr int kCount = kPacketSize<T>;
   constexpr int kGroup = kLanes == 0 ? kWaveSize : kLanes;  // lanes that sum up by shuffles
   constexpr int kWaves = kPowerOfTwo<kThreads / kWaveSize>;
-  // With more packets the registers would not hold the parameters as well.
-  constexpr bool kAhead = kPackets <= 4;
+  constexpr bool kAhead = kHoldsParameters<kPackets>;
   __shared__ WaveSums partials[kLanes == 0 ? kWaves : 1];
   __shared__ float squares[kLanes == 0 ? kWaves : 1];
 
@@ -462,6 +436,47 @@ bool has_wide_parameters(const NormParams& p) {
   return p.x_dtype != Dtype::kFloat32 && (p.weight_dtype == Dtype::kFloat32 || p.bias_dtype == Dtype::kFloat32);
 }
 
+template <typename T, typename Call, int... kIndices>
+bool launch_full_kernel(const RegisterParams& p, std::integer_sequence<int, kIndices...>, GpuStream stream) {
+  const auto launch = [&](auto index) {
+    constexpr FullConfig config = kFullConfigs[index];
+    if (p.packets != config.packets * config.threads) return false;
+    full_kernel<T, Call, config.packets, config.threads, kHoldsParameters<config.packets>, PlainAccess>
+        <<<p.rows, config.threads, 0, stream>>>(p);
+    return true;
+  };
+  return (launch(std::integral_constant<int, kIndices>{}) || ...);
+}
+
+// Launches the kernel for full rows, if there is one for this call.
+template <typename T>
+bool launch_full_kernel(const NormParams& p, GpuStream stream) {
+  if constexpr (std::is_same_v<T, float>) {
+    return false;
+  } else {
+    if (p.clamp_eps || p.weight_offset != 0.0f || has_wide_parameters(p)) return false;
+    const RegisterParams params = register_params(p, kPacketSize<T>);
+#if defined(DIFFKERN_BENCH)
+    if (bench_off()) return false;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      const bool covered = p.weight != nullptr && (p.bias != nullptr) == p.layer_norm && !params.rounds;
+      if (covered && launch_bench(params, p.layer_norm, stream)) return true;
+    }
+#endif
+    constexpr auto kConfigs = std::make_integer_sequence<int, static_cast<int>(std::size(kFullConfigs))>{};
+    const auto launch = [&](auto call) { return launch_full_kernel<T, decltype(call)>(params, kConfigs, stream); };
+    const bool weight = p.weight != nullptr;
+    const bool bias = p.bias != nullptr;
+    if (p.layer_norm) {
+      if (weight != bias) return false;
+      return weight ? launch(Call<true, true, true, false>{}) : launch(Call<true, false, false, false>{});
+    }
+    if (bias) return false;
+    if (!weight) return launch(Call<false, false, false, false>{});  // what is stored is rounded anyway
+    return params.rounds ? launch(Call<false, true, false, true>{}) : launch(Call<false, true, false, false>{});
+  }
+}
+
 template <int kIndex, typename T, typename Param, bool kLayerNorm>
 bool launch_register_kernel(const RegisterParams& p, int index, GpuStream stream) {
   if (index != kIndex) return false;
@@ -524,6 +539,7 @@ void launch(const NormParams& p, GpuStream stream) {
     const bool fits = uniform(p) && PacketMap<2>::holds(leading_map(p.map), {kCount, kCount}, p.size / kCount);
     const int index = fits ? choose_config(p.size / kCount) : -1;
     const auto configs = std::make_integer_sequence<int, kRowConfigCount>{};
+    if (index >= 0 && launch_full_kernel<T>(p, stream)) return;
     if (index >= 0 && has_wide_parameters(p)) {
       launch_register_kernel<T, float>(p, index, configs, stream);
     } else if (index >= 0) {

@@ -49,3 +49,15 @@ def test_kernel_path_of_each_rms_option(provider: str, device: str) -> None:
     check_call("rms_norm", x, weight, provider=provider, weight_offset=1.0)
     check_call("rms_norm", x, weight, bias, provider=provider, round_dtype=torch.bfloat16)
     check_call("rms_norm", x, weight, bias, 1e-12, provider=provider, clamp_eps=True, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("length", [2048, 3072, 4096, 5120])
+@pytest.mark.parametrize("layout", ["matrix", "three_loops"])
+def test_kernel_path_of_rows_that_fill_a_block(layout: str, length: int, provider: str, device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x = make(layout, 2, 3, length, dtype, device)
+        weight, bias = (make_parameter("plain", length, dtype, device, seed=seed) for seed in (1, 2))
+        check_call("rms_norm", x, weight, provider=provider)
+        check_call("rms_norm", x, weight, provider=provider, round_dtype=dtype)
+        check_call("layer_norm", x, weight, bias, provider=provider)
+        check_call("layer_norm", x, provider=provider)
