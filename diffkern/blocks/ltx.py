@@ -14,7 +14,7 @@ next by what that one is called with, and leaves its first norm there, tied to t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,7 @@ class LTXBlock(BlockRecipe):
     ops = ("norm_modulate", "qk_norm_rope", "rms_norm", "gate_residual", "gate_residual_norm_modulate")
     fingerprints = frozenset({"1b0382b484c33ee5"})
     versions = "diffusers 0.42"
+    is_one_op = True
 
     def __init__(self, steps: FastSteps = FAST) -> None:
         self._steps = steps
@@ -145,6 +146,17 @@ class LTXBlock(BlockRecipe):
             wide = torch.is_grad_enabled() or (x.is_cuda and x.dtype != torch.bfloat16)
             stock += (_ATTN1, _FF) if wide else _wide_pieces(children, device, x.dtype, stock)
         return stock
+
+    @override
+    def operands(self, call: tuple[Any, ...]) -> list[Tensor | None]:
+        x, text, temb, tables, mask = call
+        cos, sin = (None, None) if tables is None else tables
+        return [x, text, temb, cos, sin, mask]
+
+    @override
+    def call_of(self, operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        x, text, temb, cos, sin, mask = operands
+        return x, text, temb, None if cos is None else (cos, sin), mask
 
     @override
     def settle(self, module: nn.Module) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 #: Full name of a block's class -> its name as an op, and the module with its ``RECIPE``. That may import
 #: diffusers: whoever has such a block has imported it already.
@@ -56,6 +56,8 @@ class BlockRecipe(ABC):
         fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
         versions: The versions of the library that these sources are from.
         covers: Other recipes, by their ops, whose modules are no sites of their own inside such a block.
+        is_one_op: Whether the block is one op in the graph of ``torch.compile`` where that compiles it by itself. Its
+            result must be like its first operand.
         allowance: Error against float64 that is granted beyond what the contract grants, for products in 8 bits.
     """
 
@@ -64,6 +66,7 @@ class BlockRecipe(ABC):
     fingerprints: frozenset[str]
     versions: str
     covers: frozenset[str] = frozenset()
+    is_one_op: bool = False
     allowance: float = 0.0
 
     def exactly(self) -> BlockRecipe | None:
@@ -94,6 +97,14 @@ class BlockRecipe(ABC):
     @abstractmethod
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
         """Computes the block's forward. ``stock`` comes from :meth:`stock_pieces`. Differentiable."""
+
+    def operands(self, call: tuple[Any, ...]) -> list[Tensor | None]:
+        """Returns all tensors of a call; only of a recipe with :attr:`is_one_op`."""
+        return []
+
+    def call_of(self, operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """Returns the call with these tensors: the way back from :meth:`operands`."""
+        return ()
 
     def settle(self, module: nn.Module) -> None:
         """Prepares a block for its first call, its weights being where they are. Here nothing.

@@ -77,6 +77,19 @@ class BlockFusion(Fusion):
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
         return self.recipe.compute(module, call, provider, stock)
 
+    @property
+    @override
+    def is_one_op(self) -> bool:
+        return self.recipe.is_one_op
+
+    @override
+    def operands(self, call: tuple[Any, ...]) -> list[Tensor | None]:
+        return self.recipe.operands(call)
+
+    @override
+    def call_of(self, operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        return self.recipe.call_of(operands)
+
     @override
     def kind(self, module: nn.Module) -> Hashable:
         children = tuple((full_name(type(child)), settings(child)) for child in module.modules())

@@ -54,6 +54,21 @@ class Fusion(Protocol):
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         """Computes the forward; ``stock`` comes from :meth:`stock_pieces`."""
 
+    # --- where torch.compile compiles the module by itself, see :mod:`~diffkern.injection.one_op` ----------
+
+    @property
+    def is_one_op(self) -> bool:
+        """Whether it can be one op in a graph, whose result is like its first operand."""
+        return False
+
+    def operands(self, call: Any) -> list[Tensor | None]:
+        """Returns the tensors of a call; asked for if it can be one op."""
+        return []
+
+    def call_of(self, operands: Sequence[Tensor | None]) -> Any:
+        """Returns the arguments of a call with these tensors."""
+        return ()
+
     # --- for proofs ------------------------------------------------------------------------------------
 
     def kind(self, module: nn.Module) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.hub.rule import Rule
 from diffkern.injection import gradients, hooks
 from diffkern.injection.layer_fusion import LayerFusion
+from diffkern.injection.one_op import number, op_that_runs, stands_alone
 from diffkern.injection.report import Site, find_report
 from diffkern.providers.hub import is_kernel
 from diffkern.providers.onlookers import transforms_active
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from diffkern.injection.fusion import Fusion
     from diffkern.injection.proof import Verifier
 
-#: The one attribute that a patched module has besides its forward. It holds no tensor and no module.
+#: The one attribute that a patched module has besides its forward. It holds no tensor of the model and no module.
 ATTRIBUTE = "_diffkern"
 #: In place of a provider: the module runs stock.
 LEFT_ALONE = ""
@@ -45,6 +46,8 @@ class PatchState:
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
         stock: The forward that the module's class had when it was patched, for ``torch.compile``.
+        number: Under which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form,
+            and in a copy of the module.
         site: Its line in the report, which hears of proofs at first use; None in a copy of the module.
         report: Key of the report; a string, which ``torch.compile`` takes for a constant.
         proven: Devices, input dtypes, weight dtypes and providers that are proven.
@@ -64,6 +67,7 @@ class PatchState:
         self.strict = strict
         self.had_instance_forward = False
         self.stock: Callable[..., Any] | None = None
+        self.number: Tensor | None = None
         self.site: Site | None = None
         self.report = ""
         self.proven: set[_Proven] = set()
@@ -80,9 +84,7 @@ class PatchState:
         fusion = self.fusion
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
-            if self.rule.situations and self.rule.at(fusion.subject(call).device, module.training) == LEFT_ALONE:
-                return None
-            if fusion.declines(module, call) is not None:
+            if self._is_traced_as_stock(module, call):
                 return None
             x = fusion.subject(call)
             if not self._is_proven(module, x):
@@ -113,6 +115,22 @@ class PatchState:
             self.stock_pieces.update(pieces)
         self.fused_calls += 1
         return pieces
+
+    def as_one_op(self, module: nn.Module, call: Any) -> Tensor | None:
+        """The result of a call that is traced, by the op that stands for a whole module; None if it has to be traced.
+
+        Who computes it, and whether that is proven, is found out when the op runs.
+        """
+        if self.number is None or torch.is_grad_enabled() or self._is_traced_as_stock(module, call):
+            return None
+        if not stands_alone(type(module).__name__):
+            return None
+        return _run_module(self.number, self.fusion.operands(call))
+
+    def _is_traced_as_stock(self, module: nn.Module, call: Any) -> bool:
+        if self.rule.situations and self.rule.at(self.fusion.subject(call).device, module.training) == LEFT_ALONE:
+            return True
+        return self.fusion.declines(module, call) is not None
 
     def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""
@@ -277,6 +295,10 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state is None:  # restored, and somebody kept this method
         return type(self).forward(self, *args, **kwargs)
     call = state.fusion.bind(args, kwargs)
+    if torch.compiler.is_compiling() and call is not None:
+        result = state.as_one_op(self, call)
+        if result is not None:
+            return result
     stock = state.admit(self, call)
     if stock is None:
         # Diffusers marks some classes in a way that torch.compile cannot trace their forward by their name.
@@ -296,6 +318,15 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 EQUIVALENT_FORWARDS.add(forward)
 
 
+def _run(module: nn.Module, operands: Sequence[Tensor | None]) -> Tensor:
+    state: PatchState = getattr(module, ATTRIBUTE)
+    result: Tensor = forward(module, *state.fusion.call_of(operands))
+    return result
+
+
+_run_module = op_that_runs(_run)
+
+
 def patch_state(module: nn.Module) -> PatchState | None:
     """Returns the state of a patched module, or None if the module is not patched."""
     state = module.__dict__.get(ATTRIBUTE)
@@ -307,6 +338,7 @@ def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``."""
     state.had_instance_forward = "forward" in module.__dict__
     state.stock = type(module).forward
+    state.number = number(module) if state.fusion.is_one_op else None
     object.__setattr__(module, ATTRIBUTE, state)
     fused = MethodType(forward, module)
     if not state.had_instance_forward:

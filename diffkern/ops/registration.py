@@ -91,7 +91,7 @@ class Op:
             # Torch wants the gradients of an op with lists in exactly the structure of its arguments.
             signature, default = without_defaults(signature), ""
         signature = signature.replace(") ->", f", str? provider{default}) ->")
-        self.op = _define(name, signature, self._compute, lambda *given: fake(*self._completed(given)[:-1]))
+        self.op = define(name, signature, self._compute, lambda *given: fake(*self._completed(given)[:-1]))
         torch.library.register_autograd(self.op._schema.name, backward, setup_context=setup_context)
         self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
         arguments = schema(name).arguments
@@ -181,7 +181,7 @@ class Op:
             who = re.sub(r"\W", "_", select(self._name, device, given, provider).provider)
             # No defaults: torch does not pass what equals a default on to Python.
             signature = without_defaults(SIGNATURES[self._name])
-            self._of_kernels[kernel] = _define(f"{self._name}_by_{who}", signature, kernel, self._fake)
+            self._of_kernels[kernel] = define(f"{self._name}_by_{who}", signature, kernel, self._fake)
         return self._of_kernels[kernel]
 
     def _remember(self, key: Hashable, kernel: Kernel, operands: tuple[Any, ...], args: tuple[Any, ...]) -> None:
@@ -333,7 +333,7 @@ def _shortest(kernel: OpOverload, needed: int) -> OpOverload:
     return kernel if plain is None or len(plain.default._schema.arguments) < needed else plain.default
 
 
-def _define(name: str, signature: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+def define(name: str, signature: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
     """Registers ``torch.ops.diffkern.<name>``, which is opaque to ``torch.compile``, and returns its overload.
 
     Another copy of diffkern in the process may have taken the name: then this copy's op gets a number, so that each

@@ -179,13 +179,12 @@ def test_with_gradients_enabled_nothing_is_in_8_bits_and_the_report_says_so(devi
     assert report.calls()["transformer_blocks.0"]["stock_pieces"] == {"attn1 in 8 bits": 1, "ff in 8 bits": 1}
 
 
-def test_a_compiled_block_runs_as_fast_and_the_report_says_so(device: str) -> None:
+def test_a_compiled_model_runs_as_fast_and_the_report_says_so(device: str) -> None:
     model = model_on(device, layers=2)
     results = []
     for numerics in ("fast", "fp8"):
         report = inject_optimized_kernels(model, numerics=numerics)
-        for block in model.transformer_blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
+        model.compile(backend="aot_eager", fullgraph=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             results.append(output(model, device))
@@ -193,8 +192,19 @@ def test_a_compiled_block_runs_as_fast_and_the_report_says_so(device: str) -> No
         notes = [note for note in report.notes if "traced LTXVideoTransformerBlock as numerics='fast'" in note]
         assert len(told) == len(notes) == (numerics == "fp8")
         report.restore()
+        model._compiled_call_impl = None
         torch._dynamo.reset()
     assert torch.equal(*results)
+
+
+def test_a_block_that_is_compiled_by_itself_is_in_8_bits(device: str) -> None:
+    model = model_on(device, layers=2)
+    inject_optimized_kernels(model, numerics="fp8")
+    expected = output(model, device)
+    for block in model.transformer_blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    assert torch.equal(output(model, device), expected)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("without", [[], ["to_k"], ["to_q", "to_k", "to_v"]])

@@ -63,24 +63,35 @@ def test_compiled_and_injected_gives_the_same_and_uses_the_ops() -> None:
     assert {*RECIPE.ops, "layer_norm"} <= names
 
 
+def in_bfloat16(arguments: dict[str, object]) -> dict[str, object]:
+    return {
+        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in arguments.items()
+    }
+
+
 def test_a_block_cast_after_the_injection_is_traced_as_stock_and_said_so() -> None:
     model = tiny_ltx(layers=3)
     report = inject_optimized_kernels(model)
     model.to(torch.bfloat16)
-    arguments = {
-        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in ltx_inputs().items()
-    }
-    with pytest.warns(UserWarning, match="traced LTXVideoTransformerBlock in bfloat16 on cpu as stock") as warned:
-        assert count_graphs(model, arguments) == 1
-    (note,) = [note for note in report.notes if "traced" in note]
-    assert "run one call first" in note and note in str(report).replace("\n", " ")
-    assert len([one for one in warned if "as stock" in str(one.message)]) == 1
+    arguments = in_bfloat16(ltx_inputs())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        blocks = model.transformer_blocks
-        for block in blocks:
-            block._compiled_call_impl = None
+        with pytest.warns(UserWarning, match="traced LTXVideoTransformerBlock in bfloat16 on cpu as stock") as warned:
+            compiled(**arguments)
+        (note,) = [note for note in report.notes if "traced LTXVideoTransformerBlock" in note]
+        assert "run one call first" in note and note in str(report).replace("\n", " ")
+        assert len([one for one in warned if "Block in bfloat16 on cpu as stock" in str(one.message)]) == 1
         model(**arguments)
+    assert [report.calls()[f"transformer_blocks.{i}"]["fused"] for i in range(3)] == [1, 1, 1]
+
+
+def test_a_block_compiled_by_itself_is_proven_when_it_runs() -> None:
+    model = tiny_ltx(layers=3)
+    report = inject_optimized_kernels(model)
+    model.to(torch.bfloat16)
+    assert count_graphs(model, in_bfloat16(ltx_inputs())) == 1
+    assert not [note for note in report.notes if "traced" in note]
     assert [report.calls()[f"transformer_blocks.{i}"]["fused"] for i in range(3)] == [1, 1, 1]
 
 
