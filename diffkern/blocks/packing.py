@@ -18,7 +18,7 @@ from diffkern.blocks.pieces import plain_linear
 from diffkern.blocks.rms_pieces import Project
 from diffkern.ops import packed_linear
 from diffkern.providers.cublaslt import serves
-from diffkern.providers.eager.linear import linear, together
+from diffkern.providers.cublaslt.layers import linear, together
 from diffkern.providers.onlookers import modes_active, transforms_active
 
 #: The projections of self-attention.

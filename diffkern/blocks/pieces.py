@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diffkern.ops import linear_gelu
 from diffkern.providers import KERNEL_DTYPES
-from diffkern.providers.eager.linear import linear
+from diffkern.providers.cublaslt.layers import linear
 
 #: Functions that, bound to a module as its forward, compute what the forward of its class computes.
 EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()

@@ -21,8 +21,8 @@ from diffkern.ops.activation import gelu_name
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import Op
 from diffkern.providers import cublaslt
+from diffkern.providers.cublaslt.layers import linear_gelu as plain_linear_gelu
 from diffkern.providers.eager.activation import apply_backward
-from diffkern.providers.eager.linear import linear_gelu as plain_linear_gelu
 
 CONTRACT = (
     ContractRow(

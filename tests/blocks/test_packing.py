@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diffkern import inject_optimized_kernels, restore
 from diffkern.bench.measure import relative_error
 from diffkern.blocks import packing
-from diffkern.providers.eager.linear import together
+from diffkern.providers.cublaslt.layers import together
 from tests.blocks.test_ltx import block, in_float64, inputs
 from tests.injection.models import run, tiny_ltx
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffkern import ops
 from diffkern.ops.contract import table
-from diffkern.providers.eager.linear import together
+from diffkern.providers.cublaslt.layers import together
 from tests.ops.reference import relative_error
 
 SIZES = (16, 8, 24)

@@ -7,6 +7,7 @@ torch's result are candidates.
     library    its functions, as torch has loaded them
     product    one kind of product: what the library has to be told, and its algorithms
     choice     which algorithm computes a kind of product
+    layers     linear layers made of such products
 """
 
 from diffkern.providers.cublaslt.choice import multiply, serves

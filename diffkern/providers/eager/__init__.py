@@ -1,6 +1,7 @@
 """The ops in plain PyTorch: the reference that defines what every other provider must compute.
 
-It runs on any device and in float64, where it is the yardstick of the proofs and of the tests.
+It runs on any device and in float64, where it is the yardstick of the proofs and of the tests. The matrix products are
+those of torch's library, to the bit.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from types import ModuleType
 import torch
 
 from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
+from diffkern.providers.cublaslt import layers
 from diffkern.providers.eager import (
     activation,
     add_norm_silu_pad,
     fp8,
     group_norm,
-    linear,
     modulate,
     norm,
     rope,
@@ -39,10 +40,10 @@ _MODULES: Mapping[str, ModuleType] = {
     "group_norm_silu": group_norm,
     "layer_norm": norm,
     "linear_fp8": fp8,
-    "linear_gelu": linear,
+    "linear_gelu": layers,
     "norm_modulate": modulate,
     "norm_modulate_fp8": fp8,
-    "packed_linear": linear,
+    "packed_linear": layers,
     "qk_norm_rope": rope_qk_norm,
     "rms_norm": norm,
     "rope": rope,

@@ -1,6 +1,6 @@
-"""Linear layers by what torch has: on CUDA the epilogue of cublasLt, elsewhere the chain of two ops.
+"""Linear layers by the library that torch multiplies with: its algorithm, or a faster one that gives the same bits.
 
-On NVIDIA's GPUs the algorithm of a product is measured (:mod:`diffkern.providers.cublaslt`); its bits are torch's.
+The activation is in the epilogue of cublasLt, where that is the library; elsewhere a layer is the chain of two ops.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffkern.providers import cublaslt
+from diffkern.providers.cublaslt.choice import multiply
 from diffkern.providers.eager.activation import apply
 from diffkern.providers.onlookers import transforms_active
 
@@ -23,7 +23,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer whose gradient nobody wants, by the fastest algorithm."""
-    return cublaslt.multiply(x, weight, bias, None, False, _linear)
+    return multiply(x, weight, bias, None, False, _linear)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
@@ -31,7 +31,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -
     if bias is not None and function == "gelu_tanh" and _has_epilogue(x, weight, bias):
         if torch.compiler.is_compiling():
             return _gelu_of_linear(x, weight, bias, None)
-        return cublaslt.multiply(x, weight, bias, None, True, _gelu_of_linear)
+        return multiply(x, weight, bias, None, True, _gelu_of_linear)
     return apply(F.linear(x, weight, bias), function).contiguous()
 
 
@@ -46,7 +46,7 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     y = x.new_empty(rows.shape[0], sum(weight.shape[0] for weight in weights))
     parts = y.split([weight.shape[0] for weight in weights], 1)
     for weight, bias, part in zip(weights, biases or repeat(None), parts, strict=False):
-        cublaslt.multiply(rows, weight, bias, part, False, _linear)
+        multiply(rows, weight, bias, part, False, _linear)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
