@@ -50,7 +50,8 @@ void group_norm_statistics_cpu(const GroupNormParams& params, int64_t begin, int
 void group_norm_merge_cpu(const GroupNormParams& params);
 void group_norm_normalise_cpu(const GroupNormParams& params, int64_t begin, int64_t end);
 
-// How many floats the GPU kernels need at `partials`; 0 if they do not know this layout. Contiguous tensors will do then.
+// How many floats the GPU kernels need at `partials`; 0 if they do not know this layout, and contiguous tensors have to
+// do.
 int64_t group_norm_gpu_floats(const GroupNormParams& params);
 
 // Enqueues all passes on a CUDA or HIP stream of the current device; returns the runtime's error code.

@@ -3,6 +3,7 @@
 // Two passes, each over enough blocks to fill the GPU even for one sample of a few groups: the first leaves statistics
 // for each part of a group, the second normalises. Which of them depends on what is next to what in memory: the
 // positions of a channel (planes), or the channels of a position (pixels).
+#include "../common/gpu.h"
 #include "group_norm.h"
 #include "group_norm_pixels.h"
 #include "group_norm_planes.h"

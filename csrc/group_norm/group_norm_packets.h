@@ -70,9 +70,10 @@ class Stream {
     }
 #pragma unroll
     for (int i = 0; i < kDepth - 1; ++i) {
-      if (i >= left_) return;
-      held_[i].unpack_to(values);
-      use(values);
+      if (i < left_) {
+        held_[i].unpack_to(values);
+        use(values);
+      }
     }
   }
 
