@@ -139,7 +139,7 @@ static_assert(kMaxWaves <= kMinWaveSize, "one wave sums the partial sums of all"
 template <int kValue>
 constexpr int kPowerOfTwo = 2 * kPowerOfTwo<(kValue + 1) / 2>;
 template <>
-constexpr int kPowerOfTwo<1> = 1;
+inline constexpr int kPowerOfTwo<1> = 1;
 
 // Sum over a block of whole waves, in each thread; kWaves is a power of two, no less than the waves there are.
 // `partials` has room for one float per wave; it may be used again only after the block has been synchronised in

@@ -13,7 +13,7 @@ struct GroupNormParams {
   const void* weight;  // contiguous, or null
   const void* bias;    // contiguous, or null
   void* out;
-  void* partials;  // samples * groups * parts times count, mean and squares: doubles on the CPU, floats on the GPU
+  void* partials;  // on the CPU samples * groups * parts times count, mean and squares, as doubles
   Dtype x_dtype;   // and that of out
   Dtype weight_dtype;
   Dtype bias_dtype;
@@ -30,14 +30,16 @@ struct GroupNormParams {
 // results do not depend on what else is in the batch, nor on the machine.
 constexpr int64_t kPartElements = 8192;
 constexpr int64_t kMaxPlaneParts = 64;    // which every block merges for itself
-constexpr int64_t kMaxPixelParts = 1024;  // which are merged once
-constexpr int64_t kPixelTile = 256;       // channels that a part has, or so
+constexpr int64_t kMaxPixelParts = 1024;  // the same with channels side by side, on the CPU
+constexpr int64_t kPixelTile = 256;       // channels that such a part has, or so
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 inline int64_t parts_for(const GroupNormParams& p) {
   const bool pixels = channels_are_neighbours(p.x_steps, p.out_steps);
   const int64_t of_group = p.shape.channels / p.groups;
   const int64_t side_by_side = pixels ? (p.shape.channels < kPixelTile ? p.shape.channels : kPixelTile) : of_group;
-  const int64_t parts = (p.shape.positions * side_by_side + kPartElements - 1) / kPartElements;
+  const int64_t parts = ceil_div(p.shape.positions * side_by_side, kPartElements);
   const int64_t most = pixels ? kMaxPixelParts : kMaxPlaneParts;
   return parts > most ? most : parts;
 }
@@ -48,10 +50,11 @@ void group_norm_statistics_cpu(const GroupNormParams& params, int64_t begin, int
 void group_norm_merge_cpu(const GroupNormParams& params);
 void group_norm_normalise_cpu(const GroupNormParams& params, int64_t begin, int64_t end);
 
-// Whether the GPU kernels know this layout; if not, contiguous tensors will do.
-bool group_norm_gpu_fits(const GroupNormParams& params);
+// How many floats the GPU kernels need at `partials`; 0 if they do not know this layout, and contiguous tensors have to
+// do.
+int64_t group_norm_gpu_floats(const GroupNormParams& params);
 
-// Enqueues both passes on a CUDA or HIP stream of the current device; returns the runtime's error code.
+// Enqueues all passes on a CUDA or HIP stream of the current device; returns the runtime's error code.
 int group_norm_gpu(const GroupNormParams& params, void* stream);
 
 }  // namespace diffkern

@@ -12,14 +12,14 @@ bool run_group_norm(GroupNormParams p, const Tensor& x, const Tensor& out, bool 
   p.x = x.const_data_ptr();
   p.out = out.mutable_data_ptr();
   p.parts = parts_for(p);
-  const int64_t partials = p.shape.samples * p.groups * p.parts * 3;
 #if defined(DIFFKERN_GPU)
-  if (!group_norm_gpu_fits(p)) return false;
+  const int64_t partials = group_norm_gpu_floats(p);
+  if (partials == 0) return false;
   const Tensor buffer = torch::stable::new_empty(x, {partials}, ScalarType::Float);
   p.partials = buffer.mutable_data_ptr();
   launch_on_device_of(x, "group_norm_silu", [&p](void* stream) { return group_norm_gpu(p, stream); });
 #else
-  std::vector<double> buffer(partials);
+  std::vector<double> buffer(p.shape.samples * p.groups * p.parts * 3);
   p.partials = buffer.data();
   constexpr int64_t kGrain = 16384;  // elements that are worth a thread of their own
   const int64_t tasks = group_norm_tasks(p);

@@ -3,15 +3,46 @@
 
 namespace diffkern {
 
+// --- where the positions of a channel are neighbours -------------------------------------------------------
+
 constexpr int kGroupThreads = 256;
 
 // Packets that a thread has on their way at once while it sums up, and while it normalises.
 constexpr int kSumPackets = 4;
 constexpr int kNormPackets = 4;
 
-// With channels side by side a block takes so many packets of them, in whole groups: 512 bytes in a row.
-constexpr int kTilePackets = 32;
-constexpr int kTileGroups = 32;  // at most
-constexpr int kNormRounds = 4;   // times kNormPackets positions of a thread there
+// --- where the channels of a position are --------------------------------------------------------------------
+
+constexpr int kPixelThreads = 256;
+constexpr int kMergeLanes = 32;  // threads that merge a group, at most
+constexpr int kMostTile = 64;    // packets of a tile, unless the fewest groups that are whole packets have more
+constexpr int kFoldedParts = 8;  // that many are left where there were too many
+
+// How the kernels are compiled.
+struct PixelKernel {
+  int depth;   // packets that a thread has on their way
+  int blocks;  // that a multiprocessor has registers for
+};
+
+constexpr PixelKernel kPixelKernels[] = {
+    {4, 4},
+#if defined(DIFFKERN_BENCH)
+    {2, 4}, {3, 4}, {4, 3}, {6, 3},
+#endif
+};
+
+// How the work is shared out.
+struct PixelConfig {
+  int tile;            // packets, in a row, of a block, at most
+  int sum_blocks;      // of the first pass for a sample, unless that is too little or too much for a thread
+  int sum_positions;   // of a thread in the first pass, at most: its sums stay accurate, being short
+  int norm_blocks;     // the same for the second pass, for all samples
+  int norm_positions;
+  int most_parts;      // that all blocks of the second pass merge for themselves
+  int past;            // whether the output leaves the cache first, and so leaves the input there
+};
+
+constexpr int kLeastPositions = 4;  // of a thread, if its block has that many
+constexpr PixelConfig kPixelConfig{32, 256, 16, 512, 16, 64, 0};
 
 }  // namespace diffkern

@@ -326,9 +326,10 @@ def test_results_do_not_depend_on_the_batch_nor_on_the_run(layout: str, provider
         assert torch.equal(call(x[sample : sample + 1]), y[sample : sample + 1])
 
 
-def test_nan_and_inf_spoil_their_own_group_alone(provider: str, device: str) -> None:
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_nan_and_inf_spoil_their_own_group_alone(layout: str, provider: str, device: str) -> None:
     for value in (torch.nan, torch.inf):
-        x = make_image("contiguous", (2, 8, 6, 6), torch.float32, device)
+        x = make_image(layout, (2, 8, 6, 6), torch.float32, device)
         x[1, 5, 2, 2] = value
         y = ops.group_norm_silu(x, 4, provider=provider)
         spoiled = torch.zeros_like(y, dtype=torch.bool)
