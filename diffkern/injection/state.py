@@ -84,7 +84,9 @@ class PatchState:
         fusion = self.fusion
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
-            if self._is_traced_as_stock(module, call):
+            if self.rule.situations and self.rule.at(fusion.subject(call).device, module.training) == LEFT_ALONE:
+                return None
+            if fusion.declines(module, call) is not None:
                 return None
             x = fusion.subject(call)
             if not self._is_proven(module, x):
@@ -119,18 +121,12 @@ class PatchState:
     def as_one_op(self, module: nn.Module, call: Any) -> Tensor | None:
         """The result of a call that is traced, by the op that stands for a whole module; None if it has to be traced.
 
-        Who computes it, and whether that is proven, is found out when the op runs.
+        Little is asked here, since Dynamo asks it again at every call. All the rest is found out when the op runs.
         """
-        if self.number is None or torch.is_grad_enabled() or self._is_traced_as_stock(module, call):
+        # Under autocast the op would run without it: graphs have it written into them.
+        if self.number is None or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             return None
-        if not stands_alone(type(module).__name__):
-            return None
-        return _run_module(self.number, self.fusion.operands(call))
-
-    def _is_traced_as_stock(self, module: nn.Module, call: Any) -> bool:
-        if self.rule.situations and self.rule.at(self.fusion.subject(call).device, module.training) == LEFT_ALONE:
-            return True
-        return self.fusion.declines(module, call) is not None
+        return _run_module(self.number, self.fusion.operands(call)) if stands_alone(type(module).__name__) else None
 
     def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""
