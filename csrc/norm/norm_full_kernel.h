@@ -16,12 +16,6 @@ struct Call {
   static constexpr bool kRounds = kRounds_;
 };
 
-// The ways to memory.
-struct PlainAccess {
-  static __device__ __forceinline__ uint4 load(const uint4* from) { return load_once(from); }
-  static __device__ __forceinline__ void store(uint4* to, const uint4& packet) { *to = packet; }
-};
-
 // y = (x - centre) * scale
 struct FullNormaliser {
   float centre;
@@ -176,7 +170,7 @@ __device__ __forceinline__ PacketOffsets<2> full_offsets(const RegisterParams& p
 }
 
 // A row per block. kAhead: the parameters are loaded before the sums.
-template <typename T, typename Call, int kPackets, int kThreads, bool kAhead, typename Access>
+template <typename T, typename Call, int kPackets, int kThreads, bool kAhead>
 __global__ void __launch_bounds__(kThreads) full_kernel(const RegisterParams p) {
   constexpr int kCount = kPacketSize<T>;
   using Sums = FullSums<T, Call::kLayerNorm, kPackets, kThreads>;
@@ -198,7 +192,7 @@ __global__ void __launch_bounds__(kThreads) full_kernel(const RegisterParams p) 
   const auto at = full_offsets(p, blockIdx.x);
   const uint4* x = p.x + (at.of[kX] + threadIdx.x);
 #pragma unroll
-  for (int i = 0; i < kPackets; ++i) held[i] = Access::load(x + i * kThreads);
+  for (int i = 0; i < kPackets; ++i) held[i] = load_once(x + i * kThreads);
   const FullNormaliser normaliser = Sums::of(held, p.inverse_size, p.eps, shared);
   uint4* out = p.out + (at.of[kOut] + threadIdx.x);
 #pragma unroll
@@ -206,7 +200,7 @@ __global__ void __launch_bounds__(kThreads) full_kernel(const RegisterParams p) 
     if constexpr (!kAhead) load_parameters(i);
     float values[kCount];
     Sums::unpacked(held[i], values);
-    Access::store(out + i * kThreads, full_result<T, Call>(values, normaliser, weights[i], biases[i]));
+    out[i * kThreads] = full_result<T, Call>(values, normaliser, weights[i], biases[i]);
   }
 }
 

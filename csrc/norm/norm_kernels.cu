@@ -1,5 +1,6 @@
 // CUDA and HIP kernels for rms_norm and layer_norm.
 //
+//  full kernel:     the plain case of the next one, of half the code (norm_full_kernel.h).
 //  register kernel: contiguous aligned rows of one dtype, read once and kept in registers. The fast path.
 //  loop kernel:     any dtypes, alignment and size; reads a row again, from the caches.
 //  column kernel:   rows across memory, as in channel-first tensors; neighbouring threads take neighbouring
@@ -18,9 +19,6 @@
 #include "norm_config.h"
 #include "norm_full_kernel.h"
 #include "norm_packets.h"
-#if defined(DIFFKERN_BENCH)
-#include "norm_bench.h"
-#endif
 
 namespace diffkern {
 namespace {
@@ -441,7 +439,7 @@ bool launch_full_kernel(const RegisterParams& p, std::integer_sequence<int, kInd
   const auto launch = [&](auto index) {
     constexpr FullConfig config = kFullConfigs[index];
     if (p.packets != config.packets * config.threads) return false;
-    full_kernel<T, Call, config.packets, config.threads, kHoldsParameters<config.packets>, PlainAccess>
+    full_kernel<T, Call, config.packets, config.threads, kHoldsParameters<config.packets>>
         <<<p.rows, config.threads, 0, stream>>>(p);
     return true;
   };
@@ -457,11 +455,7 @@ bool launch_full_kernel(const NormParams& p, GpuStream stream) {
     if (p.clamp_eps || p.weight_offset != 0.0f || has_wide_parameters(p)) return false;
     const RegisterParams params = register_params(p, kPacketSize<T>);
 #if defined(DIFFKERN_BENCH)
-    if (bench_off()) return false;
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      const bool covered = p.weight != nullptr && (p.bias != nullptr) == p.layer_norm && !params.rounds;
-      if (covered && launch_bench(params, p.layer_norm, stream)) return true;
-    }
+    if (std::getenv("DIFFKERN_NORM_CONFIG") != nullptr) return false;
 #endif
     constexpr auto kConfigs = std::make_integer_sequence<int, static_cast<int>(std::size(kFullConfigs))>{};
     const auto launch = [&](auto call) { return launch_full_kernel<T, decltype(call)>(params, kConfigs, stream); };
