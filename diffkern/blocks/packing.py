@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.blocks.memory import UNDO, memory
-from diffkern.blocks.pieces import plain_linear
+from diffkern.blocks.pieces import plain_linear, untouched
 from diffkern.blocks.rms_pieces import Project
 from diffkern.ops import packed_linear
 from diffkern.providers.cublaslt import serves
@@ -44,19 +44,23 @@ def projection(block: Any, attention: str, x: Tensor) -> Project | None:
     layers = _layers(block, attention)
     if layers is None or not all(plain_linear(layer, x.device, x.dtype) for layer in layers):
         return None
+    weights, biases = _of(layers, "weight"), _of(layers, "bias")
+    if len(biases) not in (0, len(weights)):
+        return None
     if torch.compiler.is_compiling():
         # A graph cannot ask where weights lie. The op does, and computes each by itself if need be.
         return _project_by_the_op if _packs_in_graphs(x.device.type, x.dtype) else None
     if transforms_active() or modes_active():
         return None
-    weights, biases = _of(layers, "weight"), _of(layers, "bias")
     weight = together(weights)
     if weight is not None:
-        bias = together(biases) if len(biases) == len(weights) else None
+        bias = together(biases) if biases else None
         if bias is None and biases:
             return None
-        return partial(_project, weight, bias, [len(weight) for weight in weights])
-    if x.is_cuda and not torch.cuda.is_current_stream_capturing() and _stay(block, weights):
+        return partial(_project, weight, bias, [weight.shape[0] for weight in weights])
+    # A hook on the block may bring its weights every time.
+    may_move = x.is_cuda and untouched(block, type(block)) and not torch.cuda.is_current_stream_capturing()
+    if may_move and _stay(block, weights):
         torch.cuda.synchronize(x.device)  # another stream may still be reading what is freed
         if pack(block, attention):
             return projection(block, attention, x)

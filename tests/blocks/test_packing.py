@@ -107,9 +107,13 @@ def test_tied_and_mixed_layers_stay_where_they_are() -> None:
     layer.attn1.to_k.weight = layer.attn1.to_q.weight
     layer.attn1.to_v.weight = nn.Parameter(layer.attn1.to_q.weight.detach())
     assert not packing.pack(layer, "attn1")
-    layer = block()
+    layer, given = block(), inputs()
     layer.attn1.to_k.bias = None
     assert not packing.pack(layer, "attn1")
+    stock = copy.deepcopy(layer)
+    inject_optimized_kernels(layer)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(**given), stock(**given), rtol=1e-4, atol=1e-5)
 
 
 def test_writes_in_place_are_seen() -> None:
