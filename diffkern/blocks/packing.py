@@ -148,7 +148,8 @@ def _layers(block: Any, attention: str) -> list[nn.Module] | None:
 
 
 def _of(layers: Sequence[Any], name: str) -> list[Tensor]:
-    return [parameter for layer in layers if (parameter := layer._parameters[name]) is not None]
+    given = [layer._parameters[name] for layer in layers]
+    return [parameter for parameter in given if parameter is not None]
 
 
 def _is_alone(parameter: Tensor) -> bool:

@@ -238,3 +238,23 @@ def test_a_pair_that_somebody_makes_of_the_tables_has_no_axes() -> None:
     cos, sin = pair
     assert cos is pair[0] and sin is pair[1] and pair.axes is None and axial_tables(pair) is None
     assert type(pair)(table.clone() for table in pair).axes is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_on_a_gpu_is_compiled_without_a_break(whole: bool) -> None:
+    model = tiny_ltx(layers=3).to("cuda", torch.bfloat16)
+    inputs = {
+        name: value.to("cuda", torch.bfloat16 if value.is_floating_point() else None)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in arguments().items()
+    }
+    inject_optimized_kernels(model)
+    expected = [step(model, inputs) for _ in range(3)][-1]
+    if whole:
+        model.compile(fullgraph=True)
+    else:
+        model.compile_repeated_blocks(fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(step(model, inputs), expected, rtol=2e-2, atol=2e-2 if whole else 0)

@@ -200,3 +200,21 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     return tuple(part.to(device) for part in value) if isinstance(value, tuple) else value
+
+
+def test_a_traced_block_holds_the_op_and_gives_what_the_layers_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "serves", lambda device_type, dtype: True)
+    for layer in (patched(), block()):
+        inject_optimized_kernels(layer)
+        given, targets = inputs(), []
+
+        def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor], targets: list[str] = targets) -> Any:
+            targets.extend(str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        torch._dynamo.reset()
+        with torch.no_grad():
+            expected = layer(**given)
+            traced = torch.compile(lambda layer=layer, given=given: layer(**given) * 2, backend=backend, fullgraph=True)
+            torch.testing.assert_close(traced(), expected * 2, rtol=1e-5, atol=1e-5)
+        assert sum("packed_linear" in target for target in targets) == 1
