@@ -6,6 +6,7 @@ moves them, as offloading and casting do, parts them again, and a call finds tha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from diffkern.providers.onlookers import modes_active, transforms_active
 #: The projections of self-attention.
 NAMES = ("to_q", "to_k", "to_v")
 
-#: What memory knows: where the weights lay at the last call, and the attentions whose weights were moved.
+#: What memory knows: where the weights lay at the last call, and of each attention what was moved, and where to.
 _ADDRESSES, _MOVED = "addresses of projections", "packed"
 
 
@@ -83,6 +84,7 @@ def settle(block: Any, attention: str) -> None:
         pack(block, attention)
 
 
+@torch.inference_mode(False)  # a parameter with the memory of an inference tensor would become one
 @torch.no_grad()
 def pack(block: Any, attention: str) -> bool:
     """Moves the weights and biases of plain layers together. Returns whether they lie so now.
@@ -107,19 +109,26 @@ def pack(block: Any, attention: str) -> bool:
         for parameter, place in zip(group, whole.split([len(one) for one in group]), strict=True):
             parameter.data = place
     known = memory(block)
-    known.setdefault(_MOVED, set()).add(attention)
+    # The parameters, not the layers: an adapter, say, takes the place of a layer and keeps its weight.
+    moved = [weakref.ref(parameter) for group in groups for parameter in group]
+    known.setdefault(_MOVED, {})[attention] = moved, [whole.data_ptr() for whole in wholes]
     known.setdefault(UNDO, set()).add(part)
     return True
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def part(block: Any) -> None:
     """Gives every weight that was moved together a memory of its own again."""
-    for attention in memory(block).pop(_MOVED, ()):
-        for layer in _layers(block, attention) or ():
-            for parameter in layer._parameters.values():
-                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
-                    parameter.data = parameter.detach().clone()
+    for moved, addresses in memory(block).pop(_MOVED, {}).values():
+        for reference in moved:
+            parameter = reference()
+            if parameter is None:
+                continue
+            storage = parameter.untyped_storage()
+            # Wherever else it is, somebody else has put it there.
+            if storage.data_ptr() in addresses and storage.nbytes() > parameter.nbytes:
+                parameter.data = parameter.detach().clone()
 
 
 def _project(
@@ -144,7 +153,8 @@ def _layers(block: Any, attention: str) -> list[nn.Module] | None:
 
 
 def _of(layers: Sequence[Any], name: str) -> list[Tensor]:
-    return [parameter for layer in layers if (parameter := layer._parameters[name]) is not None]
+    # Not with :=, which Dynamo cannot trace in a comprehension before Python 3.12.
+    return [layer._parameters[name] for layer in layers if layer._parameters[name] is not None]
 
 
 def _is_alone(parameter: Tensor) -> bool:
@@ -152,8 +162,9 @@ def _is_alone(parameter: Tensor) -> bool:
     if parameter.is_inference() or not parameter.is_contiguous():
         return False
     storage = parameter.untyped_storage()
-    # Two know of it: the parameter, and the object that asks.
-    return storage.nbytes() == parameter.nbytes and torch._C._storage_Use_Count(storage._cdata) == 2
+    # Two know of it: the parameter, and the object that asks. Memory that is not torch's own cannot be resized.
+    mine = storage.nbytes() == parameter.nbytes and storage.resizable()
+    return mine and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
 def _packs_in_graphs(device_type: str, dtype: torch.dtype) -> bool:

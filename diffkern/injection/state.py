@@ -123,7 +123,7 @@ class PatchState:
         """
         if self.number is None or torch.is_grad_enabled() or self._is_traced_as_stock(module, call):
             return None
-        if not stands_alone(type(module).__name__):
+        if not stands_alone(type(module).__name__, __file__):
             return None
         return _run_module(self.number, self.fusion.operands(call))
 

@@ -162,7 +162,10 @@ def _decide(way: _Way, by_torch: ByTorch) -> None:
     with _lock, torch.cuda.device(kind.device), torch.no_grad():
         if not way.measured:
             way.measured = True
-            _measure(kind, way, by_torch)
+            try:
+                _measure(kind, way, by_torch)
+            except torch.OutOfMemoryError:  # a model that just fits must not fail for a measurement
+                _log.info("%s: torch's, since there is no memory to measure in", kind)
 
 
 def _measure(kind: Kind, way: _Way, by_torch: ByTorch) -> None:
