@@ -27,6 +27,8 @@ NAMES = ("to_q", "to_k", "to_v")
 
 #: What memory knows: where the weights lay at the last call, and of each attention what was moved, and where to.
 _ADDRESSES, _MOVED = "addresses of projections", "packed"
+#: ... and the hook that parts them before they are saved.
+_HOOK = "hook for saving"
 
 
 def projection(block: Any, attention: str, x: Tensor) -> Project | None:
@@ -112,7 +114,9 @@ def pack(block: Any, attention: str) -> bool:
     # The parameters, not the layers: an adapter, say, takes the place of a layer and keeps its weight.
     moved = [weakref.ref(parameter) for group in groups for parameter in group]
     known.setdefault(_MOVED, {})[attention] = moved, [whole.data_ptr() for whole in wholes]
-    known.setdefault(UNDO, set()).add(part)
+    known.setdefault(UNDO, set()).add(_take_back)
+    if _HOOK not in known:
+        known[_HOOK] = block.register_state_dict_pre_hook(_before_saving)
     return True
 
 
@@ -128,7 +132,19 @@ def part(block: Any) -> None:
             storage = parameter.untyped_storage()
             # Wherever else it is, somebody else has put it there.
             if storage.data_ptr() in addresses and storage.nbytes() > parameter.nbytes:
+                if parameter.is_cuda:
+                    torch.cuda.synchronize(parameter.device)  # another stream may still be reading what is freed
                 parameter.data = parameter.detach().clone()
+
+
+def _before_saving(block: Any, prefix: str, keep_vars: bool) -> None:
+    """Parts the weights: accelerate takes parameters of one storage for tied ones, and saves the first of them only."""
+    part(block)
+
+
+def _take_back(block: Any) -> None:
+    memory(block).pop(_HOOK).remove()
+    part(block)
 
 
 def _project(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, restore
@@ -166,6 +166,22 @@ def test_weights_are_saved_as_ever(save: Callable[[nn.Module, Path], None], tmp_
     loaded = load_file(path) if save.__code__.co_names[0] == "save_file" else torch.load(path)
     assert loaded.keys() == values.keys()
     assert all(torch.equal(loaded[name], value) for name, value in values.items())
+
+
+def test_others_who_save_find_every_weight_in_memory_of_its_own(tmp_path: Path) -> None:
+    accelerate, safetensors = pytest.importorskip("accelerate"), tmp_path / "weights.safetensors"
+    layer = patched()
+    values = {name: value.detach().clone() for name, value in layer.named_parameters()}
+    save_model(layer, str(safetensors))
+    assert together(weights(layer)) is None
+    assert packing.pack(layer, "attn1")
+    accelerate.Accelerator(cpu=True).save_model(layer, tmp_path)
+    for path in (safetensors, tmp_path / "model.safetensors"):
+        loaded = load_file(path)
+        assert loaded.keys() == values.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+    restore(layer)
+    assert not layer._state_dict_pre_hooks
 
 
 def test_a_model_is_saved_and_loaded_by_diffusers(tmp_path: Path) -> None:
