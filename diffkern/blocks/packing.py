@@ -6,12 +6,13 @@ moves them, as offloading and casting do, parts them again, and a call finds tha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffkern.blocks.memory import UNDO, memory
 from diffkern.blocks.pieces import plain_linear, untouched
@@ -24,8 +25,10 @@ from diffkern.providers.onlookers import modes_active, transforms_active
 #: The projections of self-attention.
 NAMES = ("to_q", "to_k", "to_v")
 
-#: What memory knows: where the weights lay at the last call, and the attentions whose weights were moved.
+#: What memory knows: where the weights lay at the last call, and of each attention what was moved, and where to.
 _ADDRESSES, _MOVED = "addresses of projections", "packed"
+#: ... and the hook that parts them before they are saved.
+_HOOK = "hook for saving"
 
 
 def projection(block: Any, attention: str, x: Tensor) -> Project | None:
@@ -87,6 +90,7 @@ def settle(block: Any, attention: str) -> None:
         pack(block, attention)
 
 
+@torch.inference_mode(False)  # a parameter with the memory of an inference tensor would become one
 @torch.no_grad()
 def pack(block: Any, attention: str) -> bool:
     """Moves the weights and biases of plain layers together. Returns whether they lie so now.
@@ -111,19 +115,59 @@ def pack(block: Any, attention: str) -> bool:
         for parameter, place in zip(group, whole.split([len(one) for one in group]), strict=True):
             parameter.data = place
     known = memory(block)
-    known.setdefault(_MOVED, set()).add(attention)
-    known.setdefault(UNDO, set()).add(part)
+    # The parameters, not the layers: an adapter, say, takes the place of a layer and keeps its weight.
+    moved = [weakref.ref(parameter) for group in groups for parameter in group]
+    known.setdefault(_MOVED, {})[attention] = moved, [whole.data_ptr() for whole in wholes]
+    known.setdefault(UNDO, set()).add(_take_back)
+    if _HOOK not in known:
+        known[_HOOK] = block.register_state_dict_pre_hook(_before_saving)
     return True
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def part(block: Any) -> None:
     """Gives every weight that was moved together a memory of its own again."""
-    for attention in memory(block).pop(_MOVED, ()):
-        for layer in _layers(block, attention) or ():
-            for parameter in layer._parameters.values():
-                if parameter is not None and parameter.untyped_storage().nbytes() > parameter.nbytes:
-                    parameter.data = parameter.detach().clone()
+    for moved, addresses in memory(block).pop(_MOVED, {}).values():
+        for reference in moved:
+            parameter = reference()
+            if parameter is None:
+                continue
+            storage = parameter.untyped_storage()
+            # Wherever else it is, somebody else has put it there.
+            if storage.data_ptr() in addresses and storage.nbytes() > parameter.nbytes:
+                if parameter.is_cuda:
+                    torch.cuda.synchronize(parameter.device)  # another stream may still be reading what is freed
+                parameter.data = parameter.detach().clone()
+
+
+def _before_saving(block: Any, prefix: str, keep_vars: bool) -> None:
+    """Parts the weights: accelerate takes parameters of one storage for tied ones, and saves the first of them only.
+
+    A copy of a block has this hook and weights that lie together, and remembers nothing.
+    """
+    if _MOVED not in memory(block):
+        for attention in block._modules:
+            _remember_move(block, attention)
+    part(block)
+
+
+def _remember_move(block: Any, attention: str) -> None:
+    """Notes weights that lie together in one memory of their size as moved there."""
+    layers = _layers(block, attention)
+    for name in ("weight", "bias"):
+        group = [layer._parameters.get(name) for layer in layers or ()]
+        parameters = [parameter for parameter in group if parameter is not None]
+        whole = together(parameters) if len(parameters) == len(NAMES) else None
+        if whole is not None and whole.untyped_storage().nbytes() == whole.nbytes:
+            moved, addresses = memory(block).setdefault(_MOVED, {}).setdefault(attention, ([], []))
+            moved += map(weakref.ref, parameters)
+            addresses.append(whole.data_ptr())
+
+
+def _take_back(block: Any) -> None:
+    memory(block).pop(_HOOK).remove()
+    part(block)
 
 
 def _project(
@@ -141,8 +185,8 @@ def _project_by_the_op(children: Mapping[str, Any], x: Tensor, context: Tensor) 
     return query, key, value
 
 
-def _layers(block: Any, attention: str) -> list[nn.Module] | None:
-    children = block._modules[attention]._modules
+def _layers(block: Any, attention: str) -> list[Any] | None:
+    children = getattr(block._modules[attention], "_modules", {})
     layers = [children.get(name) for name in NAMES]
     return None if None in layers else layers
 
@@ -157,8 +201,9 @@ def _is_alone(parameter: Tensor) -> bool:
     if parameter.is_inference() or not parameter.is_contiguous():
         return False
     storage = parameter.untyped_storage()
-    # Two know of it: the parameter, and the object that asks.
-    return storage.nbytes() == parameter.nbytes and torch._C._storage_Use_Count(storage._cdata) == 2
+    # Two know of it: the parameter, and the object that asks. Memory that is not torch's own cannot be resized.
+    mine = storage.nbytes() == parameter.nbytes and storage.resizable()
+    return mine and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
 def _packs_in_graphs(device_type: str, dtype: torch.dtype) -> bool:

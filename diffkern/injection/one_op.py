@@ -33,21 +33,25 @@ def number(module: nn.Module) -> Tensor:
     return torch.tensor(own)
 
 
-def stands_alone(name: str) -> bool:
-    """Whether ``torch.compile`` traces a module of a class by itself, and not what calls it.
+def stands_alone(name: str, forward: str) -> bool:
+    """Whether ``torch.compile`` traces a module of a class by itself, and nothing around it.
 
+    Not where somebody put a forward of their own around that of the module: what they compute before and after would
+    be in one graph with the op, where Inductor writes into its operands and its result.
     Dynamo runs this while it traces, and takes the result for a constant.
 
     Args:
         name: Of the class.
+        forward: The file of the forward with which such a graph begins.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        root = InstructionTranslator.current_tx().output.root_tx.f_locals.get("self")
+        root = InstructionTranslator.current_tx().output.root_tx
+        module, file = root.f_locals.get("self"), root.f_code.co_filename
     except AttributeError:  # another version of torch: then as part of whatever it is
         return False
-    return type(root).__name__ == name and not torch.compiler.is_exporting()
+    return type(module).__name__ == name and file == forward and not torch.compiler.is_exporting()
 
 
 # What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
@@ -71,4 +75,7 @@ def op_that_runs(run: Run) -> Callable[[Tensor, Sequence[Tensor | None]], Tensor
         first: Any = operands[0]
         return first.new_empty(first.shape)  # type: ignore[no-any-return]
 
-    return define("fused_block", "(Tensor number, Tensor?[] operands) -> Tensor", kernel, fake)
+    # Weights and what is kept are no operands: a CUDA graph (mode="reduce-overhead") would replay those it was captured
+    # with, and for whichever block.
+    signature, unsafe = "(Tensor number, Tensor?[] operands) -> Tensor", torch.Tag.cudagraph_unsafe
+    return define("fused_block", signature, kernel, fake, unsafe)

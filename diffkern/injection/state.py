@@ -126,7 +126,9 @@ class PatchState:
         # Under autocast the op would run without it: graphs have it written into them.
         if self.number is None or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             return None
-        return _run_module(self.number, self.fusion.operands(call)) if stands_alone(type(module).__name__) else None
+        if not stands_alone(type(module).__name__, __file__):
+            return None
+        return _run_module(self.number, self.fusion.operands(call))
 
     def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""

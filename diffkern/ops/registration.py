@@ -333,7 +333,9 @@ def _shortest(kernel: OpOverload, needed: int) -> OpOverload:
     return kernel if plain is None or len(plain.default._schema.arguments) < needed else plain.default
 
 
-def define(name: str, signature: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+def define(
+    name: str, signature: str, implementation: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
+) -> OpOverload:
     """Registers ``torch.ops.diffkern.<name>``, which is opaque to ``torch.compile``, and returns its overload.
 
     Another copy of diffkern in the process may have taken the name: then this copy's op gets a number, so that each
@@ -344,7 +346,7 @@ def define(name: str, signature: str, implementation: Callable[..., Any], fake: 
     free = next(candidate for candidate in names if not hasattr(space, candidate))
     qualified = f"{NAMESPACE}::{free}"
     # Not torch.library.custom_op: its first call imports all of torch._dynamo, which takes a second.
-    torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
     torch.library.impl(qualified, "default", implementation)
     torch.library.register_fake(qualified, fake)
     return getattr(space, free).default  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import accelerate
@@ -422,6 +423,35 @@ def test_the_op_of_a_block_goes_through_every_stage_of_the_compiler(backend: str
         for given in (inputs(), inputs(masked=False, rotary=False), inputs(batch=1, tokens=63, modulation="token")):
             expected = layer(**given)
             assert torch.equal(torch.compile(layer, backend=backend, fullgraph=True)(**given), expected)
+
+
+def test_a_forward_around_that_of_a_block_is_in_no_graph_with_its_op() -> None:
+    """Inductor writes into the operands and the result of ops in its graph, of which nothing that is kept hears."""
+    if (reason := compiler_unavailable_reason(torch.device("cpu"))) is not None:
+        pytest.skip(reason)
+
+    def wrap(block: Any) -> None:
+        inner = block.forward
+
+        def forward(self: Any, hidden_states: Tensor, **rest: Any) -> Tensor:
+            scaled = hidden_states * 1.5
+            return inner(hidden_states=scaled, **rest) + scaled
+
+        block.forward = MethodType(forward, block)
+
+    torch._dynamo.reset()
+    model, stock = tiny_ltx(layers=3), tiny_ltx(layers=3)
+    inject_optimized_kernels(model)
+    for each in (model, stock):
+        wrap(each.transformer_blocks[0])
+    model.compile_repeated_blocks(fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(run(model), run(stock), rtol=1e-4, atol=1e-5)
+
+
+def test_the_op_of_a_block_is_in_no_cuda_graph_of_inductor() -> None:
+    """Its weights are no operands of it, so that a replay would not see them move."""
+    assert torch.Tag.cudagraph_unsafe in torch.ops.diffkern.fused_block.default.tags
 
 
 @pytest.mark.parametrize("child", ["norm1", "attn1", "attn2.norm_q", "ff"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, restore
@@ -87,6 +87,21 @@ def test_restoring_gives_each_weight_its_own_memory_back() -> None:
         assert torch.equal(parameter, value)
 
 
+def test_restoring_follows_weights_that_went_elsewhere() -> None:
+    """As the weight of a layer does when an adapter takes its place."""
+    layer = patched()
+    first, second, third = weights(layer)
+    layer.attn1.to_k = nn.Sequential(layer.attn1.to_k)
+    buffer = torch.cat([third.detach(), third.detach()])
+    third.data = buffer[: len(third)]  # what others packed stays packed
+    restore(layer)
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in (first, second))
+    assert third.data_ptr() == buffer.data_ptr()
+    layer = patched()
+    del layer.attn1
+    restore(layer)
+
+
 def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
     layer = block()
     inject_optimized_kernels(layer)
@@ -157,6 +172,22 @@ def test_weights_are_saved_as_ever(save: Callable[[nn.Module, Path], None], tmp_
     assert all(torch.equal(loaded[name], value) for name, value in values.items())
 
 
+def test_others_who_save_find_every_weight_in_memory_of_its_own(tmp_path: Path) -> None:
+    accelerate, safetensors = pytest.importorskip("accelerate"), tmp_path / "weights.safetensors"
+    layer = patched()
+    values = {name: value.detach().clone() for name, value in layer.named_parameters()}
+    twin = copy.deepcopy(layer)
+    save_model(twin, str(safetensors))
+    assert together(weights(twin)) is None and together(weights(layer)) is not None
+    accelerate.Accelerator(cpu=True).save_model(layer, tmp_path)
+    for path in (safetensors, tmp_path / "model.safetensors"):
+        loaded = load_file(path)
+        assert loaded.keys() == values.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in values.items())
+    restore(layer)
+    assert not layer._state_dict_pre_hooks
+
+
 def test_a_model_is_saved_and_loaded_by_diffusers(tmp_path: Path) -> None:
     model = tiny_ltx()
     inject_optimized_kernels(model)
@@ -176,6 +207,46 @@ def test_a_deep_copy_has_its_own_weights() -> None:
         for parameter in weights(twin):
             parameter.zero_()
         assert torch.equal(layer(**given), expected)
+
+
+def test_parameters_stay_ordinary_tensors_under_inference_mode() -> None:
+    layer = block()
+    inject_optimized_kernels(layer)
+    with torch.inference_mode():
+        assert packing.pack(layer, "attn1")
+    assert not any(parameter.is_inference() for parameter in weights(layer))
+    with torch.inference_mode():
+        restore(layer)
+    assert not any(parameter.is_inference() for parameter in weights(layer))
+
+
+def test_memory_of_another_library_stays_in_use() -> None:
+    layer = block()
+    inject_optimized_kernels(layer)
+    layer.attn1.to_k.weight = nn.Parameter(torch.from_dlpack(layer.attn1.to_k.weight.detach().clone()))
+    assert not packing.pack(layer, "attn1")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_graph_of_a_larger_module_holds_one_product(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def always(device_type: str, dtype: torch.dtype) -> bool:
+        return True
+
+    always._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(packing, "_packs_in_graphs", always)
+    layer, given, found = block(), inputs(), []
+    inject_optimized_kernels(layer)
+    assert not packed or packing.pack(layer, "attn1")
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes if "packed_linear" in str(node.target))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        y = torch.compile(lambda **given: layer(**given) * 2, backend=backend, fullgraph=True)(**given)
+        torch.testing.assert_close(y, layer(**given) * 2, rtol=1e-5, atol=1e-5)
+    assert len(found) == 1
 
 
 @pytest.mark.gpu
