@@ -133,3 +133,12 @@ def test_operands_that_cublaslt_cannot_take_are_left_to_torch() -> None:
             expected = torch._addmm_activation(bias, x_, weight_.t(), use_gelu=True)
             assert torch.equal(ops.linear_gelu(x_, weight_, bias), expected)
     assert choice._ways and all(way.kind is None or way.product is None for way in choice._ways.values())
+
+
+@pytest.mark.gpu
+def test_what_torch_is_allowed_is_part_of_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = _operands(*SIZES, torch.float16)
+    for allowed in (False, True, False):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", allowed)
+        for _ in range(3):
+            assert torch.equal(ops.packed_linear(x, [weight], [bias]), F.linear(x, weight, bias))

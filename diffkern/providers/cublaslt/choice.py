@@ -37,6 +37,14 @@ _MOST_WAYS = 1024
 ByTorch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 _DTYPES = (torch.float16, torch.bfloat16)
+#: What a user may allow torch, on which its algorithms depend.
+_ALLOWED = {
+    torch.float16: (
+        torch._C._get_cublas_allow_fp16_accumulation,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    ),
+    torch.bfloat16: (torch._C._get_cublas_allow_bf16_reduced_precision_reduction,),
+}
 _CLASSES = (Tensor, nn.Parameter)
 
 
@@ -94,7 +102,7 @@ def multiply(
     signature = (
         x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-        None if out is None else (out.shape, out.stride()), gelu,
+        None if out is None else (out.shape, out.stride()), gelu, *[allowed() for allowed in _ALLOWED.get(x.dtype, ())],
     )  # fmt: skip
     way = _ways.get(signature)
     if way is None:
