@@ -20,8 +20,6 @@ _log = logging.getLogger(__name__)
 
 #: Products of fewer multiplications take so little time that a measurement would not pay.
 LEAST_MULTIPLICATIONS = 1 << 33
-#: An algorithm must be faster than torch's by this factor to take its place.
-_GAIN = 1.015
 #: One row in so many is compared: a prime, so that all rows of all tiles have their turn.
 _SAMPLED = 17
 #: Rounds of a measurement, and how many algorithms stay after the second one.
@@ -204,7 +202,7 @@ def _measure(kind: Kind, way: _Way, by_torch: ByTorch) -> None:
             runs[index] = run
     times = _times(runs)
     best = min(times, key=times.__getitem__)
-    if times[best] * _GAIN < times[_TORCH]:
+    if best != _TORCH:
         way.proposal, way.product = product.proposals[best], product
     _log.info(
         "%s: torch's algorithm takes %.1f us, the best of the library's %d of the same bits %.1f us",
