@@ -80,14 +80,18 @@ def _stay(block: Any, weights: Sequence[Tensor]) -> bool:
     return bool(times == 2)
 
 
-def settle(block: Any, attention: str) -> None:
-    """Moves the weights of a self-attention on a GPU together before its first call, which may be traced."""
+def settle(block: Any, attention: str) -> bool:
+    """Moves the weights of a self-attention on a GPU together before its first call, which may be traced.
+
+    Returns:
+        Whether they lie so now.
+    """
     layers = _layers(block, attention)
     weight = None if layers is None else layers[0]._parameters.get("weight")
     if layers is None or weight is None or not weight.is_cuda:
-        return
-    if all(plain_linear(layer, weight.device, weight.dtype) for layer in layers):
-        pack(block, attention)
+        return False
+    plain = all(plain_linear(layer, weight.device, weight.dtype) for layer in layers)
+    return plain and pack(block, attention)
 
 
 @torch.inference_mode(False)  # a parameter with the memory of an inference tensor would become one

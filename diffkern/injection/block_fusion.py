@@ -50,8 +50,8 @@ class BlockFusion(Fusion):
             return None
 
     @override
-    def settle(self, module: nn.Module) -> None:
-        self.recipe.settle(module)
+    def settle(self, module: nn.Module) -> str | None:
+        return self.recipe.settle(module)
 
     @override
     def subject(self, call: tuple[Any, ...]) -> Tensor:

@@ -26,8 +26,8 @@ class Fusion(Protocol):
         """Error against float64 that is granted beyond what the contract grants."""
         return 0.0
 
-    def settle(self, module: nn.Module) -> None:
-        """Prepares a module that was just patched for its first call; here nothing."""
+    def settle(self, module: nn.Module) -> str | None:
+        """Prepares a module that was just patched for its first call; returns what was done to it, if anything."""
         return None
 
     # --- at every call ---------------------------------------------------------------------------------

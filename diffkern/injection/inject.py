@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,7 +161,7 @@ def inject_optimized_kernels(
     if strict:
         _refuse_fallbacks(candidates, report)
     if not dry_run:
-        _apply(candidates, states, routes)
+        report.notes += _apply(candidates, states, routes)
     report._accepted += [route.site for route in routes]
     for candidate in candidates:
         if not dry_run:
@@ -534,19 +535,21 @@ def _refuse_fallbacks(candidates: list[_Candidate], report: InjectionReport) -> 
 # --- apply, and back -----------------------------------------------------------------------------------
 
 
-def _apply(candidates: list[_Candidate], states: dict[int, PatchState], routes: list[AttentionPlan]) -> None:
+def _apply(candidates: list[_Candidate], states: dict[int, PatchState], routes: list[AttentionPlan]) -> list[str]:
+    """Patches everything, or nothing. Returns what was done to modules besides."""
     done: list[nn.Module] = []
     try:
         for candidate in candidates:
             done.append(candidate.module)
             patch(candidate.module, states[id(candidate.module)])
         install(routes)
-        for candidate in candidates:
-            states[id(candidate.module)].fusion.settle(candidate.module)
+        settled = [(c.module, states[id(c.module)].fusion.settle(c.module)) for c in candidates]
     except BaseException:
         for module in reversed(done):
             unpatch(module)
         raise
+    besides = Counter((type(module).__name__, what) for module, what in settled if what is not None)
+    return [f"{count} {name}: {what}" for (name, what), count in besides.items()]
 
 
 def _restore_sites(sites: Sequence[Site]) -> int:

@@ -30,7 +30,7 @@ def number(module: nn.Module) -> Tensor:
     """Returns a number under which the op finds a module; in a tensor, so that one graph serves all blocks."""
     own = next(_numbers)
     _modules[own] = module
-    return torch.tensor(own)
+    return torch.tensor(own, device="cpu")  # wherever tensors are made by default
 
 
 def stands_alone(name: str, forward: str) -> bool:

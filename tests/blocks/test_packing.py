@@ -255,6 +255,9 @@ def test_weights_on_a_gpu_are_packed_by_the_injection_and_after_a_move() -> None
     layer = block(torch.bfloat16).to(gpu)
     report = inject_optimized_kernels(layer)
     assert together(weights(layer)) is not None and together(weights(layer, "bias")) is not None
+    assert report.notes == [
+        "1 LTXVideoTransformerBlock: weights of q, k and v moved to lie together in memory, for one product"
+    ]
     given = {name: _to(value, gpu) for name, value in inputs(torch.bfloat16).items()}
     layer.to("cpu").to(gpu)
     assert together(weights(layer)) is None
