@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffkern import ops
 from diffkern.providers import cublaslt
-from diffkern.providers.cublaslt import choice, library
+from diffkern.providers.cublaslt import choice, library, product
 
 #: Rows, columns and depth, enough of them to be measured.
 SIZES = (2688, 2048, 2048)
@@ -76,6 +76,15 @@ def test_biases_that_change_are_read_anew() -> None:
     x, weight, bias = _operands(*SIZES)
     for index in range(5):
         own = bias + index
+        assert torch.equal(ops.linear_gelu(x, weight, own), torch._addmm_activation(own, x, weight.t(), use_gelu=True))
+
+
+@pytest.mark.gpu
+def test_more_biases_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "_MOST_BIASES", 2)
+    x, weight, bias = _operands(*SIZES)
+    biases = [bias + index for index in range(7)]
+    for own in biases * 3:
         assert torch.equal(ops.linear_gelu(x, weight, own), torch._addmm_activation(own, x, weight.t(), use_gelu=True))
 
 

@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 #: How many algorithms are asked for.
 _PROPOSALS = 16
-#: Addresses of biases that are remembered, beyond which all are forgotten.
+#: Addresses of biases that are remembered; beyond that they are forgotten, those of the time before for good.
 _MOST_BIASES = 4096
 
 _one, _zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
@@ -85,13 +85,14 @@ class Product:
     def __init__(self, kind: Kind, lib: Library) -> None:
         self._kind, self._lib = kind, lib
         self._handle = lib.handle(kind.device).value
-        self._made: list[tuple[str, ctypes.c_void_p]] = []
+        self._made: dict[int | None, str] = {}
         weakref.finalize(self, _destroy, lib, self._made)
         element = library.DATA_TYPES[kind.dtype]
         self._weight = self._create("MatrixLayout", element, kind.depth, kind.columns, kind.depth)
         self._x = self._create("MatrixLayout", element, kind.depth, kind.rows, kind.row_stride)
         self._out = self._create("MatrixLayout", element, kind.columns, kind.rows, kind.out_stride)
         self._descriptions: dict[int | None, int | None] = {}
+        self._retired: list[int | None] = []  # which another thread may have asked for, and not used yet
         self.proposals = self._proposed()
 
     def run(self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -114,7 +115,8 @@ class Product:
     def _describe(self, bias: int | None) -> int | None:
         """What the product is, with a bias at this address; each has its own, since threads may run it at once."""
         if len(self._descriptions) >= _MOST_BIASES:
-            self._descriptions.clear()
+            _destroy(self._lib, {pointer: self._made.pop(pointer) for pointer in self._retired})
+            self._retired, self._descriptions = list(self._descriptions.values()), {}
         made = self._create("MatmulDesc", library.COMPUTE_FLOAT32, library.DATA_TYPES[torch.float32])
         self._set("MatmulDesc", made, library.DESCRIPTION_TRANSPOSE_A, ctypes.c_int(library.TRANSPOSED))
         self._set("MatmulDesc", made, library.DESCRIPTION_EPILOGUE, ctypes.c_int(self._kind.epilogue))
@@ -124,9 +126,9 @@ class Product:
         return made
 
     def _create(self, kind: str, *arguments: object) -> int | None:
-        made = self._lib.created(kind, *arguments)
-        self._made.append((kind, made))
-        return made.value
+        made = self._lib.created(kind, *arguments).value
+        self._made[made] = kind
+        return made
 
     def _set(self, kind: str, of: int | None, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
         self._lib.call(f"{kind}SetAttribute", of, attribute, ctypes.byref(value), ctypes.sizeof(value))
@@ -145,6 +147,6 @@ class Product:
         return [proposal for proposal in found if proposal.status == 0 and proposal.workspace == 0]
 
 
-def _destroy(lib: Library, made: list[tuple[str, ctypes.c_void_p]]) -> None:
-    for kind, pointer in made:
+def _destroy(lib: Library, made: dict[int | None, str]) -> None:
+    for pointer, kind in made.items():
         lib.call(f"{kind}Destroy", pointer)
