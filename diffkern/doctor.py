@@ -15,7 +15,7 @@ from diffkern.hub.defaults import DEFAULTS
 from diffkern.hub.policy import LOCK_VARIABLE, switched_off
 from diffkern.hub.rule import device_name
 from diffkern.platforms import platform_of
-from diffkern.providers import OPS, ORDER, explain, get_provider, hub
+from diffkern.providers import OPS, ORDER, cublaslt, explain, get_provider, hub
 from diffkern.providers.preferences import preference
 from diffkern.providers.registry import ENVIRONMENT_VARIABLE
 
@@ -133,6 +133,8 @@ def _versions() -> dict[str, str]:
     versions |= {name: _version(name) for name in ("triton", "diffusers", "transformers", "accelerate", "kernels")}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
+        library = cublaslt.find()
+        versions["cublasLt"] = f"not used: {library}" if isinstance(library, str) else "found"
     if torch.version.hip:
         versions["rocm"] = torch.version.hip
     return versions

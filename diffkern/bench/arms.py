@@ -139,8 +139,6 @@ def unavailable_reason(arm: Arm, device: torch.device) -> str | None:
         reason = fp8_unavailable_reason(device)
         if reason is not None:
             return reason
-        if arm.compiled:
-            return "no product is in 8 bits inside of a graph of torch.compile: compile 'fast', or capture 'fp8'"
     return compiler_unavailable_reason(device) if arm.compiled else None
 
 

@@ -1,6 +1,6 @@
 """Projections that read the same rows, their weights moved together in memory so that they are one product.
 
-Nothing is copied twice: the parameters stay the same objects with the same values, as parts of one storage. Whatever
+Nothing is kept twice: the parameters stay the same objects with the same values, as parts of one storage. Whatever
 moves them, as offloading and casting do, parts them again, and a call finds that out by itself.
 """
 
@@ -25,7 +25,7 @@ from diffkern.providers.onlookers import modes_active, transforms_active
 #: The projections of self-attention.
 NAMES = ("to_q", "to_k", "to_v")
 
-#: What memory knows: where the weights lay at the last call, and of each attention what was moved, and where to.
+#: What memory knows of each attention: where the weights lay at the last call; what was moved, and where to.
 _ADDRESSES, _MOVED = "addresses of projections", "packed"
 #: ... and the hook that parts them before they are saved.
 _HOOK = "hook for saving"
@@ -63,20 +63,20 @@ def projection(block: Any, attention: str, x: Tensor) -> Project | None:
         return partial(_project, weight, bias, [weight.shape[0] for weight in weights])
     # A hook on the block may bring its weights every time.
     may_move = x.is_cuda and untouched(block, type(block)) and not torch.cuda.is_current_stream_capturing()
-    if may_move and _stay(block, weights):
+    if may_move and _stay(block, attention, weights):
         torch.cuda.synchronize(x.device)  # another stream may still be reading what is freed
         if pack(block, attention):
             return projection(block, attention, x)
     return None
 
 
-def _stay(block: Any, weights: Sequence[Tensor]) -> bool:
+def _stay(block: Any, attention: str, weights: Sequence[Tensor]) -> bool:
     """Whether weights lie for the second time where they lay; and not for the third, where they could not be moved."""
-    known = memory(block)
+    known = memory(block).setdefault(_ADDRESSES, {})
     addresses = tuple([weight.data_ptr() for weight in weights])
-    before, times = known.get(_ADDRESSES, (None, 0))
+    before, times = known.get(attention, (None, 0))
     times = times + 1 if before == addresses else 1
-    known[_ADDRESSES] = addresses, times
+    known[attention] = addresses, times
     return bool(times == 2)
 
 

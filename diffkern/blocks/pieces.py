@@ -84,8 +84,7 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
     if untouched(layer, nn.Linear):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:
-            traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
-            run = F.linear if traced else linear
+            run = F.linear if torch.is_grad_enabled() or torch.compiler.is_compiling() else linear
             return run(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
     if untouched(layer, nn.Dropout) and not layer.training:
         return x

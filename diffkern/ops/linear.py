@@ -42,11 +42,19 @@ CONTRACT = (
     ),
     ContractRow(
         "packed_linear",
-        "any",
+        "weights, and biases, one after another in memory",
         "one dtype",
         "float32 sums",
         "once, to the dtype of the input",
         exact="F.linear(x, torch.cat(weights), torch.cat(biases))",
+    ),
+    ContractRow(
+        "packed_linear",
+        "any other",
+        "one dtype",
+        "float32 sums",
+        "once, to the dtype of the input",
+        exact="torch.cat([F.linear(x, *layer) for layer in zip(weights, biases)], -1)",
     ),
 )
 
@@ -78,12 +86,19 @@ def linear_gelu(
         ValueError: ``approximate`` is neither of the two.
     """
     function = gelu_name(approximate)
-    # The first question is quick: the name of a device takes long to form.
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = _autocast_dtype(x)
+    if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     y: Tensor = _linear_gelu.call((x, weight, bias), (function,), provider)
     return y
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which ``F.linear`` would multiply under autocast; None without it."""
+    # The first question is quick: the name of a device takes long to form.
+    if not torch._C._is_any_autocast_enabled() or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
 
 
 def _linear_gelu_prepare(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> tuple[Any, ...]:
@@ -135,8 +150,8 @@ def packed_linear(
         TypeError: dtypes differ.
     """
     weights, biases = list(weights), list(biases)
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = _autocast_dtype(x)
+    if dtype is not None:
         x, weights, biases = x.to(dtype), [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
     y: Tensor = _packed_linear.call((x, weights, biases), (), provider)
     return y

@@ -11,5 +11,6 @@ torch's result are candidates.
 """
 
 from diffkern.providers.cublaslt.choice import multiply, serves
+from diffkern.providers.cublaslt.library import find
 
-__all__ = ["multiply", "serves"]
+__all__ = ["find", "multiply", "serves"]

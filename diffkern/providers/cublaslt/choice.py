@@ -34,8 +34,7 @@ _MOST_WAYS = 1024
 #: Computes a product as torch does: takes ``x``, ``weight``, ``bias``, and where the result shall be, or None.
 ByTorch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
-_DTYPES = (torch.float16, torch.bfloat16)
-#: What a user may allow torch, on which its algorithms depend.
+#: The dtypes that are served, and for each what a user may allow torch, on which its algorithms depend.
 _ALLOWED = {
     torch.float16: (
         torch._C._get_cublas_allow_fp16_accumulation,
@@ -72,7 +71,7 @@ _lock = threading.Lock()
 
 def serves(device_type: str, dtype: torch.dtype) -> bool:
     """Whether algorithms are measured for such operands."""
-    return device_type == "cuda" and dtype in _DTYPES and isinstance(find(), Library)
+    return device_type == "cuda" and dtype in _ALLOWED and isinstance(find(), Library)
 
 
 def multiply(
@@ -141,7 +140,7 @@ def _are_plain(*operands: Tensor | None) -> bool:
 def _kind(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, gelu: bool) -> Kind | None:
     """What cublasLt needs to know of such operands, but for their addresses; None if it cannot compute them."""
     dtype, device, multiple = x.dtype, x.device, ALIGNMENT // 2
-    if dtype not in _DTYPES or weight.ndim != 2 or x.ndim < 1 or not weight.is_contiguous():
+    if dtype not in _ALLOWED or weight.ndim != 2 or x.ndim < 1 or not weight.is_contiguous():
         return None
     (columns, depth), row_stride = weight.shape, x.shape[-1]
     if x.shape[-1] != depth or x.numel() == 0 or depth % multiple or columns % multiple or columns == 0:
@@ -188,7 +187,7 @@ def _measure(kind: Kind, way: _Way, by_torch: ByTorch) -> None:
         _log.info("%s: torch's, since %s", kind, error)
         return
     x, weight, bias, out = _operands(kind)
-    runs: dict[int, Callable[[], None]] = {_TORCH: lambda: _discard(by_torch(x, weight, bias, out))}
+    runs: dict[int, Callable[[], object]] = {_TORCH: partial(by_torch, x, weight, bias, out)}
     y = by_torch(x, weight, bias, out)
     wanted = _bits(y).clone()
     for index, proposal in enumerate(product.proposals):
@@ -230,11 +229,7 @@ def _bits(y: Tensor) -> Tensor:
     return y[::_SAMPLED].view(torch.int16)
 
 
-def _discard(result: Tensor) -> None:
-    """Takes a result that nobody wants."""
-
-
-def _times(runs: dict[int, Callable[[], None]]) -> dict[int, float]:
+def _times(runs: dict[int, Callable[[], object]]) -> dict[int, float]:
     """Microseconds of each, in turn, so that a clock that changes favours none; the slow ones drop out early."""
     samples: dict[int, list[float]] = {name: [] for name in runs}
     left = list(runs)
