@@ -7,15 +7,12 @@ With products in 8 bits, self-attention and feed-forward read rows of 8 bits. Th
 is: its queries are made of the residual stream itself, whose outliers one scale per row does not hold, and its keys and
 values of a few hundred tokens, where nothing can be gained.
 
-The last sum of a block and the first norm of the next one are one pass as well. A block learns which block comes
-next by what that one is called with, and leaves its first norm there, tied to the very tensors it was computed from.
+The last sum of a block and the first norm of the next one are one pass as well: see :mod:`diffkern.blocks.ltx_chain`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,9 +30,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks import fp8, packing
-from diffkern.blocks.fp8 import Rows, Weights, as_rows, fits, weights_of
+from diffkern.blocks.fp8 import Weights, as_rows, fits, weights_of
+from diffkern.blocks.ltx_chain import Modulations, follower_of, leave, modulation_of, remember_last, take
 from diffkern.blocks.ltx_rope import TracedTables, axial_tables
-from diffkern.blocks.memory import memory, version
+from diffkern.blocks.memory import version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.rms_pieces import (
@@ -188,9 +186,16 @@ class LTXBlock(BlockRecipe):
         if weights is not None and ff is None:
             weights.drop("ff.")
 
-        left = _take(block, x, temb, attn1 is not None) if chained else None
-        y = None if left is None else left.y
-        modulation = _modulation(block, temb, x.size(0)) if left is None else left.modulation
+        left = take(block, x, temb, attn1 is not None) if chained else None
+        y: Any = None
+        modulations = None
+        if left is not None:
+            y, modulations, modulation = left.y, left.modulations, left.modulation
+        elif chained:
+            modulations = Modulations(block, x, temb)
+            modulation = modulations.of(block)
+        else:
+            modulation = modulation_of(block, temb, x.size(0))
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
         if "norm1" in stock:
             y = steps.modulate(block.norm1(x), scale_msa, shift_msa, provider)
@@ -225,19 +230,19 @@ class LTXBlock(BlockRecipe):
             y = fp8.gelu_feed_forward(ff, block.ff, as_rows(y, provider), provider)
         else:
             plain_ff = "ff" in stock or not steps.fuses_norms
-            y = block.ff(y) if plain_ff else gelu_feed_forward(block.ff, y)  # type: ignore[arg-type]
-        follower = _follower(block, x) if chained else None
-        if follower is None:
+            y = block.ff(y) if plain_ff else gelu_feed_forward(block.ff, y)
+        follower = follower_of(block, x) if chained else None
+        if follower is None or modulations is None:
             x = steps.gate_residual(x, y, gate_mlp, provider)
         else:
-            modulation = _modulation(follower, temb, x.size(0))
+            modulation = modulations.of(follower)
             shift, scale, *_ = modulation
             # The follower is a block like this one: if it differs, it does its norm itself.
             sum_and_norm = steps.gate_residual_norm_modulate if attn1 is None else FP8.gate_residual_norm_modulate_rows
             x, y = sum_and_norm(follower.norm1, x, y, gate_mlp, scale, shift, provider)
-            memory(follower)["norm1"] = _Norm1((x, temb), (version(x), version(temb)), modulation, y)
+            leave(follower, x, temb, modulations, modulation, y)
         if chained:
-            _last_result[0] = weakref.ref(x), weakref.ref(block)
+            remember_last(block, x)
         return x
 
     @override
@@ -283,65 +288,6 @@ class LTXBlock(BlockRecipe):
                 processor._attention_backend = AttentionBackendName.NATIVE
                 attention._modules.pop("processor", None)
                 attention.__dict__["processor"] = processor
-
-
-# --- from block to block ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Norm1:
-    """The modulated first norm of a block, computed by the block before it.
-
-    Attributes:
-        sources: The hidden states and ``temb`` that it was computed from ...
-        versions: ... and their versions.
-        modulation: What :func:`_modulation` gave for ``temb``.
-        y: The result.
-    """
-
-    sources: tuple[Tensor, Tensor]
-    versions: tuple[int | None, int | None]
-    modulation: tuple[Tensor, ...]
-    y: Tensor | Rows
-
-
-#: What the block that ran last returned, and that block.
-_last_result: list[tuple[weakref.ref[Tensor], weakref.ref[Any]] | None] = [None]
-
-
-def _take(block: Any, x: Tensor, temb: Tensor, in_8_bits: bool) -> _Norm1 | None:
-    """The first norm that the block before left here, if it is that of ``x``. Tells that block who comes next."""
-    last, _last_result[0] = _last_result[0], None
-    left: _Norm1 | None = memory(block).pop("norm1", None)
-    before = last[1]() if last is not None and last[0]() is x else None
-    if before is not None and before is not block:
-        memory(before)["follower"] = weakref.ref(block)
-    if left is None or left.sources[0] is not x or left.sources[1] is not temb:
-        return None
-    if isinstance(left.y, Rows) != in_8_bits:
-        return None
-    return left if left.versions == (version(x), version(temb)) else None
-
-
-def _follower(block: Any, x: Tensor) -> Any | None:
-    """The block that comes next, if its first norm can be computed here; None if that is not known."""
-    reference = memory(block).pop("follower", None)
-    follower = None if reference is None else reference()
-    if follower is None or "norm1" in memory(follower):  # the one left there last time was not taken
-        return None
-    # A hook on it may bring its weights only when it is called, on a stream of its own. A restored one takes nothing.
-    if not untouched(follower, LTXVideoTransformerBlock) or "forward" not in follower.__dict__:
-        return None
-    table = follower._parameters["scale_shift_table"]
-    if not is_weightless(follower._modules["norm1"]) or not plain(table, x.device) or table.dtype != x.dtype:
-        return None
-    return follower
-
-
-def _modulation(block: Any, temb: Tensor, batch: int) -> tuple[Tensor, ...]:
-    """Shift, scale and gate of the attention and of the feed-forward: parts of ``[B, 1 or S, 6, D]``, in place."""
-    modulation: Tensor = block._parameters["scale_shift_table"] + temb.reshape(batch, temb.size(1), 6, -1)
-    return modulation.unbind(dim=2)
 
 
 def _rotation(tables: Tables | None, heads: int) -> Rotation:

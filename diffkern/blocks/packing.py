@@ -44,8 +44,8 @@ def projection(block: Any, attention: str, x: Tensor) -> Project | None:
     """
     if torch.is_grad_enabled():
         return None
-    layers = _layers(block, attention)
-    if layers is None or not all(plain_linear(layer, x.device, x.dtype) for layer in layers):
+    layers, device, dtype = _layers(block, attention), x.device, x.dtype
+    if layers is None or not all([plain_linear(layer, device, dtype) for layer in layers]):
         return None
     weights, biases = _of(layers, "weight"), _of(layers, "bias")
     if len(biases) not in (0, len(weights)):
@@ -178,7 +178,7 @@ def _project(
     weight: Tensor, bias: Tensor | None, sizes: list[int], children: Mapping[str, Any], x: Tensor, context: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of self-attention, whose context is ``x``: parts of the rows of one product."""
-    query, key, value = linear(x, weight, bias).split(sizes, -1)
+    query, key, value = linear(x, weight, bias).split_with_sizes(sizes, -1)
     return query, key, value
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diffkern.ops import linear_gelu
 from diffkern.providers import KERNEL_DTYPES
-from diffkern.providers.cublaslt.layers import linear
+from diffkern.providers.cublaslt import layers
 
 #: Functions that, bound to a module as its forward, compute what the forward of its class computes.
 EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()
@@ -84,7 +84,7 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
     if untouched(layer, nn.Linear):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:
-            run = F.linear if torch.is_grad_enabled() or torch.compiler.is_compiling() else linear
+            run = F.linear if torch.is_grad_enabled() or torch.compiler.is_compiling() else layers.linear
             return run(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
     if untouched(layer, nn.Dropout) and not layer.training:
         return x
@@ -120,7 +120,10 @@ def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
     net: Any = feed_forward.net
     first = net._modules["0"]._modules["proj"]._parameters
     # The product is torch's, whoever computes the rest.
-    x = linear_gelu(x, first["weight"], first["bias"], approximate="tanh", provider="eager")
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        x = linear_gelu(x, first["weight"], first["bias"], approximate="tanh", provider="eager")
+    else:
+        x = layers.linear_gelu(x, first["weight"], first["bias"], "gelu_tanh")
     for layer in list(net._modules.values())[1:]:
         x = run_layer(layer, x)
     return x

@@ -11,6 +11,7 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
+from diffkern.blocks.native_attention import is_native, native
 from diffkern.blocks.pieces import plain, plain_linear, run_layer, untouched
 from diffkern.ops import qk_norm_rope, rms_norm
 
@@ -118,17 +119,20 @@ def _dispatched(
         else:
             mask = attention.prepare_attention_mask(mask, length, batch)
             mask = mask.view(batch, heads, -1, mask.shape[-1])
-    y: Tensor = dispatch(
-        _by_head(query, heads),
-        _by_head(key, heads),
-        _by_head(value, heads),
-        attn_mask=mask,
-        dropout_p=0.0,
-        is_causal=False,
-        backend=processor._attention_backend,
-        parallel_config=processor._parallel_config,
-    )
-    return y.flatten(2, 3).to(query.dtype)
+    if is_native(processor, dispatch):
+        y = native(query, key, value, heads, mask)
+    else:
+        y = dispatch(
+            _by_head(query, heads),
+            _by_head(key, heads),
+            _by_head(value, heads),
+            attn_mask=mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=processor._attention_backend,
+            parallel_config=processor._parallel_config,
+        ).flatten(2, 3)
+    return y if y.dtype == query.dtype else y.to(query.dtype)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

@@ -15,8 +15,11 @@ import accelerate.hooks
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.models import attention_dispatch
+from diffusers.models.transformers import transformer_ltx
 from diffusers.models.transformers.transformer_ltx import (
     LTXVideoAttnProcessor,
     LTXVideoRotaryPosEmbed,
@@ -29,8 +32,10 @@ from diffkern.bench.arms import compiler_unavailable_reason
 from diffkern.bench.measure import relative_error
 from diffkern.blocks import fingerprint, forget
 from diffkern.blocks.ltx import RECIPE
+from diffkern.blocks.ltx_chain import Modulations
 from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.blocks.memory import memory
+from diffkern.blocks.native_attention import is_native, native
 from tests.injection.models import all_fused, ltx_inputs, randomise, run, tiny_ltx
 
 DIM, TEXT = 32, 16
@@ -238,6 +243,57 @@ def test_the_attention_backend_of_the_processor_is_used() -> None:
         attention.processor._attention_backend = "no such backend"
     with pytest.raises(ValueError, match="no such backend"):
         layer(**arguments)
+
+
+@pytest.mark.parametrize("where", ["torch", "the module of the processor", "the registry", "the context"])
+def test_attention_of_somebody_else_is_called_wherever_it_was_put(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, calls = attention_dispatch._AttentionBackendRegistry, []
+    layer, arguments = block(), inputs()
+    with torch.no_grad():
+        expected = layer(**arguments)
+    report = inject_optimized_kernels(layer)
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    backends, stock = dict(registry._backends), attention_dispatch.dispatch_attention_fn
+    with monkeypatch.context() as within, torch.no_grad():
+        if where == "torch":
+            within.setattr(F, "scaled_dot_product_attention", counted(F.scaled_dot_product_attention))
+        elif where == "the module of the processor":
+            within.setattr(transformer_ltx, "dispatch_attention_fn", counted(stock))
+        elif where == "the registry":
+            native = attention_dispatch.AttentionBackendName.NATIVE
+            within.setattr(registry, "_backends", {**backends, native: counted(backends[native])})
+        else:
+            math = attention_dispatch.AttentionBackendName._NATIVE_MATH
+            within.setattr(registry, "_backends", {**backends, math: counted(backends[math])})
+            within.setattr(registry, "_active_backend", math)
+        actual = layer(**arguments)
+    assert len(calls) == 2 and report.calls()[""]["stock"] == 0
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_native_attention_is_that_of_diffusers_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(3)
+    packed = torch.randn(2, 9, 3 * DIM, generator=generator)
+    query, key, value = packed.split(DIM, -1)
+    mask = torch.randn(2, 1, 1, 9, generator=generator)
+    for given in (None, mask):
+        by_head = [part.unflatten(-1, (4, -1)) for part in (query, key, value)]
+        expected = attention_dispatch.dispatch_attention_fn(*by_head, attn_mask=given).flatten(2, 3)
+        actual = native(query, key, value, 4, given)
+        assert torch.equal(actual, expected) and actual.is_contiguous()
+    processor = LTXVideoAttnProcessor()
+    with torch.no_grad():
+        assert is_native(processor, attention_dispatch.dispatch_attention_fn)
+        with attention_dispatch.attention_backend("_native_math"):
+            assert not is_native(processor, attention_dispatch.dispatch_attention_fn)
+    assert not is_native(processor, attention_dispatch.dispatch_attention_fn)  # a gradient may be wanted
 
 
 @pytest.mark.parametrize("inject_first", [True, False])
@@ -631,6 +687,44 @@ def test_nothing_is_taken_that_was_computed_from_something_else(what: str) -> No
     chained = _denoise(model, arguments)
     assert torch.equal(chained, _without_chain(model, arguments))
     assert len(report.patched) > 0
+
+
+def test_one_sum_gives_the_modulations_of_all_blocks_that_follow() -> None:
+    model, arguments = tiny_ltx(layers=4), ltx_inputs(batch=2)
+    inject_optimized_kernels(model)
+    _denoise(model, arguments)
+    blocks, generator = list(model.transformer_blocks), torch.Generator().manual_seed(5)
+    width = blocks[0].scale_shift_table.shape[1]
+    x, temb = torch.randn(2, 9, width, generator=generator), torch.randn(2, 1, 6 * width, generator=generator)
+
+    def assert_all(modulations: Modulations) -> None:
+        for layer in blocks:
+            expected = (layer.scale_shift_table + temb.view(2, -1, 6, width)).unbind(2)
+            assert all(map(torch.equal, modulations.of(layer), expected))
+
+    def one_storage(modulations: Modulations) -> list[bool]:
+        own = modulations.of(blocks[0])[0].untyped_storage().data_ptr()
+        return [modulations.of(layer)[0].untyped_storage().data_ptr() == own for layer in blocks]
+
+    with torch.no_grad():
+        modulations = Modulations(blocks[0], x, temb)
+        assert_all(modulations)
+        assert one_storage(modulations) == [True] * 4
+        # What changed in the meantime is computed anew.
+        blocks[2].scale_shift_table.mul_(2)
+        assert_all(modulations)
+        assert one_storage(modulations) == [True, True, False, True]
+        temb.add_(1)
+        assert_all(modulations)
+        # A block with a hook may get its weights when it is called, and what follows it is not known to.
+        blocks[2].register_forward_hook(lambda *call: None)
+        assert one_storage(Modulations(blocks[0], x, temb)) == [True, True, False, False]
+        # One row per token: each block has its own.
+        temb = torch.randn(2, 9, 6 * width, generator=generator)
+        modulations = Modulations(blocks[0], x, temb)
+        assert_all(modulations)
+        first, other = (modulations.of(layer)[0] for layer in blocks[:2])
+        assert first.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
 def test_rotary_tables_are_computed_once_and_read_by_axis() -> None:

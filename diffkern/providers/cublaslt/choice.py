@@ -53,12 +53,13 @@ class _Way:
         measured: Whether it is decided who computes them.
         product: The kind, ready to run; None if torch computes them.
         proposal: The algorithm.
+        shape: Of the result.
     """
 
-    __slots__ = ("kind", "measured", "product", "proposal")
+    __slots__ = ("kind", "measured", "product", "proposal", "shape")
 
-    def __init__(self, kind: Kind | None) -> None:
-        self.kind = kind
+    def __init__(self, kind: Kind | None, shape: tuple[int, ...]) -> None:
+        self.kind, self.shape = kind, shape
         self.measured = kind is None or kind.rows * kind.columns * kind.depth < LEAST_MULTIPLICATIONS
         self.product: Product | None = None
         self.proposal: Proposal | None = None
@@ -105,14 +106,14 @@ def multiply(
     if way is None:
         if len(_ways) >= _MOST_WAYS:
             _ways.clear()
-        _ways[signature] = _Way(_kind(x, weight, bias, out, gelu))
+        _ways[signature] = _Way(_kind(x, weight, bias, out, gelu), (*x.shape[:-1], *weight.shape[:1]))
         return by_torch(x, weight, bias, out)
     if not way.measured and not torch.cuda.is_current_stream_capturing():
         _decide(way, by_torch)
     product, proposal = way.product, way.proposal
     if product is None or proposal is None or not _are_plain(x, weight, bias, out):
         return by_torch(x, weight, bias, out)
-    result = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
+    result = x.new_empty(way.shape) if out is None else out
     try:
         if torch._C._cuda_getDevice() == x.device.index:
             product.run(proposal, x, weight, bias, result)

@@ -53,20 +53,20 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 def together(tensors: Sequence[Tensor]) -> Tensor | None:
     """The one tensor that matrices or vectors are the parts of, one below the other; None if they are not."""
     first = tensors[0]
-    address, dtype, width = first.data_ptr(), first.dtype, first.shape[-1] if first.ndim == 2 else 0
-    rows, size = 0, first.element_size()
+    address, dtype, row, rows = first.data_ptr(), first.dtype, first.shape[1:], 0
     for tensor in tensors:
         if tensor.data_ptr() != address or tensor.dtype is not dtype or not tensor.is_contiguous():
             return None
-        if width and tensor.shape[-1] != width:
+        shape = tensor.shape
+        if shape[1:] != row:
             return None
-        address += tensor.numel() * size
-        rows += len(tensor)
+        address += tensor.nbytes
+        rows += shape[0]
     # Two allocations may lie next to each other by chance; a view may not reach from one into the other.
     storage = first.untyped_storage()
     if address > storage.data_ptr() + storage.nbytes():
         return None
-    return first.detach().as_strided((rows, width) if width else (rows,), first.stride())
+    return first.detach().as_strided((rows, *row), first.stride())
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
