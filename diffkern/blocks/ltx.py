@@ -187,15 +187,8 @@ class LTXBlock(BlockRecipe):
             weights.drop("ff.")
 
         left = take(block, x, temb, attn1 is not None) if chained else None
-        y: Any = None
-        modulations = None
-        if left is not None:
-            y, modulations, modulation = left.y, left.modulations, left.modulation
-        elif chained:
-            modulations = Modulations(block, x, temb)
-            modulation = modulations.of(block)
-        else:
-            modulation = modulation_of(block, temb, x.size(0))
+        y: Any = None if left is None else left.y
+        modulation = modulation_of(block, temb, x.size(0)) if left is None else left.modulation
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
         if "norm1" in stock:
             y = steps.modulate(block.norm1(x), scale_msa, shift_msa, provider)
@@ -232,9 +225,10 @@ class LTXBlock(BlockRecipe):
             plain_ff = "ff" in stock or not steps.fuses_norms
             y = block.ff(y) if plain_ff else gelu_feed_forward(block.ff, y)
         follower = follower_of(block, x) if chained else None
-        if follower is None or modulations is None:
+        if follower is None:
             x = steps.gate_residual(x, y, gate_mlp, provider)
         else:
+            modulations = Modulations(follower, x, temb) if left is None else left.modulations
             modulation = modulations.of(follower)
             shift, scale, *_ = modulation
             # The follower is a block like this one: if it differs, it does its norm itself.

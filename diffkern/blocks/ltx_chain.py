@@ -2,7 +2,8 @@
 
 A block learns which block comes next by what that one is called with. At the next step it leaves that one its first
 norm, of one pass with its own last sum, tied to the very tensors it was computed from; and the first block of all
-computes the modulation of every block that is known to follow, with one sum in place of one in each.
+computes the modulations of every block that is known to follow, with one sum in place of one in each. It does so last
+of all: the GPU has its work by then, and does not wait for the host.
 """
 
 from __future__ import annotations
