@@ -39,10 +39,9 @@ struct PixelConfig {
   int norm_blocks;     // the same for the second pass, for all samples
   int norm_positions;
   int most_parts;      // that all blocks of the second pass merge for themselves
-  int past;            // whether the output leaves the cache first, and so leaves the input there
 };
 
 constexpr int kLeastPositions = 4;  // of a thread, if its block has that many
-constexpr PixelConfig kPixelConfig{32, 256, 16, 512, 16, 64, 0};
+constexpr PixelConfig kPixelConfig{32, 256, 16, 512, 16, 64};
 
 }  // namespace diffkern

@@ -30,16 +30,6 @@ __device__ __forceinline__ void store(const float* from, T* to) {
   }
 }
 
-// The same, for what should be the first to leave the cache again.
-template <typename T, int kCount>
-__device__ __forceinline__ void store_past(const float* from, T* to) {
-  if constexpr (kCount == 1 || DIFFKERN_HIP) {
-    store<T, kCount>(from, to);
-  } else {
-    __stcs(reinterpret_cast<uint4*>(to), pack_packet<T>(from));
-  }
-}
-
 // A walk over `left` items, `stride` elements from each other. kDepth of them are on their way at any time: as soon as
 // one has been used, its registers take the one kDepth further on.
 template <typename T, int kCount, int kDepth>

@@ -26,6 +26,7 @@ struct PositionParts {
 // A block takes a part of the positions of a tile of channels, which is whole groups and whole packets of kCount
 // channels: `width` threads side by side have a packet each, `height` rows of those have a position each.
 struct PixelPlan {
+  int count;     // channels of a thread
   int of_group;  // channels of a group
   int groups;    // of a tile
   int lanes;     // threads that merge a group, a power of two
@@ -35,7 +36,6 @@ struct PixelPlan {
   PositionParts sum;   // of the first pass
   PositionParts norm;  // of the second pass
   uint32_t folded;     // parts that the second pass merges: all, or fewer that have been merged before
-  bool past;           // as in PixelConfig
 
   DIFFKERN_HOST_DEVICE int channels() const { return groups * of_group; }
   DIFFKERN_HOST_DEVICE bool folds() const { return folded != sum.number.value; }
@@ -54,6 +54,7 @@ inline PositionParts split_positions(int64_t positions, int64_t height, int64_t 
 inline PixelPlan plan_pixels(const GroupNormParams& p, int count, const PixelConfig& config) {
   const int64_t of_group = p.shape.channels / p.groups;
   PixelPlan plan{};
+  plan.count = count;
   if (p.shape.channels % count != 0) return plan;
   int64_t unit = 1;  // groups that are whole packets; their number divides that of all groups
   while (unit * of_group % count != 0) ++unit;
@@ -80,7 +81,6 @@ inline PixelPlan plan_pixels(const GroupNormParams& p, int count, const PixelCon
   plan.norm = split_positions(positions, height, config.norm_blocks / (tiles * p.shape.samples), config.norm_positions);
   const uint32_t parts = plan.sum.number.value;
   plan.folded = parts > static_cast<uint32_t>(std::max(config.most_parts, kFoldedParts)) ? kFoldedParts : parts;
-  plan.past = config.past != 0;
   return plan;
 }
 

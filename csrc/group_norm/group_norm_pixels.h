@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kPixelThreads, kBlocks)
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] = silu<T>(values[j]);
     }
-    plan.past ? store_past<T, kCount>(values, out) : store<T, kCount>(values, out);
+    store<T, kCount>(values, out);
     out += out_stride;
   });
 }
@@ -176,27 +176,25 @@ inline PixelConfig pixel_config() {
   PixelConfig config = kPixelConfig;
 #if defined(DIFFKERN_BENCH)
   if (const char* chosen = std::getenv("DIFFKERN_PIXEL_CONFIG")) {
-    std::sscanf(chosen, "%d,%d,%d,%d,%d,%d,%d", &config.tile, &config.sum_blocks, &config.sum_positions,
-                &config.norm_blocks, &config.norm_positions, &config.most_parts, &config.past);
+    std::sscanf(chosen, "%d,%d,%d,%d,%d,%d", &config.tile, &config.sum_blocks, &config.sum_positions,
+                &config.norm_blocks, &config.norm_positions, &config.most_parts);
   }
 #endif
   return config;
 }
 
-// Whether packets are aligned; if not, a thread takes single elements.
-inline bool pixels_in_packets(const GroupNormParams& p) {
+// The plan of a call, without groups if there is none. Where packets are not aligned, a thread takes single elements.
+inline PixelPlan plan_pixels(const GroupNormParams& p) {
   const int64_t count = kPacketBytes / bytes_of(p.x_dtype);
   const Steps& x = p.x_steps;
   const Steps& out = p.out_steps;
-  return aligned(p.x) && aligned(p.out) &&
-         all_multiples(count, x.batch, x.frame, x.position, out.batch, out.frame, out.position) &&
-         plan_pixels(p, static_cast<int>(count), kPixelConfig).groups != 0;
-}
-
-// The plan of a call, without groups if there is none.
-inline PixelPlan plan_pixels(const GroupNormParams& p) {
-  const int64_t count = pixels_in_packets(p) ? kPacketBytes / bytes_of(p.x_dtype) : 1;
-  return plan_pixels(p, static_cast<int>(count), pixel_config());
+  const PixelConfig config = pixel_config();
+  if (aligned(p.x) && aligned(p.out) &&
+      all_multiples(count, x.batch, x.frame, x.position, out.batch, out.frame, out.position)) {
+    const PixelPlan plan = plan_pixels(p, static_cast<int>(count), config);
+    if (plan.groups != 0) return plan;
+  }
+  return plan_pixels(p, 1, config);
 }
 
 // What the parts of all groups need; 0 if the kernels do not know the layout.
@@ -208,9 +206,8 @@ inline int64_t pixel_floats(const GroupNormParams& p) {
 }
 
 template <typename T, int kCount, int kIndex>
-void launch_pixel_kernels(const GroupNormParams& p, GpuStream stream) {
+void launch_pixel_kernels(const GroupNormParams& p, const PixelPlan& plan, GpuStream stream) {
   constexpr PixelKernel kernel = kPixelKernels[kIndex];
-  const PixelPlan plan = plan_pixels(p);
   const int64_t tiles = p.shape.samples * plan.tiles.value;
   const unsigned sum_blocks = static_cast<unsigned>(tiles * plan.sum.number.value);
   pixels_statistics<T, kCount, kernel.depth, kernel.blocks><<<sum_blocks, kPixelThreads, 0, stream>>>(p, plan);
@@ -231,8 +228,9 @@ void launch_pixels(const GroupNormParams& p, GpuStream stream) {
     if (chosen != nullptr && std::atoi(chosen) > kIndex) return launch_pixels<T, kIndex + 1>(p, stream);
   }
 #endif
-  pixels_in_packets(p) ? launch_pixel_kernels<T, kPacketSize<T>, kIndex>(p, stream)
-                       : launch_pixel_kernels<T, 1, kIndex>(p, stream);
+  const PixelPlan plan = plan_pixels(p);
+  plan.count > 1 ? launch_pixel_kernels<T, kPacketSize<T>, kIndex>(p, plan, stream)
+                 : launch_pixel_kernels<T, 1, kIndex>(p, plan, stream);
 }
 
 }  // namespace
