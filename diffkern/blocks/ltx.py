@@ -56,9 +56,6 @@ Tables = tuple[Tensor, Tensor]
 #: How reports name what could be computed in 8 bits and is not.
 _ATTN1, _FF = "attn1 in 8 bits", "ff in 8 bits"
 
-#: How reports name what was done to weights.
-_PACKED = "weights of q, k and v moved to lie together in memory, for one product"
-
 #: The products are off by 3.7 % of their root mean square, and the residual, which most of the result is, by nothing.
 FP8_ALLOWANCE = 0.04
 
@@ -162,7 +159,7 @@ class LTXBlock(BlockRecipe):
     @override
     def settle(self, module: nn.Module) -> str | None:
         packs = self._steps.fuses_norms and not self._steps.in_8_bits
-        return _PACKED if packs and packing.settle(module, "attn1") else None
+        return packing.NOTE if packs and packing.settle(module, "attn1") else None
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:

@@ -22,6 +22,9 @@ from diffkern.providers.cublaslt import serves
 from diffkern.providers.cublaslt.layers import linear, together
 from diffkern.providers.onlookers import modes_active, transforms_active
 
+#: How reports name what was done to weights.
+NOTE = "weights of q, k and v moved to lie together in memory, for one product"
+
 #: The projections of self-attention.
 NAMES = ("to_q", "to_k", "to_v")
 
