@@ -1,6 +1,7 @@
 // Activations and gated units as torch ops: checks, the output tensor, and the way to the kernels.
 #include <algorithm>
 #include <string>
+#include <tuple>
 
 #include "../common/torch_binding.h"
 #include "activation.h"
@@ -102,7 +103,52 @@ Tensor glu(Tensor value, Tensor gate, std::string function, bool round_activatio
   return run("glu", params, gate, &value, function, out_type);
 }
 
+#if defined(DIFFKERN_ROWS8)
+// Whether the rows of x lie at equal distances, and at which.
+bool equally_spaced_rows(const Tensor& x, int64_t* distance) {
+  *distance = 0;
+  int64_t seen = 1;  // rows of the dimensions that were looked at
+  for (int64_t dim = x.dim() - 2; dim >= 0; --dim) {
+    if (x.size(dim) == 1) continue;
+    if (seen == 1) *distance = x.stride(dim);
+    if (x.stride(dim) != *distance * seen) return false;
+    seen *= x.size(dim);
+  }
+  return true;
+}
+
+std::tuple<Tensor, Tensor> activation_fp8(Tensor x, std::string function) {
+  constexpr const char* kOp = "activation_fp8";
+  ActivationRows8 params{};
+  params.dtype = dtype_of(x.scalar_type(), kOp, "x");
+  params.activation = activation_named(function.c_str());
+  STD_TORCH_CHECK(params.activation != Activation::kNone || function == "identity", kOp, ": unknown activation ",
+                  function);
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, kOp, ": a row needs elements to find its scale from");
+  Rows8 rows(x, x.dim(), x.sizes().data());
+  params.size = x.size(x.dim() - 1);
+  params.rows = x.numel() / params.size;
+  if (params.rows == 0) return {rows.values, rows.scales};
+  STD_TORCH_CHECK(params.rows <= INT32_MAX, kOp, ": more than 2^31 rows");
+  const bool spaced = equally_spaced_rows(x, &params.x_row);
+  const Tensor from = spaced ? x : torch::stable::contiguous(x);
+  if (!spaced) params.x_row = params.size;
+  params.x = from.const_data_ptr();
+  params.x_step = params.size > 1 ? from.stride(from.dim() - 1) : 1;
+  params.out = rows.data();
+  params.scales = rows.scale_data();
+  launch_on_device_of(x, kOp, [&params](void* stream) { return activation_rows8_gpu(params, stream); });
+  return {rows.values, rows.scales};
+}
+#endif
+
 }  // namespace
+
+#if defined(DIFFKERN_ROWS8)
+DIFFKERN_LIBRARY(DIFFKERN_OPS, m) { m.def("activation_fp8(Tensor x, str function) -> (Tensor, Tensor)"); }
+
+DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) { m.impl("activation_fp8", TORCH_BOX(&activation_fp8)); }
+#endif
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
   m.def("activation(Tensor x, str function) -> Tensor");

@@ -15,6 +15,7 @@
 #include "../common/packet_map.h"
 #include "activation.h"
 #include "activation_config.h"
+#include "activation_rows8.h"
 
 namespace diffkern {
 namespace {

@@ -131,6 +131,14 @@ __device__ __forceinline__ float2 group_sum(float2 value) {
   return float2{group_sum<kLanes>(value.x), group_sum<kLanes>(value.y)};
 }
 
+template <int kLanes>
+__device__ __forceinline__ float group_max(float value) {
+  static_assert(kLanes <= kWaveSize, "a group lies within one wave");
+#pragma unroll
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) value = fmaxf(value, shuffle_xor(value, mask));
+  return value;
+}
+
 constexpr int kMinWaveSize = 32;
 constexpr int kMaxWaves = kMaxThreads / kMinWaveSize;
 static_assert(kMaxWaves <= kMinWaveSize, "one wave sums the partial sums of all");
@@ -155,7 +163,18 @@ __device__ __forceinline__ float block_sum(float value, float* partials) {
   return group_sum<kWaves>(lane < waves ? partials[lane] : 0.0f);
 }
 
-// The same for two values at once, in one synchronisation.
+// The same for the largest of values that are none below 0.
+template <int kWaves = kMaxWaves>
+__device__ __forceinline__ float block_max(float value, float* partials) {
+  value = group_max<kWaveSize>(value);
+  const int lane = threadIdx.x % kWaves;
+  const int waves = blockDim.x / kWaveSize;
+  if (threadIdx.x % kWaveSize == 0) partials[threadIdx.x / kWaveSize] = value;
+  __syncthreads();
+  return group_max<kWaves>(lane < waves ? partials[lane] : 0.0f);
+}
+
+// The sum of two values at once, in one synchronisation.
 template <int kWaves = kMaxWaves>
 __device__ __forceinline__ float2 block_sum(float2 value, float2* partials) {
   value = group_sum<kWaveSize>(value);

@@ -12,10 +12,16 @@
 #define DIFFKERN_GPU
 #endif
 
+// Rows of 8 bits are for NVIDIA's GPUs alone.
+#if defined(DIFFKERN_GPU) && !defined(ROCM_KERNEL)
+#define DIFFKERN_ROWS8
+#endif
+
 #if defined(DIFFKERN_GPU)
 #include <torch/csrc/stable/accelerator.h>
 #endif
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -94,6 +100,28 @@ inline Tensor empty_contiguous(const Tensor& x, int64_t rank, const int64_t* siz
   }
   return empty_strided(x, rank, sizes, strides.data(), dtype);
 }
+
+#if defined(DIFFKERN_ROWS8)
+// Rows in e4m3 of the shape that `sizes` gives, and the scale of each row in float32.
+struct Rows8 {
+  Tensor values;
+  Tensor scales;
+
+  Rows8(const Tensor& x, int64_t rank, const int64_t* sizes)
+      : values(empty_contiguous(x, rank, sizes, ScalarType::Float8_e4m3fn)), scales(empty_scales(x, rank, sizes)) {}
+
+  uint8_t* data() { return static_cast<uint8_t*>(values.mutable_data_ptr()); }
+  float* scale_data() { return static_cast<float*>(scales.mutable_data_ptr()); }
+
+ private:
+  static Tensor empty_scales(const Tensor& x, int64_t rank, const int64_t* sizes) {
+    std::array<int64_t, 64> shape;
+    std::copy_n(sizes, rank - 1, shape.begin());
+    shape[rank - 1] = 1;
+    return empty_contiguous(x, rank, shape.data(), ScalarType::Float);
+  }
+};
+#endif
 
 // aten::empty_like(x, dtype, memory_format), without the dispatcher where the strides are plain to see.
 inline Tensor empty_output(const Tensor& x, ScalarType dtype, bool preserve_strides) {

@@ -21,7 +21,7 @@ struct Operand {
 };
 
 // new_residual = residual + act(gate) * x, where there is a residual, and
-// out          = (norm(v) * weight + bias) * (scale_offset + scale) + shift, where there is an out,
+// out          = (norm(v) * weight + bias) * (scale_offset + scale) + shift, where there is an out or rows8,
 // with v the new residual as it is written, or x. An operand that is not there leaves its step out.
 //
 // All in float32, products and sums one after the other. The *_round dtypes say where values are rounded on
@@ -36,6 +36,8 @@ struct ModulateParams {
   Operand bias;
   void* new_residual;  // like out: contiguous
   void* out;
+  uint8_t* rows8;     // out as rows of e4m3, in its place; on NVIDIA's GPUs
+  float* row_scales;  // and the scale of each
   Dtype new_dtype;
   Dtype out_dtype;
   bool round_each;       // whether any of the following is set

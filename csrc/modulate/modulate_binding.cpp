@@ -86,6 +86,16 @@ class Call {
                          shape_.last() > 1 ? tensor->stride(0) : 1, false};
   }
 
+#if defined(DIFFKERN_ROWS8)
+  Rows8 rows8() {
+    STD_TORCH_CHECK(shape_.last() > 0, op_, ": a row needs elements to find its scale from");
+    Rows8 rows(on_, shape_.rank, shape_.sizes.data());
+    params.rows8 = rows.data();
+    params.row_scales = rows.scale_data();
+    return rows;
+  }
+#endif
+
   Tensor output(ScalarType type) const { return empty_contiguous(on_, shape_.rank, shape_.sizes.data(), type); }
 
   void run() {
@@ -224,14 +234,18 @@ ScalarType set_modulation(Call& call, const char* op, ScalarType type, const Opt
   return modulated;
 }
 
+void check_norm_shape(const char* op, const Tensor& x, const Shape& shape, int64_t norm) {
+  STD_TORCH_CHECK(x.dim() >= 1, op, ": x must have at least one dimension");
+  STD_TORCH_CHECK(norm == 0 || x.size(x.dim() - 1) == shape.last(), op, ": the norm is over a last dimension of size ",
+                  x.size(x.dim() - 1), ", and the modulation has size ", shape.last(), " there");
+}
+
 Tensor norm_modulate(Tensor x, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight, OptionalTensor bias,
                      double eps = 1e-6, int64_t norm = 1, double scale_offset = 1, bool round_each = false,
                      std::optional<ScalarType> out_dtype = std::nullopt) {
   constexpr const char* kOp = "norm_modulate";
   const Shape shape = broadcast(kOp, {&x, pointer_to(scale), pointer_to(shift)});
-  STD_TORCH_CHECK(x.dim() >= 1, kOp, ": x must have at least one dimension");
-  STD_TORCH_CHECK(norm == 0 || x.size(x.dim() - 1) == shape.last(), kOp, ": the norm is over a last dimension of size ",
-                  x.size(x.dim() - 1), ", and the modulation has size ", shape.last(), " there");
+  check_norm_shape(kOp, x, shape, norm);
   Call call(kOp, shape, x);
   call.set(kX, &x, "x");
   const ScalarType type =
@@ -257,6 +271,18 @@ Tensor gate_residual(Tensor residual, Tensor x, OptionalTensor gate, int64_t gat
   return out;
 }
 
+void check_modulation(const char* op, const OptionalTensor& scale, const OptionalTensor& shift, const Shape& shape) {
+  for (const Tensor* operand : {pointer_to(scale), pointer_to(shift)}) {
+    if (operand == nullptr) continue;
+    std::array<int64_t, kMaxRank> strides;
+    STD_TORCH_CHECK(broadcast_strides(static_cast<int>(operand->dim()), operand->sizes().data(),
+                                      operand->strides().data(), static_cast<int>(shape.rank), shape.sizes.data(),
+                                      strides.data()),
+                    op, ": a modulation does not broadcast to the shape of the new residual; ",
+                    "if it is larger, call gate_residual and norm_modulate one after the other");
+  }
+}
+
 std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
     Tensor residual, Tensor x, OptionalTensor gate, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight,
     OptionalTensor bias, double eps = 1e-6, int64_t norm = 1, int64_t gate_activation = 0, double scale_offset = 1,
@@ -265,15 +291,7 @@ std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
   constexpr const char* kOp = "gate_residual_norm_modulate";
   STD_TORCH_CHECK(residual.dim() >= 1, kOp, ": the residual must have at least one dimension");
   const Shape shape = broadcast(kOp, {&residual, &x, pointer_to(gate)});
-  for (const Tensor* operand : {pointer_to(scale), pointer_to(shift)}) {
-    if (operand == nullptr) continue;
-    std::array<int64_t, kMaxRank> strides;
-    STD_TORCH_CHECK(broadcast_strides(static_cast<int>(operand->dim()), operand->sizes().data(),
-                                      operand->strides().data(), static_cast<int>(shape.rank), shape.sizes.data(),
-                                      strides.data()),
-                    kOp, ": a modulation does not broadcast to the shape of the new residual; ",
-                    "if it is larger, call gate_residual and norm_modulate one after the other");
-  }
+  check_modulation(kOp, scale, shift, shape);
   Call call(kOp, shape, residual);
   const ScalarType sum = set_gating(call, kOp, residual, x, gate, gate_activation, round_each);
   const ScalarType new_type = residual_dtype.value_or(sum);
@@ -288,6 +306,50 @@ std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
   call.run();
   return {new_residual, out};
 }
+
+#if defined(DIFFKERN_ROWS8)
+std::tuple<Tensor, Tensor> norm_modulate_fp8(Tensor x, OptionalTensor scale, OptionalTensor shift,
+                                             OptionalTensor weight, OptionalTensor bias, double eps = 1e-6,
+                                             int64_t norm = 1) {
+  constexpr const char* kOp = "norm_modulate_fp8";
+  const Shape shape = broadcast(kOp, {&x, pointer_to(scale), pointer_to(shift)});
+  check_norm_shape(kOp, x, shape, norm);
+  Call call(kOp, shape, x);
+  call.set(kX, &x, "x");
+  set_modulation(call, kOp, x.scalar_type(), scale, shift, weight, bias, eps, norm, 1.0, false);
+  Rows8 rows = call.rows8();
+  call.run();
+  return {rows.values, rows.scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor> gate_residual_norm_modulate_fp8(Tensor residual, Tensor x, OptionalTensor gate,
+                                                                   OptionalTensor scale, OptionalTensor shift,
+                                                                   OptionalTensor weight, OptionalTensor bias,
+                                                                   double eps = 1e-6, int64_t norm = 1) {
+  constexpr const char* kOp = "gate_residual_norm_modulate_fp8";
+  STD_TORCH_CHECK(residual.dim() >= 1, kOp, ": the residual must have at least one dimension");
+  const Shape shape = broadcast(kOp, {&residual, &x, pointer_to(gate)});
+  check_modulation(kOp, scale, shift, shape);
+  Call call(kOp, shape, residual);
+  const ScalarType sum = set_gating(call, kOp, residual, x, gate, 0, false);
+  set_modulation(call, kOp, sum, scale, shift, weight, bias, eps, norm, 1.0, false);
+  call.params.new_dtype = dtype_of(sum, kOp, "residual + gate * x");
+  Tensor new_residual = call.output(sum);
+  call.params.new_residual = new_residual.mutable_data_ptr();
+  Rows8 rows = call.rows8();
+  call.run();
+  return {new_residual, rows.values, rows.scales};
+}
+
+std::tuple<Tensor, Tensor> norm_modulate_fp8_plain(Tensor x, OptionalTensor scale, OptionalTensor shift) {
+  return norm_modulate_fp8(x, scale, shift, std::nullopt, std::nullopt);
+}
+
+std::tuple<Tensor, Tensor, Tensor> gate_residual_norm_modulate_fp8_plain(Tensor residual, Tensor x, OptionalTensor gate,
+                                                                         OptionalTensor scale, OptionalTensor shift) {
+  return gate_residual_norm_modulate_fp8(residual, x, gate, scale, shift, std::nullopt, std::nullopt);
+}
+#endif
 
 // Every option as it is by default, no parameters: a call from Python pays for each argument of a schema.
 Tensor norm_modulate_plain(Tensor x, OptionalTensor scale, OptionalTensor shift) {
@@ -322,6 +384,29 @@ DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
       "float scale_offset=1.0, bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None) "
       "-> (Tensor, Tensor)");
 }
+
+#if defined(DIFFKERN_ROWS8)
+DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
+  m.def("norm_modulate_fp8_plain(Tensor x, Tensor? scale=None, Tensor? shift=None) -> (Tensor, Tensor)");
+  m.def(
+      "gate_residual_norm_modulate_fp8_plain(Tensor residual, Tensor x, Tensor? gate=None, Tensor? scale=None, "
+      "Tensor? shift=None) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "norm_modulate_fp8(Tensor x, Tensor? scale=None, Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, "
+      "float eps=1e-6, int norm=1) -> (Tensor, Tensor)");
+  m.def(
+      "gate_residual_norm_modulate_fp8(Tensor residual, Tensor x, Tensor? gate=None, Tensor? scale=None, "
+      "Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, int norm=1) "
+      "-> (Tensor, Tensor, Tensor)");
+}
+
+DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
+  m.impl("norm_modulate_fp8_plain", TORCH_BOX(&norm_modulate_fp8_plain));
+  m.impl("gate_residual_norm_modulate_fp8_plain", TORCH_BOX(&gate_residual_norm_modulate_fp8_plain));
+  m.impl("norm_modulate_fp8", TORCH_BOX(&norm_modulate_fp8));
+  m.impl("gate_residual_norm_modulate_fp8", TORCH_BOX(&gate_residual_norm_modulate_fp8));
+}
+#endif
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
   m.impl("norm_modulate_plain", TORCH_BOX(&norm_modulate_plain));

@@ -16,6 +16,7 @@
 #include <cstdlib>
 #endif
 
+#include "../common/gpu_rows8.h"
 #include "../common/gpu_vector.h"
 #include "../common/packet_map.h"
 #include "modulate.h"
@@ -87,6 +88,8 @@ struct RowParams {
   Operand bias;
   uint4* new_residual;
   uint4* out;
+  uint8_t* rows8;
+  float* row_scales;
   uint32_t rows;
   uint32_t packets;  // of a row
   float inverse_size;
@@ -118,8 +121,8 @@ __device__ __forceinline__ void apply_scale(float* scale, float offset, float* v
 
 // A row per kLanes threads, several rows per block; kLanes 0: a row per block. x, the residual and the outputs are T;
 // gate, scale and shift are M, which is T or float32. What a chain of torch ops rounds to M last of all is rounded to T
-// at once, which comes to the same.
-template <typename T, typename M, bool kGated, int kLanes, int kPackets, int kThreads>
+// at once, which comes to the same. With kRows8 the modulated norm is written in 8 bits.
+template <typename T, typename M, bool kGated, bool kRows8, int kLanes, int kPackets, int kThreads>
 __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
   constexpr int kCount = kPacketSize<T>;
   constexpr int kWords = Raw<T, M>::kWords;
@@ -166,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
       held[i] = pack_packet<T>(values);
       p.new_residual[at.of[kOut] + packet] = held[i];
     });
-    if (p.out == nullptr) return;
+    if (!kRows8 && p.out == nullptr) return;
   } else {
     each_packet([&](int i, unsigned packet) { held[i] = load_once(p.x + (at.of[kX] + packet)); });
   }
@@ -201,8 +204,8 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
     });
   }
 
-  each_packet([&](int i, unsigned packet) {
-    float values[kCount], others[kCount];
+  const auto modulate = [&](int i, unsigned packet, float* values) {
+    float others[kCount];
     forget_unpacked(held[i]);
     unpack<T>(held[i], values);
 #pragma unroll
@@ -231,8 +234,35 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] = exact_add(values[j], others[j]);
     }
-    p.out[at.of[kOut] + packet] = pack_packet<T>(values);
-  });
+  };
+  if constexpr (kRows8) {
+#if !DIFFKERN_HIP
+    __shared__ float peaks[kWaves];
+    float values[kPackets][kCount];
+    float peak = 0.0f;
+    each_packet([&](int i, unsigned packet) {
+      modulate(i, packet, values[i]);
+      peak = peak_of<kCount>(values[i], peak);
+    });
+    if constexpr (kLanes != 0) {
+      peak = group_max<kLanes>(peak);
+    } else {
+      peak = block_max<kWaves>(peak, peaks);
+    }
+    const RowScale scale = row_scale(peak);
+    each_packet([&](int i, unsigned packet) {
+      const auto index = static_cast<int64_t>(at.of[kOut]) + packet;
+      store_rows8<kCount>(values[i], scale.factor, p.rows8 + index * kCount);
+    });
+    if (threadIdx.x == 0 && row < p.rows) p.row_scales[row] = scale.scale;
+#endif
+  } else {
+    each_packet([&](int i, unsigned packet) {
+      float values[kCount];
+      modulate(i, packet, values);
+      p.out[at.of[kOut] + packet] = pack_packet<T>(values);
+    });
+  }
 }
 
 // --- loop kernel ---------------------------------------------------------------------------------------
@@ -282,9 +312,9 @@ __device__ __forceinline__ void load_input(const ModulateParams& p, const Offset
   round_to<kCount>(p.new_dtype, values);
 }
 
-// Modulates a normalised part of a row, and stores it.
+// Modulates a normalised part of a row.
 template <int kCount>
-__device__ __forceinline__ void finish(const ModulateParams& p, const Offsets& row, int64_t at, float* values) {
+__device__ __forceinline__ void modulate(const ModulateParams& p, const Offsets& row, int64_t at, float* values) {
   float others[kCount];
   if (p.weight.data != nullptr) {
     load_operand<kCount>(p.weight, 0, at, others);
@@ -312,6 +342,12 @@ __device__ __forceinline__ void finish(const ModulateParams& p, const Offsets& r
     for (int j = 0; j < kCount; ++j) values[j] = exact_add(values[j], others[j]);
     round_to<kCount>(p.modulated_round, values);
   }
+}
+
+// The same, and stores it.
+template <int kCount>
+__device__ __forceinline__ void finish(const ModulateParams& p, const Offsets& row, int64_t at, float* values) {
+  modulate<kCount>(p, row, at, values);
   store_elements<kCount>(values, p.out, p.out_dtype, row.of[kOut] + at);
 }
 
@@ -319,7 +355,7 @@ constexpr int kLoopLanes = 32;
 constexpr int kLoopThreads = 256;
 
 // A row per block, or, where blockDim.y > 1, per kLoopLanes threads. kCount elements at a time.
-template <int kCount>
+template <int kCount, bool kRows8>
 __global__ void __launch_bounds__(kLoopThreads) loop_kernel(const ModulateParams p) {
   __shared__ float2 pairs[kMaxWaves];
   __shared__ float singles[kMaxWaves];
@@ -332,7 +368,7 @@ __global__ void __launch_bounds__(kLoopThreads) loop_kernel(const ModulateParams
     const int64_t size = row < p.map.rows ? p.size : 0;
     const Offsets offsets = locate(p.map, row < p.map.rows ? row : first);
 
-    if (p.out == nullptr || p.norm == NormKind::kNone) {
+    if (!kRows8 && (p.out == nullptr || p.norm == NormKind::kNone)) {
       for (int64_t at = begin; at < size; at += step) {
         float values[kCount];
         load_input<kCount>(p, offsets, at, values);
@@ -369,13 +405,43 @@ __global__ void __launch_bounds__(kLoopThreads) loop_kernel(const ModulateParams
       }
       stored = true;
     };
-    const Normaliser normalise = normaliser_of(p, sum, fold);
-    for (int64_t at = begin; at < size; at += step) {
-      float values[kCount];
+    Normaliser normalise = no_norm();
+    if (!kRows8 || p.norm != NormKind::kNone) {
+      normalise = normaliser_of(p, sum, fold);
+    } else if (gated) {
+      fold([](float) {});  // which stores the new residual
+    }
+    const auto load_normalised = [&](int64_t at, float* values) {
       load(at, values);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] = normalise(values[j]);
-      finish<kCount>(p, offsets, at, values);
+    };
+    if constexpr (kRows8) {
+#if !DIFFKERN_HIP
+      __shared__ float peaks[kMaxWaves];
+      float peak = 0.0f;
+      for (int64_t at = begin; at < size; at += step) {
+        float values[kCount];
+        load_normalised(at, values);
+        modulate<kCount>(p, offsets, at, values);
+        peak = peak_of<kCount>(values, peak);
+      }
+      peak = blockDim.y > 1 ? group_max<kLoopLanes>(peak) : block_max(peak, peaks);
+      const RowScale scale = row_scale(peak);
+      for (int64_t at = begin; at < size; at += step) {
+        float values[kCount];
+        load_normalised(at, values);
+        modulate<kCount>(p, offsets, at, values);
+        store_rows8<kCount>(values, scale.factor, p.rows8 + offsets.of[kOut] + at);
+      }
+      if (threadIdx.x == 0 && row < p.map.rows) p.row_scales[row] = scale.scale;
+#endif
+    } else {
+      for (int64_t at = begin; at < size; at += step) {
+        float values[kCount];
+        load_normalised(at, values);
+        finish<kCount>(p, offsets, at, values);
+      }
     }
     if (blockDim.y == 1) __syncthreads();  // before the partial sums are used again
   }
@@ -474,6 +540,8 @@ RowParams row_params(const ModulateParams& p, Dtype modulation) {
           p.bias,
           static_cast<uint4*>(p.new_residual),
           static_cast<uint4*>(p.out),
+          p.rows8,
+          p.row_scales,
           static_cast<uint32_t>(p.map.rows),
           static_cast<uint32_t>(p.size / packet_count(p.x.dtype)),
           p.inverse_size,
@@ -499,7 +567,7 @@ int choose_config(const RowParams& p) {
   return -1;
 }
 
-template <typename T, typename M, int kIndex>
+template <typename T, typename M, bool kRows8, int kIndex>
 bool launch_row_kernel(const RowParams& p, int index, bool gated, GpuStream stream) {
   if (index != kIndex) return false;
   constexpr RowConfig config = kModulateConfigs[kIndex];
@@ -511,30 +579,30 @@ bool launch_row_kernel(const RowParams& p, int index, bool gated, GpuStream stre
   }
   const unsigned blocks = blocks_for(p.rows, block.y);
   if (gated) {
-    row_kernel<T, M, true, config.lanes, config.packets, config.threads><<<blocks, block, 0, stream>>>(p);
+    row_kernel<T, M, true, kRows8, config.lanes, config.packets, config.threads><<<blocks, block, 0, stream>>>(p);
   } else {
-    row_kernel<T, M, false, config.lanes, config.packets, config.threads><<<blocks, block, 0, stream>>>(p);
+    row_kernel<T, M, false, kRows8, config.lanes, config.packets, config.threads><<<blocks, block, 0, stream>>>(p);
   }
   return true;
 }
 
-template <typename T, typename M, int... kIndices>
+template <typename T, typename M, bool kRows8, int... kIndices>
 bool launch_row_kernel(const RowParams& p, bool gated, std::integer_sequence<int, kIndices...>, GpuStream stream) {
   const int index = choose_config(p);
-  return (launch_row_kernel<T, M, kIndices>(p, index, gated, stream) || ...);
+  return (launch_row_kernel<T, M, kRows8, kIndices>(p, index, gated, stream) || ...);
 }
 
 // False if no configuration holds the row.
-template <typename T>
+template <typename T, bool kRows8>
 bool launch_row_kernel(const ModulateParams& p, Dtype modulation, GpuStream stream) {
   constexpr auto kIndices = std::make_integer_sequence<int, kConfigCount>{};
   const RowParams params = row_params(p, modulation);
   const bool gated = p.residual.data != nullptr;
-  if (modulation == Dtype::kFloat32) return launch_row_kernel<T, float>(params, gated, kIndices, stream);
-  return launch_row_kernel<T, T>(params, gated, kIndices, stream);
+  if (modulation == Dtype::kFloat32) return launch_row_kernel<T, float, kRows8>(params, gated, kIndices, stream);
+  return launch_row_kernel<T, T, kRows8>(params, gated, kIndices, stream);
 }
 
-template <int kCount>
+template <int kCount, bool kRows8>
 void launch_loop_kernel(const ModulateParams& p, GpuStream stream) {
   const int64_t items_per_thread = p.norm == NormKind::kNone ? 1 : 4;  // or more, in a loop
   const int64_t wanted = ceil_div(ceil_div(p.size, kCount), items_per_thread);
@@ -542,17 +610,31 @@ void launch_loop_kernel(const ModulateParams& p, GpuStream stream) {
   if (wanted > kLoopLanes) {
     block = dim3(static_cast<unsigned>(std::min<int64_t>(kLoopThreads, ceil_div(wanted, kWaveMultiple) * kWaveMultiple)));
   }
-  loop_kernel<kCount><<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
+  loop_kernel<kCount, kRows8><<<blocks_for(p.map.rows, block.y), block, 0, stream>>>(p);
 }
 
 bool launch_row_kernel(const ModulateParams& p, GpuStream stream) {
   const Dtype modulation = modulation_dtype(p);
   if (!regular(p, modulation)) return false;
-  switch (p.x.dtype) {
-    case Dtype::kFloat16: return launch_row_kernel<Half>(p, modulation, stream);
-    case Dtype::kBFloat16: return launch_row_kernel<BFloat16>(p, modulation, stream);
-    default: return launch_row_kernel<float>(p, modulation, stream);
+#if !DIFFKERN_HIP
+  // Products of rows of 8 bits give bfloat16, and so that is what is made into such rows.
+  if (p.rows8 != nullptr) {
+    return p.x.dtype == Dtype::kBFloat16 && launch_row_kernel<BFloat16, true>(p, modulation, stream);
   }
+#endif
+  switch (p.x.dtype) {
+    case Dtype::kFloat16: return launch_row_kernel<Half, false>(p, modulation, stream);
+    case Dtype::kBFloat16: return launch_row_kernel<BFloat16, false>(p, modulation, stream);
+    default: return launch_row_kernel<float, false>(p, modulation, stream);
+  }
+}
+
+template <int kCount>
+void launch_loop_kernel(const ModulateParams& p, GpuStream stream) {
+#if !DIFFKERN_HIP
+  if (p.rows8 != nullptr) return launch_loop_kernel<kCount, true>(p, stream);
+#endif
+  launch_loop_kernel<kCount, false>(p, stream);
 }
 
 }  // namespace

@@ -49,9 +49,10 @@ def units(backend: str, machine: str = platform.machine()) -> tuple[Unit, ...]:
 def _family_units(family: str, backend: str, machine: str) -> list[Unit]:
     path = f"{family}/{family}"
     if backend != "cpu":
+        kernel = f"-D{backend.upper()}_KERNEL"  # as the Hub's builder says it
         return [
             Unit(f"{path}_kernels.cu", f"{family}_kernels.o", kind="device"),
-            Unit(f"{path}_binding.cpp", f"{family}_binding.o", ("-DDIFFKERN_GPU", "-DUSE_CUDA"), kind="torch"),
+            Unit(f"{path}_binding.cpp", f"{family}_binding.o", (kernel, "-DUSE_CUDA"), kind="torch"),
         ]
     levels: dict[str, tuple[str, ...]] = {"baseline": ()}
     if machine == "x86_64":

@@ -64,7 +64,7 @@ def norm_modulate_fp8(
         bias: See ``x``.
         eps: Added to the mean square or the variance; None means float32's machine epsilon.
         norm: See ``x``.
-        provider: ``"triton"`` or ``"eager"``; None chooses the first that can.
+        provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
 
     Returns:
         Values in e4m3 of the shape to which ``x``, ``scale`` and ``shift`` broadcast, contiguous, and scales in

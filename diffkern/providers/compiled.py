@@ -31,8 +31,10 @@ from diffkern.build.installed import (
 from diffkern.providers.base import KERNEL_DTYPES, ROPE_DTYPES, Kernel, Request, Support
 from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
-#: The ops of a build: what a linear layer has to fuse, torch itself fuses, and rows of 8 bits are left to Triton.
-_OPS = tuple(op for op in SIGNATURES if op not in ("linear_gelu", "packed_linear") and not op.endswith("_fp8"))
+#: The ops of a build: what a linear layer has to fuse, torch itself fuses.
+_OPS = tuple(op for op in SIGNATURES if not op.startswith(("linear_", "packed_linear")))
+#: Rows of 8 bits are for NVIDIA's GPUs alone.
+_ROWS8 = frozenset() if torch.version.hip else frozenset({"cuda"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,7 @@ class CompiledProvider:
         self._outcomes: dict[torch.device, _Loaded | str] = {}
         self.support: Mapping[str, Support] = {
             op: _BuildSupport(
-                frozenset({"cpu", "cuda"}),
+                _ROWS8 if op.endswith("_fp8") else frozenset({"cpu", "cuda"}),
                 ROPE_DTYPES if op in ("rope", "rope_3d") else KERNEL_DTYPES,
                 of_build=self._refusal_of_build,
             )

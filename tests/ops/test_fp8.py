@@ -23,8 +23,9 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 @pytest.fixture(autouse=True)
 def _served(request: pytest.FixtureRequest) -> None:
-    if "provider" in request.fixturenames and request.getfixturevalue("provider") == "compiled":
-        pytest.skip("rows of 8 bits are left to Triton")
+    compiled = "provider" in request.fixturenames and request.getfixturevalue("provider") == "compiled"
+    if compiled and (request.getfixturevalue("device") == "cpu" or torch.version.hip is not None):
+        pytest.skip("rows of 8 bits are compiled for NVIDIA's GPUs alone")
 
 
 def random(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

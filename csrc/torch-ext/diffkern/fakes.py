@@ -15,6 +15,8 @@ def fake(name: str) -> Callable[[Callable[..., Any]], None]:
     """Registers a function as what tracing asks about an op. It is called with every argument of the schema."""
 
     def register(function: Callable[..., Any]) -> None:
+        if not hasattr(ops, name):
+            return  # an op that other builds have
         defaults = [argument.default_value for argument in getattr(ops, name).default._schema.arguments]
 
         def complete(*given: Any) -> Any:
@@ -27,6 +29,11 @@ def fake(name: str) -> Callable[[Callable[..., Any]], None]:
                 torch.library.register_fake(add_op_namespace_prefix(form), complete)
 
     return register
+
+
+def rows_of_8_bits(like: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Values in e4m3 of a shape, and the scale of each row."""
+    return like.new_empty(shape, dtype=torch.float8_e4m3fn), like.new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 
 def _check_devices(name: str, given: Iterable[Any]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._ops import ops
-from .fakes import fake
+from .fakes import fake, rows_of_8_bits
 
 
 def norm_modulate(
@@ -104,10 +104,22 @@ def register_fakes() -> None:
         out_dtype = out_dtype or _promoted(residual_dtype, scale, shift)
         return new_residual, _empty(residual, (new_residual, scale, shift), out_dtype)
 
+    @fake("norm_modulate_fp8")
+    def _(x, scale, shift, weight, bias, eps, norm):
+        return rows_of_8_bits(x, _shape(x, scale, shift))
+
+    @fake("gate_residual_norm_modulate_fp8")
+    def _(residual, x, gate, scale, shift, weight, bias, eps, norm):
+        new_residual = _empty(residual, (residual, x, gate), _promoted(residual.dtype, x, gate))
+        return new_residual, *rows_of_8_bits(residual, _shape(new_residual, scale, shift))
+
 
 def _empty(like: Tensor, operands: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
-    shape = torch.broadcast_shapes(*(operand.shape for operand in operands if operand is not None))
-    return like.new_empty(shape, dtype=dtype)
+    return like.new_empty(_shape(*operands), dtype=dtype)
+
+
+def _shape(*operands: Tensor | None) -> torch.Size:
+    return torch.broadcast_shapes(*(operand.shape for operand in operands if operand is not None))
 
 
 def _promoted(dtype: torch.dtype, *operands: Tensor | None) -> torch.dtype:
