@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from diffkern.ops.inductor import introduce
 from diffkern.providers.base import Kernel
 from diffkern.providers.onlookers import modes_active, transforms_active
 from diffkern.providers.registry import NoProviderError, kernel_for, override, remembered, select
@@ -93,6 +94,8 @@ class Op:
         signature = signature.replace(") ->", f", str? provider{default}) ->")
         self.op = define(name, signature, self._compute, lambda *given: fake(*self._completed(given)[:-1]))
         torch.library.register_autograd(self.op._schema.name, backward, setup_context=setup_context)
+        namespace, _, own = self.op._schema.name.partition("::")
+        self._op_name = namespace, own
         self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
         arguments = schema(name).arguments
         self._tensors_at = [index for index, argument in enumerate(arguments) if "Tensor" in str(argument.real_type)]
@@ -235,7 +238,10 @@ class Op:
                     return seen
             if held is not None:
                 namespace, name, count = held
+                introduce(namespace, name)
                 return getattr(getattr(torch.ops, namespace), name).default(*args[:count])
+        if not torch.compiler.is_exporting():
+            introduce(*self._op_name)
         return self.op(*args, provider)
 
     def _needs_torch(self, args: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from diffkern import inject_optimized_kernels, restore
 from diffkern.blocks.ltx_rope import TracedTables, axial_tables
@@ -258,3 +259,15 @@ def test_a_model_on_a_gpu_is_compiled_without_a_break(whole: bool) -> None:
         model.compile_repeated_blocks(fullgraph=True)
     for _ in range(3):
         torch.testing.assert_close(step(model, inputs), expected, rtol=2e-2, atol=2e-2 if whole else 0)
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.13", reason="Inductor writes out no more what nobody reads")
+def test_inductor_knows_all_ops_of_a_graph_before_it_meets_them() -> None:
+    """A new op behind many others is written out with all that it is computed from: without end, for a whole model."""
+    from torch._inductor import lowering
+
+    _, fast, graphs = compiled(layers=2)
+    step(fast, arguments())
+    nodes = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    own = [op for op in nodes if isinstance(op, torch._ops.OpOverload) and "diffkern" in op.namespace]
+    assert len(own) > 10 and all(op in lowering.lowerings for op in own)
