@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from diffkern.blocks import fp8, packing
 from diffkern.blocks.fp8 import Weights, as_rows, fits, weights_of
-from diffkern.blocks.ltx_chain import Modulations, follower_of, leave, modulation_of, remember_last, take
+from diffkern.blocks.ltx_chain import follower_of, leave, modulation_of, remember_last, take
 from diffkern.blocks.ltx_rope import TracedTables, axial_tables
 from diffkern.blocks.memory import version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
@@ -106,7 +106,7 @@ class LTXBlock(BlockRecipe):
         if type(text) is not Tensor or type(temb) is not Tensor or (mask is not None and type(mask) is not Tensor):
             return "an argument is not a plain tensor"
         dtype, device = x.dtype, x.device
-        table = module._parameters["scale_shift_table"]
+        table = module._parameters.get("scale_shift_table")
         if not plain(table, device) or table.dtype != dtype:  # type: ignore[union-attr]
             return "its scale_shift_table is not a plain tensor like the hidden states"
         if temb.dtype != dtype or temb.ndim != 3:
@@ -225,13 +225,12 @@ class LTXBlock(BlockRecipe):
         if follower is None:
             x = steps.gate_residual(x, y, gate_mlp, provider)
         else:
-            modulations = Modulations(follower, x, temb) if left is None else left.modulations
-            modulation = modulations.of(follower)
+            modulation = modulation_of(follower, temb, x.size(0))
             shift, scale, *_ = modulation
             # The follower is a block like this one: if it differs, it does its norm itself.
             sum_and_norm = steps.gate_residual_norm_modulate if attn1 is None else FP8.gate_residual_norm_modulate_rows
             x, y = sum_and_norm(follower.norm1, x, y, gate_mlp, scale, shift, provider)
-            leave(follower, x, temb, modulations, modulation, y)
+            leave(follower, x, temb, modulation, y)
         if chained:
             remember_last(block, x)
         return x

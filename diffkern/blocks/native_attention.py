@@ -28,16 +28,14 @@ def is_native(processor: Any, dispatch: Callable[..., Any]) -> bool:
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or modes_active() or transforms_active():
         return False
-    registry, own, backend = _AttentionBackendRegistry, _own(), processor._attention_backend
-    if backend is None:
-        backend = registry._active_backend
-    return (
-        own is not None
-        and dispatch is own[0]
-        and registry._backends.get(backend) is own[1]
-        and processor._parallel_config is None
-        and not registry._checks_enabled
-    )
+    if torch._C._is_tracing():
+        return False  # strides would be numbers in the trace
+    own = _own()
+    if own is None or dispatch is not own[0] or processor._parallel_config is not None:
+        return False
+    registry, backend = _AttentionBackendRegistry, processor._attention_backend
+    function = registry.get_active_backend()[1] if backend is None else registry._backends.get(backend)
+    return function is own[1] and not registry._checks_enabled
 
 
 def native(query: Tensor, key: Tensor, value: Tensor, heads: int, mask: Tensor | None) -> Tensor:

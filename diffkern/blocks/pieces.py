@@ -40,6 +40,11 @@ def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
     return type(forward) is MethodType and (forward.__func__ is cls.forward or forward.__func__ in EQUIVALENT_FORWARDS)
 
 
+def is_patched(module: nn.Module) -> bool:
+    """Whether a module that is untouched runs fused: what hooks leave behind when they go is its own forward."""
+    return getattr(module.__dict__.get("forward"), "__func__", None) in EQUIVALENT_FORWARDS
+
+
 def calls_are_watched() -> bool:
     """Whether every call of a module is watched, as profilers and FLOP counters do with global hooks."""
     return bool(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class BlockFusion(Fusion):
     """
 
     recipe: BlockRecipe
+    #: What the recipe stands for, as it was when the block was matched.
+    sources: tuple[Callable[..., Any], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", self.recipe.sources())
 
     @property
     @override
@@ -67,6 +72,8 @@ class BlockFusion(Fusion):
     def declines(self, module: nn.Module, call: tuple[Any, ...] | None) -> str | None:
         if call is None:
             return "it is called with other arguments than the recipe knows"
+        if not torch.compiler.is_compiling() and self.recipe.sources() != self.sources:
+            return "what its class computes was replaced after the injection"
         return self.recipe.declines(module, call)
 
     @override

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from diffkern import inject_optimized_kernels, restore
+from diffkern.bench.measure import relative_error
 from diffkern.blocks.ltx_rope import TracedTables, axial_tables
 from diffkern.ops import expand_axes
 from tests.injection.models import ltx_inputs, tiny_ltx
@@ -258,7 +259,8 @@ def test_a_model_on_a_gpu_is_compiled_without_a_break(whole: bool) -> None:
     else:
         model.compile_repeated_blocks(fullgraph=True)
     for _ in range(3):
-        torch.testing.assert_close(step(model, inputs), expected, rtol=2e-2, atol=2e-2 if whole else 0)
+        # A whole graph rounds its attention and its sums elsewhere; a block by itself is one op.
+        assert relative_error(step(model, inputs), expected) <= (1e-2 if whole else 0.0)
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) >= "2.13", reason="Inductor writes out no more what nobody reads")

@@ -66,7 +66,7 @@ def together(tensors: Sequence[Tensor]) -> Tensor | None:
     storage = first.untyped_storage()
     if address > storage.data_ptr() + storage.nbytes():
         return None
-    return first.detach().as_strided((rows, *row), first.stride())
+    return first.detach().as_strided((rows, *row), (*row, 1))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
