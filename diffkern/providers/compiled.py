@@ -31,10 +31,14 @@ from diffkern.build.installed import (
 from diffkern.providers.base import KERNEL_DTYPES, ROPE_DTYPES, Kernel, Request, Support
 from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
-#: The ops of a build: what a linear layer has to fuse, torch itself fuses.
-_OPS = tuple(op for op in SIGNATURES if not op.startswith(("linear_", "packed_linear")))
-#: Rows of 8 bits are for NVIDIA's GPUs alone.
-_ROWS8 = frozenset() if torch.version.hip else frozenset({"cuda"})
+#: What a linear layer has to fuse, torch itself fuses; and rows of 8 bits are for NVIDIA's GPUs alone.
+_OF_TORCH, _OF_NVIDIA = ("linear_", "packed_linear"), "_fp8"
+#: The ops of a build.
+_OPS = tuple(
+    op
+    for op in SIGNATURES
+    if not op.startswith(_OF_TORCH) and not (op.endswith(_OF_NVIDIA) and torch.version.hip is not None)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +69,7 @@ class CompiledProvider:
         self._outcomes: dict[torch.device, _Loaded | str] = {}
         self.support: Mapping[str, Support] = {
             op: _BuildSupport(
-                _ROWS8 if op.endswith("_fp8") else frozenset({"cpu", "cuda"}),
+                frozenset({"cuda"} if op.endswith(_OF_NVIDIA) else {"cpu", "cuda"}),
                 ROPE_DTYPES if op in ("rope", "rope_3d") else KERNEL_DTYPES,
                 of_build=self._refusal_of_build,
             )
