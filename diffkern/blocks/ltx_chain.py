@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffkern.blocks.fp8 import Rows
 from diffkern.blocks.memory import memory, version
-from diffkern.blocks.pieces import is_patched, plain, untouched
+from diffkern.blocks.pieces import plain, runs_fused, untouched
 from diffkern.blocks.rms_pieces import is_weightless
 
 #: Shift, scale and gate of the attention and of the feed-forward, each ``[B, 1 or S, D]``, read in place.
@@ -80,13 +80,10 @@ def follower_of(block: Any, x: Tensor) -> Any | None:
     follower = None if reference is None else reference()
     if follower is None or "norm1" in memory(follower):  # the one left there last time was not taken
         return None
-    return follower if _is_open(follower, x) and is_weightless(follower._modules["norm1"]) else None
-
-
-def _is_open(block: Any, x: Tensor) -> bool:
-    """Whether one may compute with the table of a block before that is called."""
     # A hook on it may bring its weights only when it is called, on a stream of its own. A restored one takes nothing.
-    if not untouched(block, LTXVideoTransformerBlock) or not is_patched(block):
-        return False
-    table = block._parameters.get("scale_shift_table")
-    return plain(table, x.device) and table.dtype == x.dtype
+    if not untouched(follower, LTXVideoTransformerBlock) or not runs_fused(follower):
+        return None
+    table = follower._parameters.get("scale_shift_table")
+    if not is_weightless(follower._modules["norm1"]) or not plain(table, x.device) or table.dtype != x.dtype:
+        return None
+    return follower

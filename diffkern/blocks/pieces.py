@@ -40,8 +40,8 @@ def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
     return type(forward) is MethodType and (forward.__func__ is cls.forward or forward.__func__ in EQUIVALENT_FORWARDS)
 
 
-def is_patched(module: nn.Module) -> bool:
-    """Whether a module that is untouched runs fused: what hooks leave behind when they go is its own forward."""
+def runs_fused(module: nn.Module) -> bool:
+    """Whether the forward of an untouched module is a fused one. Hooks that go leave its class's own there."""
     return getattr(module.__dict__.get("forward"), "__func__", None) in EQUIVALENT_FORWARDS
 
 

@@ -72,7 +72,7 @@ class BlockFusion(Fusion):
     def declines(self, module: nn.Module, call: tuple[Any, ...] | None) -> str | None:
         if call is None:
             return "it is called with other arguments than the recipe knows"
-        if not torch.compiler.is_compiling() and self.recipe.sources() != self.sources:
+        if self.recipe.sources() != self.sources:
             return "what its class computes was replaced after the injection"
         return self.recipe.declines(module, call)
 

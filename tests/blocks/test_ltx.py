@@ -722,6 +722,19 @@ def test_a_class_that_is_patched_afterwards_is_heard(patched: type[Any], monkeyp
     assert "replaced after the injection" in next(iter(report.calls()[""]["stock_reasons"]))
 
 
+def test_a_class_that_is_patched_afterwards_is_traced_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, arguments = nn.Sequential(block()), inputs()
+    inject_optimized_kernels(stack)
+    stock = LTXVideoAttnProcessor.__call__
+    monkeypatch.setattr(
+        LTXVideoAttnProcessor, "__call__", lambda self, *args, **kwargs: stock(self, *args, **kwargs) / 2
+    )
+    torch._dynamo.reset()
+    with torch.no_grad():
+        actual = torch.compile(lambda: stack[0](**arguments), backend="eager", fullgraph=True)()
+        torch.testing.assert_close(actual, block()(**arguments), rtol=1e-4, atol=1e-5)
+
+
 def test_a_table_that_is_no_parameter_runs_stock() -> None:
     layer, other, arguments = block(), block(), inputs()
     inject_optimized_kernels(layer)
