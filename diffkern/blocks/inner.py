@@ -28,6 +28,14 @@ class InnerRecipe(ABC):
 
     op: str
 
+    def exactly(self) -> InnerRecipe:
+        """Returns the recipe that aims at the bits of the stock forward; this one, if it may."""
+        return self
+
+    def concerns(self, module: nn.Module) -> bool:
+        """Whether there is something to fuse in this module of the class; others pass without a word."""
+        return True
+
     def lacks(self, module: nn.Module) -> str | None:
         """Says what a module has that no kernel computes, or None."""
         return None
@@ -43,6 +51,15 @@ class InnerRecipe(ABC):
     @abstractmethod
     def forward(self, inside: Inside) -> Callable[..., Any]:
         """Returns the forward with ``inside`` in it; it takes the module and the arguments of the call."""
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        """Names of the children that the inside does the work of; those that are sites themselves."""
+        return ()
+
+    def part(self, module: nn.Module) -> nn.Module:
+        """The module that the inside is given, which may be one of the module's children; of itself, it is itself."""
+        return module
 
     @abstractmethod
     def stock(self, module: nn.Module | None, inputs: tuple[Tensor, ...]) -> Any:

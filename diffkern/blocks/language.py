@@ -12,8 +12,6 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-from torch import nn
-
 from diffkern.blocks.gated_mlp import GatedMLP
 from diffkern.blocks.inner import InnerRecipe
 from diffkern.blocks.rotary import ROTATE, Rotary
@@ -106,14 +104,9 @@ _ROTATE_HALF = normalised(
 )
 
 
-def inner_recipe_for(cls: type[nn.Module]) -> InnerRecipe | None:
-    """Returns what is fused inside the forward of a class of transformers, or None."""
-    forward = getattr(cls, "forward", None)  # scripted modules have none
-    return None if forward is None else _recipe(cls.__module__, forward)
-
-
 @cache
-def _recipe(module: str, decorated: Callable[..., Any]) -> InnerRecipe | None:
+def inside_of(module: str, decorated: Callable[..., Any]) -> InnerRecipe | None:
+    """Returns what is fused inside the forward of a class in this module, or None."""
     if not module.startswith("transformers.models."):
         return None
     # A forward that somebody has replaced is left alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class BlockFusion(Fusion):
             return None
 
     @override
-    def settle(self, module: nn.Module) -> str | None:
+    def settle(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
         return self.recipe.settle(module)
 
     @override

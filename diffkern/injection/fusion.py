@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +26,12 @@ class Fusion(Protocol):
         """Error against float64 that is granted beyond what the contract grants."""
         return 0.0
 
-    def settle(self, module: nn.Module) -> str | None:
-        """Prepares a module that was just patched for its first call; returns what was done to it, if anything."""
+    def settle(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
+        """Prepares a module that was just patched for its first call, which one of ``providers`` will serve.
+
+        Returns:
+            What was done to the module, if anything.
+        """
         return None
 
     # --- at every call ---------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from diffkern.blocks import fp8, watch
 from diffkern.blocks.memory import memory
 from diffkern.blocks.pieces import calls_are_watched, untouched
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.state import ATTRIBUTE
+from diffkern.injection.state import ATTRIBUTE, patches, run_below
 from diffkern.providers import Choice
 
 #: Graphs that a module keeps, the most recently used ones; each holds the activations of a step.
@@ -216,7 +216,7 @@ class GraphFusion(Fusion):
     @override
     def stock(self, module: nn.Module, call: _Call) -> Any:
         args, kwargs = tree_unflatten(call.leaves, call.spec)
-        return type(module).forward(module, *args, **kwargs)
+        return run_below(module, args, kwargs)
 
     # --- there is nothing to prove: a graph repeats the kernels of the call that it was captured from -------
 
@@ -296,7 +296,8 @@ def fingerprint(parts: Parts) -> Fingerprint:
         [id(child) for child in parts.children],
         [(*state["_modules"],) for state in states],
         [state["training"] for state in states],
-        [state.get(ATTRIBUTE) for state in states],
+        [*patches(modules[0]), *(state.get(ATTRIBUTE) for state in states)],
+        {cls: getattr(cls, "forward", None) for cls in map(type, modules)},
         [fp8.state_of(child) for child, state in zip(modules, states, strict=True) if ATTRIBUTE in state],
         [(i, *_processor(state["processor"])) for i, state in enumerate(states) if "processor" in state],
         [
@@ -315,7 +316,7 @@ def _capture(module: nn.Module, call: _Call, now: Fingerprint) -> _Graph:
     args, kwargs = tree_unflatten(leaves, call.spec)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(call.tensors[0].device), torch.cuda.graph(graph):
-        result = type(module).forward(module, *args, **kwargs)
+        result = run_below(module, args, kwargs)
     outputs, spec = tree_flatten(result)
     kept = [dict(memory(child)) for child in module.modules() if child is not module]
     return _Graph(graph, [leaf for leaf in leaves if isinstance(leaf, Tensor)], outputs, spec, now, kept)
@@ -333,4 +334,6 @@ def _processor(processor: Any) -> tuple[Any, ...]:
         reference = weakref.ref(processor)
     except TypeError:
         reference = processor
-    return id(processor), reference, repr(getattr(processor, "_attention_backend", None))
+    backend = repr(getattr(processor, "_attention_backend", None))
+    call = type(processor).__call__ if callable(processor) else None
+    return id(processor), reference, call, backend

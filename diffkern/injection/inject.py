@@ -33,7 +33,7 @@ from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.proof import Verifier
 from diffkern.injection.provision import Option, Provision, layer_name
 from diffkern.injection.report import InjectionReport, Measurement, Site
-from diffkern.injection.state import LEFT_ALONE, PatchState, patch, patch_state, unpatch
+from diffkern.injection.state import LEFT_ALONE, PatchState, patch, patch_state, take_back, unpatch
 from diffkern.matching import full_name, match
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
@@ -58,6 +58,7 @@ class _Candidate:
     options: list[Option]
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
+    state: PatchState = field(init=False)
     choice_is_fallback: bool = False
     refused: list[str] = field(default_factory=list)
 
@@ -150,24 +151,21 @@ def inject_optimized_kernels(
     candidates = [candidate for candidate in candidates if _choose(candidate, report)]
     routes = _plan_attention(modules, attention, config, report, verify=verify, strict=strict)
     verifier = Verifier(numerics) if verify else None
-    states = {
-        id(c.module): PatchState(
-            c.fusion, c.options[0].rule, None if isinstance(c.fusion, GraphFusion) else verifier, strict
-        )
-        for c in candidates
-    }
+    for candidate in candidates:
+        proven_by = None if isinstance(candidate.fusion, GraphFusion) else verifier
+        candidate.state = PatchState(candidate.fusion, candidate.options[0].rule, proven_by, strict)
     if verifier is not None and not dry_run:
-        candidates = _verify(candidates, states, verifier, report)
+        candidates = _verify(candidates, verifier, report)
     if strict:
         _refuse_fallbacks(candidates, report)
     if not dry_run:
-        report.notes += _apply(candidates, states, routes)
+        report.notes += _apply(candidates, routes)
     report._accepted += [route.site for route in routes]
     for candidate in candidates:
         if not dry_run:
-            candidate.site._state = states[id(candidate.module)]
-            candidate.site._state.site = candidate.site
-            candidate.site._state.report = report._key
+            candidate.site._state = candidate.state
+            candidate.state.site = candidate.site
+            candidate.state.report = report._key
         report._accepted.append(candidate.site)
     report.notes += provision.describe_kernels(candidate.site.provider for candidate in candidates)
     report._undo = _restore_sites
@@ -189,7 +187,7 @@ def restore(pipe_or_module: Any) -> int:
         pipe_or_module: A pipeline (all its components), a model, or a part of a model.
 
     Returns:
-        How many modules were restored; 0 if none was patched.
+        How many patches were taken back; 0 if there was none.
 
     Raises:
         TypeError: the target is neither a pipeline nor a module.
@@ -338,7 +336,8 @@ def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) 
     if loss is not None:
         return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")
     inner = inner_recipe_for(type(module))
-    if inner is not None:
+    if inner is not None and inner.concerns(module):
+        inner = inner.exactly() if numerics == "exact" else inner
         lacking = inner.lacks(module)
         return _Match(None, "recipe", lacking) if lacking else _Match(with_liger(InnerFusion(inner), flags), "recipe")
     matched = match(module)
@@ -364,14 +363,21 @@ def _spare_what_config_leaves_alone(candidates: list[_Candidate], report: Inject
     spared |= {c.site.path: "names a kernel for it" for c in candidates if c.options[0].names_kernel}
     kept = []
     for candidate in candidates:
-        path = candidate.site.path
-        inside = next((other for other in spared if other.startswith(f"{path}." if path else "")), None)
-        if inside is None or candidate.options[0].names_kernel or not isinstance(candidate.fusion, BlockFusion):
+        inside = next((path for path in spared if _computes(candidate, path)), None)
+        if inside is None or candidate.options[0].names_kernel:
             kept.append(candidate)
         else:
             candidate.site.reason = f"{inside} is inside, and config {spared[inside]}"
             report.skipped.append(candidate.site)
     return kept
+
+
+def _computes(candidate: _Candidate, path: str) -> bool:
+    """Whether a fused forward does itself what the module at another path does."""
+    prefix = f"{candidate.site.path}." if candidate.site.path else ""
+    if isinstance(candidate.fusion, InnerFusion):
+        return path in [prefix + name for name in candidate.fusion.recipe.children]
+    return isinstance(candidate.fusion, BlockFusion) and path.startswith(prefix)
 
 
 def _drop_what_blocks_cover(candidates: list[_Candidate], report: InjectionReport) -> list[_Candidate]:
@@ -402,9 +408,11 @@ def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str
         reason = fp8_unavailable_reason(device)
         if reason is not None:
             return f"{reason}: use numerics='fast' or 'exact' instead of 'fp8'"
-    if patch_state(module) is not None:
-        return _ALREADY
-    return hooks.foreign_forward(module)
+    patched = patch_state(module)
+    if patched is None:
+        return hooks.foreign_forward(module)
+    over = options[0] is _GRAPH and not isinstance(patched.fusion, GraphFusion)
+    return None if over else _ALREADY
 
 
 def _walk(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -467,12 +475,10 @@ def _choose(candidate: _Candidate, report: InjectionReport) -> bool:
         return True
 
 
-def _verify(
-    candidates: list[_Candidate], states: dict[int, PatchState], verifier: Verifier, report: InjectionReport
-) -> list[_Candidate]:
+def _verify(candidates: list[_Candidate], verifier: Verifier, report: InjectionReport) -> list[_Candidate]:
     kept = []
     for candidate in candidates:
-        state = states[id(candidate.module)]
+        state = candidate.state
         while broken := _prove(candidate, state, verifier):
             reason = "; ".join(f"{proof.dtype} on {proof.device}: {proof.reason}" for proof in broken)
             if len(candidate.options) > 1:
@@ -535,18 +541,18 @@ def _refuse_fallbacks(candidates: list[_Candidate], report: InjectionReport) -> 
 # --- apply, and back -----------------------------------------------------------------------------------
 
 
-def _apply(candidates: list[_Candidate], states: dict[int, PatchState], routes: list[AttentionPlan]) -> list[str]:
+def _apply(candidates: list[_Candidate], routes: list[AttentionPlan]) -> list[str]:
     """Patches everything, or nothing. Returns what was done to modules besides."""
-    done: list[nn.Module] = []
+    done: list[_Candidate] = []
     try:
         for candidate in candidates:
-            done.append(candidate.module)
-            patch(candidate.module, states[id(candidate.module)])
+            done.append(candidate)
+            patch(candidate.module, candidate.state)
         install(routes)
-        settled = [(c.module, states[id(c.module)].fusion.settle(c.module)) for c in candidates]
+        settled = [(c.module, c.state.fusion.settle(c.module, c.state.rule.choices())) for c in candidates]
     except BaseException:
-        for module in reversed(done):
-            unpatch(module)
+        for candidate in reversed(done):
+            take_back(candidate.module, candidate.state)
         raise
     besides = Counter((type(module).__name__, what) for module, what in settled if what is not None)
     return [f"{count} {name}: {what}" for (name, what), count in besides.items()]
@@ -559,6 +565,6 @@ def _restore_sites(sites: Sequence[Site]) -> int:
         module = site._module() if site._module is not None else None
         if isinstance(site._state, Route):
             count += site._state.undo()
-        elif module is not None and site._state is not None and patch_state(module) is site._state:
-            count += unpatch(module)
+        elif module is not None and site._state is not None:
+            count += take_back(module, site._state)
     return count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 from diffkern.blocks.inner import InnerRecipe, Inside
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.gradients import with_gradients
+from diffkern.injection.samples import bare
 from diffkern.providers import Choice, select
 
 #: Rows of the random proofs, and of those of bit identity.
@@ -49,6 +50,12 @@ class InnerFusion(Fusion):
         return self.recipe.bind(args, kwargs)
 
     @override
+    def settle(self, module: nn.Module, providers: Iterable[str | None]) -> None:
+        """Makes the forwards, which a graph of the compiler could not."""
+        for provider in {None, *providers}:
+            self._forward(provider)
+
+    @override
     def subject(self, call: Any) -> Tensor:
         subject: Tensor = call.inputs[0] if isinstance(call, Sample) else call[0]
         return subject
@@ -72,11 +79,9 @@ class InnerFusion(Fusion):
 
     @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
-        if provider not in self._forwards:  # kept, for graphs of the compiler cannot make functions
-            self._forwards[provider] = self.recipe.forward(self._inside(provider))
         if isinstance(call, Sample):
             return _as_one(self._inside(provider)(module, call.inputs))
-        return self._forwards[provider](module, *call)
+        return self._forward(provider)(module, *call)
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
@@ -95,12 +100,12 @@ class InnerFusion(Fusion):
 
     @override
     def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """The module without its layers, of which the inside needs only those that have no parameters."""
-        copy = type(module).__new__(type(module))
-        copy.__dict__ |= {name: value for name, value in vars(module).items() if name not in ("forward", "_diffkern")}
+        """What the inside is given, without its layers, of which it needs only those that have no parameters."""
+        module = self.recipe.part(module)
+        copy = bare(module)
         children = module._modules.items()
         copy._modules = {name: m for name, m in children if m is not None and next(m.parameters(), None) is None}
-        copy._parameters, copy._buffers = {}, {}
+        copy._parameters, copy._buffers = dict.fromkeys(module._parameters), {}
         return copy
 
     @override
@@ -137,6 +142,11 @@ class InnerFusion(Fusion):
     def exact_training(self, module: nn.Module, call: Sample) -> tuple[Tensor, ...]:
         inputs = _doubled(call.inputs)
         return with_gradients(lambda: _as_one(self.recipe.stock(module, inputs)), self.recipe.differentiable(inputs))
+
+    def _forward(self, provider: str | None) -> Callable[..., Any]:
+        if provider not in self._forwards:
+            self._forwards[provider] = self.recipe.forward(self._inside(provider))
+        return self._forwards[provider]
 
     def _inside(self, provider: str | None) -> Inside:
         recipe, training = self.recipe, self.training

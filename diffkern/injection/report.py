@@ -146,11 +146,14 @@ class InjectionReport:
         return self._rejected + [site for site in self._accepted if site.revoked]
 
     def restore(self) -> int:
-        """Takes back what this injection patched, and nothing else; returns how many modules that was."""
+        """Takes back what this injection patched, and nothing else; returns how many sites that was."""
         return self._undo(self._accepted) if self._undo is not None else 0
 
     def calls(self) -> dict[str, dict[str, Any]]:
         """Counts the calls so far, by path.
+
+        A second thing at a path, such as the graph of a whole denoiser, has its op behind it:
+        ``"transformer (cuda_graph)"``.
 
         Each has ``"fused"`` and ``"stock"`` calls, the latter also by ``"stock_reasons"``; and for blocks that
         ran fused, in how many of these calls which ``"stock_pieces"`` went through the stock child, because it
@@ -159,10 +162,10 @@ class InjectionReport:
         Calls inside a graph of ``torch.compile`` or a CUDA graph run without Python and are not counted. A
         site that lost its proof at first use counts as stock from then on, with the reason.
         """
-        counts = {}
+        counts: dict[str, dict[str, Any]] = {}
         for site in self._accepted:
             if site._state is not None:
-                counts[site.path] = {
+                counts[f"{site.path} ({site.op})".strip() if site.path in counts else site.path] = {
                     "fused": site._state.fused_calls,
                     "stock": sum(site._state.stock_calls.values()),
                     "stock_reasons": dict(site._state.stock_calls),

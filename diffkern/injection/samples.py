@@ -75,24 +75,30 @@ def block_stand_in(module: nn.Module, device: torch.device, dtype_of: Callable[[
             linear.in_features, linear.out_features, getattr(linear, "bias", None) is not None, device="meta"
         )
     copy = _copy(module, lambda tensor: _place(tensor, device, dtype_of(tensor)))
-    copy.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
     copy.__dict__ |= {"training": False, "_modules": {}}
     for name, child in module._modules.items():
         copy._modules[name] = None if child is None else block_stand_in(child, device, dtype_of)
     return copy
 
 
+def bare(module: nn.Module) -> nn.Module:
+    """Returns a copy without hooks or patches, which shares tensors and children."""
+    copy = type(module).__new__(type(module))
+    copy.__dict__ |= {key: value for key, value in module.__dict__.items() if key not in _NOT_COPIED}
+    copy.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
+    return copy
+
+
 def _copy(module: nn.Module, place: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy without hooks, its own tensors placed elsewhere, its children shared."""
-    copy = type(module).__new__(type(module))
-    state: dict[str, Any] = {key: value for key, value in module.__dict__.items() if key not in _NOT_COPIED}
+    copy = bare(module)
+    state = copy.__dict__
     for group in ("_parameters", "_buffers"):
         state[group] = {name: None if tensor is None else place(tensor) for name, tensor in state[group].items()}
     state["_parameters"] = {
         name: None if tensor is None else nn.Parameter(tensor, requires_grad=False)
         for name, tensor in state["_parameters"].items()
     }
-    copy.__dict__.update(state)
     return copy
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class PatchState:
         rule: Who serves the module, by device and mode: a provider, None to choose, or :data:`LEFT_ALONE`.
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
+        below: The patch that runs where this one runs stock: a graph is put over whatever is there.
         stock: The forward that the module's class had when it was patched, for ``torch.compile``.
         number: Under which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form,
             and in a copy of the module.
@@ -66,6 +68,7 @@ class PatchState:
         self.verifier = verifier
         self.strict = strict
         self.had_instance_forward = False
+        self.below: PatchState | None = None
         self.stock: Callable[..., Any] | None = None
         self.number: Tensor | None = None
         self.site: Site | None = None
@@ -237,6 +240,7 @@ class PatchState:
         """A copy of the module counts for itself, and shares the proofs."""
         copy = PatchState(self.fusion, self.rule, self.verifier, self.strict)
         copy.had_instance_forward = self.had_instance_forward
+        copy.below = deepcopy(self.below, memo)
         copy.stock = self.stock
         copy.report = self.report
         copy.proven = set(self.proven)
@@ -292,25 +296,41 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: PatchState | None = getattr(self, ATTRIBUTE, None)
     if state is None:  # restored, and somebody kept this method
         return type(self).forward(self, *args, **kwargs)
+    return _run_patch(state, self, args, kwargs)
+
+
+def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     call = state.fusion.bind(args, kwargs)
     if torch.compiler.is_compiling() and call is not None:
-        result = state.as_one_op(self, call)
+        result = state.as_one_op(module, call)
         if result is not None:
             return result
-    stock = state.admit(self, call)
+    stock = state.admit(module, call)
     if stock is None:
-        # Diffusers marks some classes in a way that torch.compile cannot trace their forward by their name.
-        run = state.stock if torch.compiler.is_compiling() and state.stock is not None else type(self).forward
-        return run(self, *args, **kwargs)
+        return _run_below(state, module, args, kwargs)
     provider = state.rule.otherwise
     if state.rule.situations:
-        provider = state.rule.at(state.fusion.subject(call).device, self.training)
+        provider = state.rule.at(state.fusion.subject(call).device, module.training)
     try:
-        return state.fusion.compute(self, call, provider, stock)
+        return state.fusion.compute(module, call, provider, stock)
     except OSError as error:
-        result = type(self).forward(self, *args, **kwargs)  # raises as well unless it was a kernel's fault
-        state.lose(self, error)
+        result = _run_below(state, module, args, kwargs)  # raises as well unless it was a kernel's fault
+        state.lose(module, error)
         return result
+
+
+def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if state.below is not None:
+        return _run_patch(state.below, module, args, kwargs)
+    # Diffusers marks some classes in a way that torch.compile cannot trace their forward by their name.
+    run = state.stock if torch.compiler.is_compiling() and state.stock is not None else type(module).forward
+    return run(module, *args, **kwargs)
+
+
+def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a patched module without its topmost patch."""
+    state: PatchState = module.__dict__[ATTRIBUTE]
+    return _run_below(state, module, args, kwargs)
 
 
 EQUIVALENT_FORWARDS.add(forward)
@@ -326,17 +346,30 @@ _run_module = op_that_runs(_run)
 
 
 def patch_state(module: nn.Module) -> PatchState | None:
-    """Returns the state of a patched module, or None if the module is not patched."""
+    """Returns the state of a patched module, of the topmost patch if there are several; None if it is not patched."""
     state = module.__dict__.get(ATTRIBUTE)
     held = any(hooks.is_bound(slot.forward, forward, module) for slot in hooks.slots(module))
     return state if isinstance(state, PatchState) and held else None
 
 
+def patches(module: nn.Module) -> Iterator[PatchState]:
+    """Yields the states of all patches of a module, the topmost first."""
+    state = patch_state(module)
+    while state is not None:
+        yield state
+        state = state.below
+
+
 def patch(module: nn.Module, state: PatchState) -> None:
-    """Puts :func:`forward` under whatever hooks sit on ``module``."""
-    state.had_instance_forward = "forward" in module.__dict__
+    """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
+    state.below = patch_state(module)
     state.stock = type(module).forward
     state.number = number(module) if state.fusion.is_one_op else None
+    if state.below is not None:
+        state.had_instance_forward = state.below.had_instance_forward
+        object.__setattr__(module, ATTRIBUTE, state)
+        return
+    state.had_instance_forward = "forward" in module.__dict__
     object.__setattr__(module, ATTRIBUTE, state)
     fused = MethodType(forward, module)
     if not state.had_instance_forward:
@@ -346,8 +379,9 @@ def patch(module: nn.Module, state: PatchState) -> None:
         raise RuntimeError(f"cannot patch {type(module).__name__}: {hooks.foreign_forward(module)}")
 
 
-def unpatch(module: nn.Module) -> bool:
-    """Takes :func:`forward` out from under all hooks; returns whether it was there."""
+def unpatch(module: nn.Module) -> int:
+    """Takes :func:`forward` out from under all hooks; returns how many patches that were."""
+    count = len(list(patches(module)))
     state = module.__dict__.get(ATTRIBUTE)
     found = hooks.replace(module, forward, hooks.stock_forward(module)) > 0
     plain = hooks.is_bound(module.__dict__.get("forward"), type(module).forward, module)
@@ -356,4 +390,20 @@ def unpatch(module: nn.Module) -> bool:
     # Last: until here another thread may be on its way through the patch.
     module.__dict__.pop(ATTRIBUTE, None)
     forget(module)
-    return found
+    return count
+
+
+def take_back(module: nn.Module, state: PatchState) -> bool:
+    """Takes one patch away, from over or under another one; returns whether it was there."""
+    stack = list(patches(module))
+    if stack in ([], [state]) and module.__dict__.get(ATTRIBUTE) is state:
+        return unpatch(module) > 0
+    if state not in stack:
+        return False
+    place = stack.index(state)
+    if place == 0:
+        object.__setattr__(module, ATTRIBUTE, state.below)
+    else:
+        stack[place - 1].below = state.below
+    forget(module)
+    return True

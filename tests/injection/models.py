@@ -64,13 +64,23 @@ def run(model: nn.Module, **options: object) -> Tensor:
 
 
 def outermost_calls(report: Any) -> dict[str, dict[str, Any]]:
-    """The counts of the sites that every run calls: those in a block that runs fused are not called themselves."""
-    blocks = [site.path for site in report.patched if site.how == "recipe"]
+    """The counts of the sites that every run calls: those in a block that runs fused are not called themselves.
+
+    Neither are the layer norms of a forward that modulates them.
+    """
+    blocks = [site.path for site in report.patched if site.how == "recipe" and site.op != "norm_modulate"]
+    around = [site.path for site in report.patched if site.op == "norm_modulate"]
+    modulated = {site.path for site in report.patched if site.op == "layer_norm" and _parent(site.path) in around}
     return {
         path: count
         for path, count in report.calls().items()
-        if not any(path != block and path.startswith(f"{block}." if block else "") for block in blocks)
+        if path not in modulated
+        and not any(path != block and path.startswith(f"{block}." if block else "") for block in blocks)
     }
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def all_fused(report: Any) -> bool:

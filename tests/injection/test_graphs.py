@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, plan, restore
 from diffkern.blocks import fp8
-from diffkern.injection import graph_fusion
+from diffkern.injection import graph_fusion, inject
 from diffkern.injection.graph_fusion import MAX_GRAPHS, Fingerprint, Parts
+from diffkern.injection.state import patches, run_below
 from diffkern.ops import activation_fp8
 from tests.injection.models import ltx_inputs, run, tiny_ltx
 
@@ -45,9 +46,62 @@ def test_on_the_cpu_steps_run_as_they_are_and_say_so() -> None:
     run(model)
     site = next(site for site in report.patched if site.op == "cuda_graph")
     assert (site.path, site.how) == ("", "option")
-    assert report.calls()[""]["stock_reasons"] == {"its inputs are not all on one GPU": 1}
+    assert report.calls()["(cuda_graph)"]["stock_reasons"] == {"its inputs are not all on one GPU": 1}
     assert report.restore() == len(report.patched) and model.__dict__ == before
     assert not any(site.op == "cuda_graph" for site in plan(model).patched)
+
+
+def test_a_graph_goes_over_the_fused_forward_and_either_can_be_taken_back_alone() -> None:
+    model = tiny_ltx()
+    before, stock = dict(model.__dict__), run(model)
+    fused = inject_optimized_kernels(model)
+    expected = run(model)
+    graph = inject_optimized_kernels(model, cuda_graph=True)
+    assert [state.fusion.op for state in patches(model)] == ["cuda_graph", "norm_modulate"]
+    assert torch.equal(run(model), expected) and fused.calls()[""]["fused"] == 2
+    again = inject_optimized_kernels(model, cuda_graph=True)
+    assert not again.patched
+    twin = copy.deepcopy(model)
+    assert fused.restore() == len(fused.patched)
+    assert [state.fusion.op for state in patches(model)] == ["cuda_graph"] and torch.equal(run(model), stock)
+    assert torch.equal(run(twin), expected) and restore(twin) == len(fused.patched) + 1
+    assert graph.restore() == 1 and model.__dict__ == before
+
+    both = inject_optimized_kernels(model, cuda_graph=True)
+    assert torch.equal(run(model), expected)
+    assert {path: both.calls()[path]["fused"] for path in ("", "(cuda_graph)")} == {"": 1, "(cuda_graph)": 0}
+    over = inject_optimized_kernels(model)
+    assert not over.patched and both.restore() == len(both.patched)
+    assert model.__dict__ == before and torch.equal(run(model), stock)
+
+
+def test_a_graph_alone_is_taken_away_from_over_the_fused_forward() -> None:
+    model = tiny_ltx()
+    fused = inject_optimized_kernels(model)
+    expected = run(model)
+    graph = inject_optimized_kernels(model, cuda_graph=True)
+    assert graph.restore() == 1 and torch.equal(run(model), expected) and fused.calls()[""]["fused"] == 2
+    assert fused.restore() == len(fused.patched)
+
+
+def test_a_failure_between_two_patches_of_a_module_leaves_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_ltx()
+    first = inject_optimized_kernels(model)
+    before = dict(model.__dict__)
+    monkeypatch.setattr(inject, "install", lambda routes: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        inject_optimized_kernels(model, cuda_graph=True)
+    assert model.__dict__ == before and first.restore() == len(first.patched)
+
+
+def test_a_fingerprint_sees_classes_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_ltx()
+    seen = [fingerprint(model)]
+    for cls, name in ((type(model), "forward"), (LTXVideoAttnProcessor, "__call__"), (nn.Linear, "forward")):
+        stock = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda *args, stock=stock, **kwargs: stock(*args, **kwargs))
+        seen.append(fingerprint(model))
+    assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
 
 
 def test_hooks_inside_are_refused_at_once() -> None:
@@ -239,10 +293,10 @@ def test_replays_give_the_bits_of_the_calls(numerics: str) -> None:
 def test_each_shape_has_a_graph_of_its_own_and_the_oldest_go() -> None:
     model = tiny_ltx().to("cuda")
     inject_optimized_kernels(model)
-    report = inject_optimized_kernels(model, cuda_graph=True)
     kinds = [arguments_on("cuda", frames=frames, batch=batch) for frames in (2, 3, 4) for batch in (1, 2)]
     assert len(kinds) > MAX_GRAPHS
-    expected = [type(model).forward(model, **kind)[0].detach() for kind in kinds]
+    expected = [step(model, kind) for kind in kinds]
+    report = inject_optimized_kernels(model, cuda_graph=True)
     for _ in range(3):
         for kind, other in zip(kinds, expected, strict=True):
             for _ in range(3):
@@ -258,7 +312,8 @@ def test_weights_written_in_place_and_adapters_have_their_effect() -> None:
 
     def settled() -> Tensor:
         results = [step(model, arguments) for _ in range(4)]
-        eager = type(model).forward(model, **arguments)[0].detach()
+        with torch.no_grad():
+            eager: Tensor = run_below(model, (), arguments)[0]
         for result in results:
             assert torch.equal(result, eager)
         return eager
@@ -308,7 +363,7 @@ def test_a_hook_added_later_and_gradients_run_as_they_are() -> None:
     arguments["hidden_states"].requires_grad_()
     model(**arguments)[0].sum().backward()
     assert arguments["hidden_states"].grad is not None
-    reasons = set(report.calls()[""]["stock_reasons"])
+    reasons = set(report.calls()["(cuda_graph)"]["stock_reasons"])
     assert len(reasons) == 2 and torch.equal(step(model, arguments), stock)
 
 

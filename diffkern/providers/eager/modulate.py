@@ -131,6 +131,8 @@ def _remembered(rule: Callable[..., torch.Size]) -> Callable[..., torch.Size]:
     known = lru_cache(maxsize=4096)(rule)
 
     def remembered(*given: Any) -> torch.Size:
+        if torch.compiler.is_dynamo_compiling():  # which would look past the memory, and warn of that
+            return rule(*given)
         try:
             return known(*given)
         except TypeError:  # the sizes of a traced graph are symbols, which have no hash

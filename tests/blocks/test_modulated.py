@@ -1,0 +1,369 @@
+"""Layer norms that are modulated in the forward around them: found in its source, and one op there."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import LTXVideoTransformer3DModel
+from diffusers.models import attention as attention_module
+from diffusers.models.normalization import (
+    AdaLayerNorm,
+    AdaLayerNormContinuous,
+    AdaLayerNormZero,
+    AdaLayerNormZeroSingle,
+    CogVideoXLayerNormZero,
+    SD35AdaLayerNormZeroX,
+)
+from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
+from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
+from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2TransformerBlock
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
+from torch import Tensor, nn
+
+from diffkern import StrictModeError, inject_optimized_kernels, plan
+from diffkern.blocks import inner_recipe_for
+from diffkern.blocks.modulated import ModulatedNorms, modulated_norms
+from diffkern.injection.measures import relative_error
+from tests.injection.models import ltx_inputs, randomise, run, tiny_ltx
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+D = 48
+#: A module, and the arguments of a call.
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "AdaLayerNorm": (lambda: AdaLayerNorm(D, output_dim=2 * D, chunk_dim=1), (random(2, 9, D), None, random(2, D))),
+    "AdaLayerNormZero": (lambda: AdaLayerNormZero(D), (random(2, 9, D), None, None, None, random(2, D))),
+    "AdaLayerNormZeroSingle": (lambda: AdaLayerNormZeroSingle(D), (random(2, 9, D), random(2, D))),
+    "AdaLayerNormContinuous": (
+        lambda: AdaLayerNormContinuous(D, D, elementwise_affine=False, eps=1e-6),
+        (random(2, 9, D), random(2, D)),
+    ),
+    "FluxTransformerBlock": (
+        lambda: FluxTransformerBlock(D, 3, 16),
+        (random(2, 9, D), random(2, 4, D), random(2, D)),
+    ),
+    "Flux2TransformerBlock": (
+        lambda: Flux2TransformerBlock(D, 3, 16),
+        (random(2, 9, D), random(2, 4, D), random(2, 1, 6 * D), random(2, 1, 6 * D, seed=1)),
+    ),
+    "Flux2SingleTransformerBlock": (
+        lambda: Flux2SingleTransformerBlock(D, 3, 16),
+        (random(2, 9, D), None, random(2, 1, 3 * D)),
+    ),
+    "SanaTransformerBlock": (
+        lambda: SanaTransformerBlock(D, 3, 16, num_cross_attention_heads=3, cross_attention_head_dim=16,
+                                     cross_attention_dim=D),
+        (random(2, 12, D), None, random(2, 4, D), None, random(2, 6 * D), 3, 4),
+    ),
+}  # fmt: skip
+
+
+def tensors(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [part for part in result if isinstance(part, Tensor)]
+
+
+def call(module: nn.Module, arguments: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    with torch.no_grad():
+        return tensors(module(*[part.to(dtype) if isinstance(part, Tensor) else part for part in arguments]))
+
+
+def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    make, arguments = CASES[name]
+    return randomise(make()).eval().requires_grad_(False), arguments
+
+
+def fused_site(report: Any, path: str = "") -> Any:
+    (site,) = (site for site in report.patched if site.op == "norm_modulate" and site.path == path)
+    return site
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_modules_of_diffusers_keep_the_contract(name: str, dtype: torch.dtype) -> None:
+    module, arguments = build(name)
+    module.to(dtype)
+    rounded = tuple(part.to(dtype) if isinstance(part, Tensor) else part for part in arguments)
+    stock, reference = call(module, arguments, dtype), call(copy.deepcopy(module).double(), rounded, torch.float64)
+    report = inject_optimized_kernels(module)
+    assert fused_site(report).how == "recipe"
+    results = call(module, arguments, dtype)
+    assert report.calls()[""]["fused"] == 1 and report.calls()[""]["stock"] == 0
+    for result, other, exact in zip(results, stock, reference, strict=True):
+        assert result.dtype == other.dtype and result.shape == other.shape
+        slack = 2e-7 if dtype == torch.float32 else 2e-4
+        assert relative_error(result, exact) <= 1.05 * relative_error(other, exact) + slack
+    assert report.restore() == len(report.patched)
+    assert all(map(torch.equal, call(module, arguments, dtype), stock)) and "forward" not in module.__dict__
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_is_exact(name: str, dtype: torch.dtype) -> None:
+    module, arguments = build(name)
+    module.to(dtype)
+    stock = call(module, arguments, dtype)
+    report = inject_optimized_kernels(module, numerics="exact")
+    assert fused_site(report).measurements[0].bit_identical
+    assert all(map(torch.equal, call(module, arguments, dtype), stock))
+    assert report.calls()[""]["fused"] == 1
+
+
+def test_ltx_ends_in_one_op_in_all_numerics_and_with_gradients() -> None:
+    model = tiny_ltx()
+    stock = run(model)
+    for numerics in ("fast", "exact"):
+        report = inject_optimized_kernels(model, numerics=numerics)
+        result = run(model)
+        assert report.calls()[""] == {"fused": 1, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
+        assert torch.equal(result, stock) if numerics == "exact" else relative_error(result, stock) < 1e-5
+        report.restore()
+    model.requires_grad_(True)
+    model(**ltx_inputs())[0].square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    report = inject_optimized_kernels(model)
+    model(**ltx_inputs())[0].square().sum().backward()
+    assert report.calls()[""]["fused"] == 1
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_ltx2_ends_in_two() -> None:
+    recipe = inner_recipe_for(LTX2VideoTransformer3DModel)
+    assert isinstance(recipe, ModulatedNorms) and recipe.norms == ("norm_out", "audio_norm_out")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_whole_model_compiles_without_a_break(verify: bool) -> None:
+    """With nothing proven, the first call of all may be the one that is traced."""
+    torch._dynamo.reset()
+    model = tiny_ltx()
+    stock = run(model)
+    inject_optimized_kernels(model, verify=verify)
+    with torch.no_grad():
+        result = torch.compile(model, fullgraph=True, backend="aot_eager")(**ltx_inputs())[0]
+    torch.testing.assert_close(result, stock, rtol=1e-4, atol=1e-5)
+
+
+def test_tracing_it_warns_of_nothing() -> None:
+    torch._dynamo.reset()
+    module, arguments = build("AdaLayerNormContinuous")
+    inject_optimized_kernels(module, config={"norm_modulate": "eager"})
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        torch.compile(module, fullgraph=True, backend="eager")(*arguments)
+
+
+def test_the_scale_of_adapters_reaches_the_decorator_of_the_forward() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_ltx()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False), "one")
+
+    def scaled(scale: float) -> Tensor:
+        with torch.no_grad():
+            result: Tensor = model(**ltx_inputs(), attention_kwargs={"scale": scale})[0]
+        return result
+
+    expected = [scaled(scale) for scale in (1.0, 0.25)]
+    report = inject_optimized_kernels(model)
+    for scale, stock in zip((1.0, 0.25), expected, strict=True):
+        torch.testing.assert_close(scaled(scale), stock, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(*expected) and report.calls()[""]["fused"] == 2
+
+
+# --- what keeps a call stock -------------------------------------------------------------------------------
+
+
+def test_a_hook_on_the_norm_is_called() -> None:
+    model = tiny_ltx()
+    report = inject_optimized_kernels(model)
+    expected = run(model)
+    handle = model.norm_out.register_forward_hook(lambda module, args, y: 2 * y)
+    assert relative_error(run(model), expected) > 0.1
+    handle.remove()
+    assert torch.equal(run(model), expected)
+    reason = "norm_out has a hook, or is another module than it was"
+    assert report.calls()[""]["stock_reasons"] == {reason: 1} and report.calls()[""]["fused"] == 2
+
+
+def test_a_hook_on_the_norm_runs_in_no_proof() -> None:
+    model, seen = tiny_ltx(), []
+    model.norm_out.register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    inject_optimized_kernels(model)
+    assert seen == []
+    run(model)
+    assert seen == [(1, 32, 32)]
+
+
+def test_another_norm_in_its_place_is_used() -> None:
+    model = tiny_ltx()
+    report = inject_optimized_kernels(model)
+    run(model)
+    model.norm_out = nn.LayerNorm(32, eps=1e-6)
+    nn.init.constant_(model.norm_out.weight, 3.0)
+    fused = run(model)
+    assert list(report.calls()[""]["stock_reasons"]) == ["norm_out has a hook, or is another module than it was"]
+    report.restore()
+    torch.testing.assert_close(fused, run(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_replaced_in_the_class_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As caches of steps do."""
+    model = tiny_ltx()
+    report = inject_optimized_kernels(model)
+    stock = LTXVideoTransformer3DModel.forward
+
+    def cached(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (7 * stock(self, *args, **kwargs)[0],)
+
+    expected = run(model)
+    monkeypatch.setattr(LTXVideoTransformer3DModel, "forward", cached)
+    torch.testing.assert_close(run(model), 7 * expected, rtol=1e-4, atol=1e-4)
+    assert report.calls()[""]["stock_reasons"] == {"what its class computes was replaced after the injection": 1}
+    monkeypatch.undo()
+    assert torch.equal(run(model), expected)
+
+
+def test_a_forward_replaced_before_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = LTXVideoTransformer3DModel.forward
+    monkeypatch.setattr(
+        LTXVideoTransformer3DModel, "forward", lambda self, *args, **kwargs: stock(self, *args, **kwargs)
+    )
+    assert not any(site.op == "norm_modulate" for site in plan(tiny_ltx()).patched)
+
+
+def test_modulations_of_another_dtype_are_computed_as_torch_promotes() -> None:
+    module, arguments = build("AdaLayerNormZeroSingle")
+    module.bfloat16()
+    x, emb = arguments[0].bfloat16(), arguments[1].bfloat16()
+    inject_optimized_kernels(module)
+    recipe = inner_recipe_for(AdaLayerNormZeroSingle)
+    assert recipe is not None
+    scale, shift = random(2, 1, D), random(2, 1, D, seed=1)
+    result = recipe.fused(module.norm, (x, scale, shift), None)
+    assert result.dtype == torch.float32 and torch.equal(result, module.norm(x) * (1 + scale) + shift)
+    assert call(module, (x, emb), torch.bfloat16)[0].dtype == torch.bfloat16
+
+
+def test_errors_are_those_of_torch() -> None:
+    module, arguments = build("AdaLayerNormZeroSingle")
+    bad = (random(2, 9, D + 1), arguments[1])
+    with pytest.raises(RuntimeError) as expected:
+        module(*bad)
+    inject_optimized_kernels(module)
+    with pytest.raises(RuntimeError) as actual:
+        module(*bad)
+    assert str(actual.value) == str(expected.value)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
+        module(*arguments, speed=2)
+
+
+def test_strict_raises_for_a_hook() -> None:
+    model = tiny_ltx()
+    inject_optimized_kernels(model, strict=True)
+    model.norm_out.register_forward_hook(lambda *call: None)
+    with pytest.raises(StrictModeError, match="norm_out has a hook"):
+        run(model)
+
+
+def test_config_that_leaves_the_norm_alone_is_obeyed() -> None:
+    model = tiny_ltx()
+    for config in ({"norm_out": None}, {"norm_modulate": None}):
+        report = plan(model, config=config)
+        assert not any(site.op == "norm_modulate" for site in report.patched)
+        assert any("config" in site.reason for site in report.skipped if site.path == "")
+    assert any(site.op == "norm_modulate" for site in plan(model, config={"transformer_blocks.0.*": None}).patched)
+
+
+def test_norms_with_weights_and_of_other_classes_pass_without_a_word() -> None:
+    affine = CogVideoXLayerNormZero(D, D, elementwise_affine=True)
+    report = inject_optimized_kernels(affine)
+    assert [site.op for site in report.patched] == ["layer_norm"]
+    float32 = AdaLayerNormZero(D, norm_type="fp32_layer_norm")
+    assert not any(site.op == "norm_modulate" for site in inject_optimized_kernels(float32).patched)
+
+
+# --- what is found in a source -----------------------------------------------------------------------------
+
+
+class Forwards:
+    def pair(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        y = self.norm(x)
+        y = y * (1 + scale) + shift
+        return y
+
+    def turned(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        y = self.norm(x)
+        y = (1 + scale[:, None]) * y + shift.unsqueeze(1)
+        return y
+
+    def expression(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        return x + self.norm(x + 1) * (1 + scale)[:, None] + shift[:, None]
+
+    def in_a_branch(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        if scale is not None:
+            x = self.norm(x) * (1 + scale) + shift
+        return x
+
+    def kept(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        y = self.norm(x)
+        z = y * (1 + scale) + shift
+        return y + z
+
+    def of_itself(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        y = self.norm(x)
+        y = y * (1 + scale) + y
+        return y
+
+    def other_offset(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        return self.norm(x) * (2 + scale) + shift
+
+    def boolean(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        return self.norm(x) * (True + scale) + shift
+
+    def side_effect(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        return self.norm(x) * (1 + scale) + shift.add_(1)
+
+    def two_arguments(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        return self.norm(x, scale) * (1 + scale) + shift
+
+    def perhaps(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        return x if scale is None else self.norm(x) * (1 + scale) + shift
+
+
+@pytest.mark.parametrize("name", ["pair", "turned"])
+def test_found(name: str) -> None:
+    assert modulated_norms(getattr(Forwards, name)).norms == ("norm",)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["expression", "in_a_branch", "kept", "of_itself", "other_offset", "boolean", "side_effect", "two_arguments",
+     "perhaps"],
+)  # fmt: skip
+def test_not_found(name: str) -> None:
+    assert modulated_norms(getattr(Forwards, name)) is None
+
+
+def test_the_function_in_the_class_stays_as_it_is() -> None:
+    code = AdaLayerNormZero.forward.__code__
+    module, arguments = build("AdaLayerNormZero")
+    inject_optimized_kernels(module)
+    call(module, arguments)
+    assert AdaLayerNormZero.forward.__code__ is code
+    other = AdaLayerNormZero(D)
+    assert "forward" not in other.__dict__
+
+
+def test_a_second_norm_of_the_same_result_is_left_alone() -> None:
+    """Stable Diffusion 3.5 modulates one norm twice."""
+    assert inner_recipe_for(SD35AdaLayerNormZeroX) is None
+    assert inner_recipe_for(attention_module.BasicTransformerBlock) is None
