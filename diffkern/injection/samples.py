@@ -93,6 +93,8 @@ def _copy(module: nn.Module, place: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy without hooks, its own tensors placed elsewhere, its children shared."""
     copy = bare(module)
     state = copy.__dict__
+    # A weight that was assigned is a plain attribute.
+    state |= {name: place(value) for name, value in state.items() if isinstance(value, Tensor)}
     for group in ("_parameters", "_buffers"):
         state[group] = {name: None if tensor is None else place(tensor) for name, tensor in state[group].items()}
     state["_parameters"] = {

@@ -15,7 +15,7 @@ from diffkern import inject_optimized_kernels, plan, restore
 from diffkern.blocks import fp8
 from diffkern.injection import graph_fusion, inject
 from diffkern.injection.graph_fusion import MAX_GRAPHS, Fingerprint, Parts
-from diffkern.injection.state import patches, run_below
+from diffkern.injection.state import patch_state, patches, run_below
 from diffkern.ops import activation_fp8
 from tests.injection.models import ltx_inputs, run, tiny_ltx
 
@@ -403,3 +403,9 @@ def test_a_weight_that_became_a_plain_attribute_is_read_as_one() -> None:
         layer.weight = weight
     for _ in range(3):
         torch.testing.assert_close(run(model), stock, rtol=1e-4, atol=1e-5)
+    state = patch_state(model.transformer_blocks[0])
+    assert state is not None and state.verifier is not None
+    state.proven.clear()
+    state.verifier._ledger.clear()
+    torch.testing.assert_close(run(model), stock, rtol=1e-4, atol=1e-5)
+    assert len(state.proven) == 1
