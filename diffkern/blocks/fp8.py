@@ -19,7 +19,7 @@ from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import plain_linear, run_layer
 from diffkern.blocks.watch import Source, Store, are_still
 from diffkern.ops import activation_fp8
-from diffkern.providers.eager.fp8 import multiply_rows
+from diffkern.providers.cublaslt import layers
 
 #: Tensor cores take sides that are multiples of this.
 MULTIPLE = 16
@@ -60,13 +60,13 @@ class _Copy:
 
     Attributes:
         made_of: The weights, and the biases where several of them are put together.
-        columns: The values as ``[K, N]``.
-        scales: Of the columns, ``[1, N]``.
+        values: ``[N, K]``.
+        scales: Of the rows, ``[N, 1]``.
         bias: The biases of several layers, put together.
     """
 
     made_of: tuple[Source, ...]
-    columns: Tensor
+    values: Tensor
     scales: Tensor
     bias: Tensor | None
 
@@ -90,13 +90,13 @@ class Weights(Store):
         parameters: Any = layer._parameters
         weight = parameters["weight"]
         copy = self._copy(name, [weight], [])
-        # Not linear_fp8, whose checks take half as long as the rest: nothing here has a gradient or is traced.
-        return multiply_rows(x.values, x.scales, copy.columns, copy.scales, parameters["bias"], weight.dtype)
+        # Not the op, whose checks take half as long as the rest: nothing here has a gradient or is traced.
+        return layers.linear_rows(x.values, x.scales, copy.values, copy.scales, parameters["bias"], weight.dtype)
 
     def project(self, children: Mapping[str, Any], x: Rows, context: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of self-attention, whose context is ``x``: parts of the rows of one product."""
-        layers = [children[name]._parameters for name in ("to_q", "to_k", "to_v")]
-        weights, biases = [layer["weight"] for layer in layers], [layer["bias"] for layer in layers]
+        parameters = [children[name]._parameters for name in ("to_q", "to_k", "to_v")]
+        weights, biases = [layer["weight"] for layer in parameters], [layer["bias"] for layer in parameters]
         given = [bias for bias in biases if bias is not None]
         if 0 < len(given) < len(biases):
             return (
@@ -105,7 +105,7 @@ class Weights(Store):
                 self.run("to_v", children["to_v"], x),
             )
         copy = self._copy("to_q, to_k, to_v", weights, given)
-        y = multiply_rows(x.values, x.scales, copy.columns, copy.scales, copy.bias, weights[0].dtype)
+        y = layers.linear_rows(x.values, x.scales, copy.values, copy.scales, copy.bias, weights[0].dtype)
         query, key, value = y.split([weight.shape[0] for weight in weights], -1)
         return query, key, value
 
@@ -149,7 +149,7 @@ def _copied(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
     made_of = tuple(map(Source.of, (*weights, *biases)))
     whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
     values, scales = activation_fp8(whole)
-    return _Copy(made_of, values.t(), scales.t(), torch.cat(list(biases)) if biases else None)
+    return _Copy(made_of, values, scales, torch.cat(list(biases)) if biases else None)
 
 
 def gelu_feed_forward(weights: Weights, feed_forward: nn.Module, rows: Rows, provider: str | None) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from diffkern import ops
 from diffkern.providers import cublaslt
-from diffkern.providers.cublaslt import choice, library, product
+from diffkern.providers.cublaslt import choice, layers, library, product
+from diffkern.providers.eager.fp8 import fp8_unavailable_reason, linear_fp8
 
 #: Rows, columns and depth, enough of them to be measured.
 SIZES = (2688, 2048, 2048)
@@ -47,7 +48,7 @@ def test_without_cuda_there_is_a_reason_and_torch_computes() -> None:
     assert library.find() == "cublasLt is NVIDIA's, and this torch is not built for CUDA"
     assert not cublaslt.serves("cuda", torch.bfloat16)
     x, weight = torch.randn(4, 8), torch.randn(6, 8)
-    y = cublaslt.multiply(x, weight, None, None, False, lambda x, weight, bias, out: F.linear(x, weight, bias))
+    y = cublaslt.multiply(x, weight, None, None, None, False, lambda x, weight, *rest: F.linear(x, weight))
     assert torch.equal(y, F.linear(x, weight)) and not choice._ways
 
 
@@ -72,6 +73,32 @@ def test_every_call_gives_the_bits_of_torch(dtype: torch.dtype, caplog: pytest.L
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
+def _rows(rows: int, depth: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return ops.activation_fp8(torch.randn(rows, depth, generator=generator, device="cuda").bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_rows_of_8_bits_give_the_bits_of_torch(with_bias: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the scales are, also where they lie elsewhere the next time."""
+    if fp8_unavailable_reason(torch.device("cuda")):
+        pytest.skip("no products in 8 bits")
+    for rows, columns, depth in (SIZES, (5376, 6144, 2048), (5376, 2048, 8192), (1000, 4096, 4096), (77, 48, 64)):
+        bias = torch.randn(columns, device="cuda").bfloat16() if with_bias else None
+        kept = []
+        with caplog.at_level(logging.INFO):
+            for seed in range(4):
+                x, weight = _rows(rows, depth, seed), _rows(columns, depth, seed + 9)
+                kept.append((x, weight))
+                y = layers.linear_rows(*x, *weight, bias, torch.bfloat16)
+                expected = linear_fp8(*x, *weight, bias, torch.bfloat16)
+                assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+                deep = x[0].view(1, rows, depth), x[1].view(1, rows, 1)
+                assert torch.equal(layers.linear_rows(*deep, *weight, bias, torch.bfloat16), expected[None])
+    assert sum("float8_e4m3fn" in record.message for record in caplog.records) == 8
+
+
 @pytest.mark.gpu
 def test_biases_that_change_are_read_anew() -> None:
     x, weight, bias = _operands(*SIZES)
@@ -82,7 +109,7 @@ def test_biases_that_change_are_read_anew() -> None:
 
 @pytest.mark.gpu
 def test_more_biases_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "_MOST_BIASES", 2)
+    monkeypatch.setattr(product, "_MOST_ADDRESSES", 2)
     x, weight, bias = _operands(*SIZES)
     biases = [bias + index for index in range(7)]
     for own in biases * 3:

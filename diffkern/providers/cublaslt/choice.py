@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.providers.cublaslt.library import CublasLtError, Library, Proposal, find
-from diffkern.providers.cublaslt.product import ALIGNMENT, Kind, Product
+from diffkern.providers.cublaslt.product import ALIGNMENT, Kind, Product, Scales
+from diffkern.providers.eager.fp8 import LONGEST_SHORT_SUM
 from diffkern.providers.onlookers import modes_active, transforms_active
 
 _log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ _TORCH = -1
 #: Signatures that are remembered, beyond which all are forgotten.
 _MOST_WAYS = 1024
 
-#: Computes a product as torch does: takes ``x``, ``weight``, ``bias``, and where the result shall be, or None.
-ByTorch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+#: Computes a product as torch does: takes what :func:`multiply` takes first.
+ByTorch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Scales | None], Tensor]
 
 #: The dtypes that are served, and for each what a user may allow torch, on which its algorithms depend.
 _ALLOWED = {
@@ -41,6 +42,7 @@ _ALLOWED = {
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
     ),
     torch.bfloat16: (torch._C._get_cublas_allow_bf16_reduced_precision_reduction,),
+    torch.float8_e4m3fn: (),
 }
 _CLASSES = (Tensor, nn.Parameter)
 
@@ -76,8 +78,9 @@ def serves(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, gelu: bool, by_torch: ByTorch
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None, gelu: bool,
+    by_torch: ByTorch,
+) -> Tensor:  # fmt: skip
     r"""Computes :math:`x W^\top + b`, maybe followed by a tanh GELU, to the bits that torch's way gives.
 
     At the second product of a kind algorithms are measured: a denoiser repeats its shapes, and what is computed once is
@@ -89,6 +92,8 @@ def multiply(
         bias: ``[N]``, or None.
         out: Where the result shall be, for ``x`` as ``[M, K]``: ``[M, N]`` with any stride from row to row. None for a
             new tensor.
+        scales: Of operands in e4m3, the factors of their rows, ``[..., 1]`` and ``[N, 1]`` in float32: then the bias
+            and the result are in bfloat16.
         gelu: Whether the GELU follows.
         by_torch: Torch's way.
 
@@ -96,34 +101,37 @@ def multiply(
         The result, ``[..., N]``; ``out`` if it was given.
     """
     if not x.is_cuda or transforms_active() or modes_active():
-        return by_torch(x, weight, bias, out)
+        return by_torch(x, weight, bias, out, scales)
     signature = (
         x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-        None if out is None else (out.shape, out.stride()), gelu, *[allowed() for allowed in _ALLOWED.get(x.dtype, ())],
+        None if out is None else (out.shape, out.stride()), gelu,
+        None if scales is None else tuple([(one.shape, one.stride(), one.dtype, one.device) for one in scales]),
+        *[allowed() for allowed in _ALLOWED.get(x.dtype, ())],
     )  # fmt: skip
     way = _ways.get(signature)
     if way is None:
         if len(_ways) >= _MOST_WAYS:
             _ways.clear()
-        _ways[signature] = _Way(_kind(x, weight, bias, out, gelu), (*x.shape[:-1], *weight.shape[:1]))
-        return by_torch(x, weight, bias, out)
+        _ways[signature] = _Way(_kind(x, weight, bias, out, scales, gelu), (*x.shape[:-1], *weight.shape[:1]))
+        return by_torch(x, weight, bias, out, scales)
     if not way.measured and not torch.cuda.is_current_stream_capturing():
         _decide(way, by_torch)
     product, proposal = way.product, way.proposal
-    if product is None or proposal is None or not _are_plain(x, weight, bias, out):
-        return by_torch(x, weight, bias, out)
-    result = x.new_empty(way.shape) if out is None else out
+    if product is None or proposal is None or not _are_plain(x, weight, bias, out, *(scales or ())):
+        return by_torch(x, weight, bias, out, scales)
+    assert way.kind is not None
+    result = x.new_empty(way.shape, dtype=way.kind.out_dtype) if out is None else out
     try:
         if torch._C._cuda_getDevice() == x.device.index:
-            product.run(proposal, x, weight, bias, result)
+            product.run(proposal, x, weight, bias, result, scales)
         else:
             with torch.cuda.device(x.device):
-                product.run(proposal, x, weight, bias, result)
+                product.run(proposal, x, weight, bias, result, scales)
     except CublasLtError as error:
         way.product = None
         warnings.warn(f"diffkern: torch computes such products from now on: {error}", stacklevel=2)
-        return by_torch(x, weight, bias, out)
+        return by_torch(x, weight, bias, out, scales)
     return result
 
 
@@ -138,9 +146,11 @@ def _are_plain(*operands: Tensor | None) -> bool:
     return addresses % ALIGNMENT == 0
 
 
-def _kind(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, gelu: bool) -> Kind | None:
+def _kind(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None, gelu: bool
+) -> Kind | None:
     """What cublasLt needs to know of such operands, but for their addresses; None if it cannot compute them."""
-    dtype, device, multiple = x.dtype, x.device, ALIGNMENT // 2
+    dtype, device, multiple = x.dtype, x.device, ALIGNMENT // x.element_size()
     if dtype not in _ALLOWED or weight.ndim != 2 or x.ndim < 1 or not weight.is_contiguous():
         return None
     (columns, depth), row_stride = weight.shape, x.shape[-1]
@@ -153,13 +163,27 @@ def _kind(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, ge
     if bias is not None and (bias.shape != (columns,) or not bias.is_contiguous()):
         return None
     rows, out_stride = x.numel() // depth, columns
+    if (dtype is torch.float8_e4m3fn) != (scales is not None):
+        return None
+    if scales is not None:
+        if out is not None or gelu or not x.is_contiguous():
+            return None
+        for scale, count in zip(scales, (rows, columns), strict=True):
+            if scale.dtype != torch.float32 or scale.device != device or scale.numel() != count:
+                return None
+            if not scale.is_contiguous():
+                return None
     if out is not None:
         if out.shape != (rows, columns) or out.dtype != dtype or out.stride(1) != 1 or out.stride(0) % multiple:
             return None
         out_stride = out.stride(0)
-    if any(one is not None and (one.dtype != dtype or one.device != device) for one in (weight, bias, out)):
+    if weight.dtype != dtype or weight.device != device:
         return None
-    return Kind(device.index, dtype, rows, columns, depth, row_stride, out_stride, bias is not None, gelu)
+    short = scales is not None and depth <= LONGEST_SHORT_SUM
+    kind = Kind(device.index, dtype, rows, columns, depth, row_stride, out_stride, bias is not None, gelu, short)
+    if any(one is not None and (one.dtype != kind.out_dtype or one.device != device) for one in (bias, out)):
+        return None
+    return kind
 
 
 def _decide(way: _Way, by_torch: ByTorch) -> None:
@@ -187,12 +211,12 @@ def _measure(kind: Kind, way: _Way, by_torch: ByTorch) -> None:
     except CublasLtError as error:
         _log.info("%s: torch's, since %s", kind, error)
         return
-    x, weight, bias, out = _operands(kind)
-    runs: dict[int, Callable[[], object]] = {_TORCH: partial(by_torch, x, weight, bias, out)}
-    y = by_torch(x, weight, bias, out)
+    x, weight, bias, out, scales = _operands(kind)
+    runs: dict[int, Callable[[], object]] = {_TORCH: partial(by_torch, x, weight, bias, out, scales)}
+    y = by_torch(x, weight, bias, out, scales)
     wanted = _bits(y).clone()
     for index, proposal in enumerate(product.proposals):
-        run = partial(product.run, proposal, x, weight, bias, y)
+        run = partial(product.run, proposal, x, weight, bias, y, scales)
         try:
             run()
         except CublasLtError as error:
@@ -210,19 +234,23 @@ def _measure(kind: Kind, way: _Way, by_torch: ByTorch) -> None:
     )  # fmt: skip
 
 
-def _operands(kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _operands(kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Scales | None]:
     """Random operands of a kind, from a generator of their own: nobody's noise shall be another because of them."""
-    device = torch.device("cuda", kind.device)
+    device, eight_bits = torch.device("cuda", kind.device), kind.dtype is torch.float8_e4m3fn
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int, row_stride: int | None = None, scale: float = 1.0) -> Tensor:
-        whole = torch.empty(*shape[:-1], row_stride or shape[-1], dtype=kind.dtype, device=device)
+        whole = torch.empty(*shape[:-1], row_stride or shape[-1], dtype=kind.out_dtype, device=device)
         return whole.normal_(0.0, scale, generator=generator)[..., : shape[-1]]
 
     x = random(kind.rows, kind.depth, row_stride=kind.row_stride)
-    weight = random(kind.columns, kind.depth, scale=kind.depth**-0.5)
+    weight = random(kind.columns, kind.depth, scale=1.0 if eight_bits else kind.depth**-0.5)
     out = None if kind.out_stride == kind.columns else random(kind.rows, kind.columns, row_stride=kind.out_stride)
-    return x, weight, random(kind.columns) if kind.bias else None, out
+    bias = random(kind.columns) if kind.bias else None
+    if not eight_bits:
+        return x, weight, bias, out, None
+    scales = random(kind.rows, 1).float().exp(), random(kind.columns, 1).float().exp() * kind.depth**-0.5
+    return x.to(kind.dtype), weight.to(kind.dtype), bias, out, scales
 
 
 def _bits(y: Tensor) -> Tensor:

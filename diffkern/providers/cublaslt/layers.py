@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern.providers.cublaslt.choice import multiply
+from diffkern.providers.cublaslt.product import Scales
 from diffkern.providers.eager.activation import apply
+from diffkern.providers.eager.fp8 import linear_fp8
 from diffkern.providers.onlookers import transforms_active
 
 #: A float32 LTX block, which has this epilogue in it, lost its proof on an H100. That the epilogue is to blame is a
@@ -23,15 +25,15 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer whose gradient nobody wants, by the fastest algorithm."""
-    return multiply(x, weight, bias, None, False, _linear)
+    return multiply(x, weight, bias, None, None, False, _linear)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
     """Computes :func:`diffkern.ops.linear_gelu`."""
     if bias is not None and function == "gelu_tanh" and _has_epilogue(x, weight, bias):
         if torch.compiler.is_compiling():
-            return _gelu_of_linear(x, weight, bias, None)
-        return multiply(x, weight, bias, None, True, _gelu_of_linear)
+            return _gelu_of_linear(x, weight, bias, None, None)
+        return multiply(x, weight, bias, None, None, True, _gelu_of_linear)
     return apply(F.linear(x, weight, bias), function).contiguous()
 
 
@@ -46,7 +48,7 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     y = x.new_empty(rows.shape[0], sum(weight.shape[0] for weight in weights))
     parts = y.split([weight.shape[0] for weight in weights], 1)
     for weight, bias, part in zip(weights, biases or repeat(None), parts, strict=False):
-        multiply(rows, weight, bias, part, False, _linear)
+        multiply(rows, weight, bias, part, None, False, _linear)
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -69,15 +71,31 @@ def together(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, *row), (*row, 1))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def linear_rows(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Computes :func:`diffkern.ops.linear_fp8`."""
+    if out_dtype is torch.bfloat16:
+        return multiply(x, weight, bias, None, (x_scale, weight_scale), False, _linear_rows)
+    return linear_fp8(x, x_scale, weight, weight_scale, bias, out_dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None) -> Tensor:
     y = F.linear(x, weight, bias)
     return y if out is None else out.copy_(y)
 
 
-def _gelu_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def _gelu_of_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None
+) -> Tensor:
     assert bias is not None and out is None
     y = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None) -> Tensor:
+    assert scales is not None and out is None
+    return linear_fp8(x, scales[0], weight, scales[1], bias, torch.bfloat16)
 
 
 def _has_epilogue(x: Tensor, weight: Tensor, bias: Tensor) -> bool:

@@ -17,7 +17,7 @@ _SIZE = ctypes.c_size_t
 _POINTER = ctypes.c_void_p
 
 #: cudaDataType_t
-DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 #: cublasComputeType_t: sums in float32.
 COMPUTE_FLOAT32 = 68
 #: cublasOperation_t
@@ -25,6 +25,10 @@ TRANSPOSED = 1
 
 #: cublasLtMatmulDescAttributes_t
 DESCRIPTION_TRANSPOSE_A, DESCRIPTION_EPILOGUE, DESCRIPTION_BIAS = 3, 7, 8
+DESCRIPTION_SCALES, DESCRIPTION_SCALE_MODES = (17, 18), (31, 32)
+DESCRIPTION_FAST_SUMS, DESCRIPTION_BIAS_TYPE = 25, 26
+#: cublasLtMatmulMatrixScale_t: a float32 for each row of the first and each column of the second operand.
+SCALE_PER_ROW = 3
 #: cublasLtEpilogue_t. The GELU is the tanh form.
 EPILOGUE_NONE, EPILOGUE_BIAS, EPILOGUE_GELU, EPILOGUE_GELU_BIAS = 1, 4, 32, 36
 #: cublasLtMatmulPreferenceAttributes_t: the alignment of the four matrices.

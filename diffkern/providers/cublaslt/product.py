@@ -22,11 +22,16 @@ ALIGNMENT = 16
 
 #: How many algorithms are asked for.
 _PROPOSALS = 16
-#: Addresses of biases that are remembered; beyond that they are forgotten, those of the time before for good.
-_MOST_BIASES = 4096
+#: Addresses of biases and scales that are remembered; beyond that they are forgotten, those before for good.
+_MOST_ADDRESSES = 4096
 
 _one, _zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 _ONE, _ZERO = ctypes.addressof(_one), ctypes.addressof(_zero)
+
+#: Of the rows of both operands, where these are of 8 bits: ``[..., 1]`` and ``[N, 1]`` in float32.
+Scales = tuple[Tensor, Tensor]
+#: Where the bias lies, or None; with operands of 8 bits, where their scales lie, too.
+Addresses = int | tuple[int | None, int, int] | None
 
 
 class Kind(NamedTuple):
@@ -34,7 +39,7 @@ class Kind(NamedTuple):
 
     Attributes:
         device: Index of the device.
-        dtype: Of all operands.
+        dtype: Of all operands; of 8 bits, the bias and the result are in bfloat16.
         rows: M.
         columns: N.
         depth: K.
@@ -42,6 +47,7 @@ class Kind(NamedTuple):
         out_stride: The same of the result.
         bias: Whether there is one, of N elements.
         gelu: Whether a tanh GELU follows.
+        short_sums: Of 8 bits, whether sums may stay in the accumulators of the tensor cores.
     """
 
     device: int
@@ -53,6 +59,12 @@ class Kind(NamedTuple):
     out_stride: int
     bias: bool
     gelu: bool
+    short_sums: bool = False
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the result."""
+        return torch.bfloat16 if self.dtype is torch.float8_e4m3fn else self.dtype
 
     @override
     def __str__(self) -> str:
@@ -90,19 +102,24 @@ class Product:
         element = library.DATA_TYPES[kind.dtype]
         self._weight = self._create("MatrixLayout", element, kind.depth, kind.columns, kind.depth)
         self._x = self._create("MatrixLayout", element, kind.depth, kind.rows, kind.row_stride)
-        self._out = self._create("MatrixLayout", element, kind.columns, kind.rows, kind.out_stride)
-        self._descriptions: dict[int | None, int | None] = {}
+        self._out = self._create(
+            "MatrixLayout", library.DATA_TYPES[kind.out_dtype], kind.columns, kind.rows, kind.out_stride
+        )
+        self._descriptions: dict[Addresses, int | None] = {}
         self._retired: list[int | None] = []  # which another thread may have asked for, and not used yet
         self.proposals = self._proposed()
 
-    def run(self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def run(
+        self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: Scales | None
+    ) -> None:
         """Computes ``out`` on the current stream. The operands must be of this kind; nothing is checked.
 
         Raises:
             CublasLtError: the library refused.
         """
-        at_bias = None if bias is None else bias.data_ptr()
-        description = self._descriptions.get(at_bias) or self._describe(at_bias)
+        at = None if bias is None else bias.data_ptr()
+        addresses = at if scales is None else (at, scales[0].data_ptr(), scales[1].data_ptr())
+        description = self._descriptions.get(addresses) or self._describe(addresses)
         at_out = out.data_ptr()
         status = self._lib.matmul(
             self._handle, description, _ONE, weight.data_ptr(), self._weight, x.data_ptr(), self._x, _ZERO, at_out,
@@ -112,17 +129,28 @@ class Product:
         if status:
             raise CublasLtError(f"cublasLtMatmul returned status {status} for {self._kind}")
 
-    def _describe(self, bias: int | None) -> int | None:
-        """What the product is, with a bias at this address; each has its own, since threads may run it at once."""
-        if len(self._descriptions) >= _MOST_BIASES:
+    def _describe(self, addresses: Addresses) -> int | None:
+        """What the product is, with what lies at these addresses; each has its own, as threads may run it at once."""
+        if len(self._descriptions) >= _MOST_ADDRESSES:
             _destroy(self._lib, {pointer: self._made.pop(pointer) for pointer in self._retired})
             self._retired, self._descriptions = list(self._descriptions.values()), {}
         made = self._create("MatmulDesc", library.COMPUTE_FLOAT32, library.DATA_TYPES[torch.float32])
         self._set("MatmulDesc", made, library.DESCRIPTION_TRANSPOSE_A, ctypes.c_int(library.TRANSPOSED))
         self._set("MatmulDesc", made, library.DESCRIPTION_EPILOGUE, ctypes.c_int(self._kind.epilogue))
+        bias, *scales = addresses if isinstance(addresses, tuple) else (addresses,)
         if bias is not None:
             self._set("MatmulDesc", made, library.DESCRIPTION_BIAS, ctypes.c_void_p(bias))
-        self._descriptions[bias] = made
+        if self._kind.dtype is torch.float8_e4m3fn:
+            of_bias = ctypes.c_int(library.DATA_TYPES[self._kind.out_dtype])
+            self._set("MatmulDesc", made, library.DESCRIPTION_BIAS_TYPE, of_bias)
+            self._set("MatmulDesc", made, library.DESCRIPTION_FAST_SUMS, ctypes.c_int8(self._kind.short_sums))
+            # For cublasLt the weight is the first operand.
+            for mode, name, at in zip(
+                library.DESCRIPTION_SCALE_MODES, library.DESCRIPTION_SCALES, reversed(scales), strict=True
+            ):
+                self._set("MatmulDesc", made, mode, ctypes.c_int(library.SCALE_PER_ROW))
+                self._set("MatmulDesc", made, name, ctypes.c_void_p(at))
+        self._descriptions[addresses] = made
         return made
 
     def _create(self, kind: str, *arguments: object) -> int | None:
@@ -138,11 +166,12 @@ class Product:
         for attribute in library.PREFERENCE_ALIGNMENTS:
             self._set("MatmulPreference", preference, attribute, ctypes.c_uint32(ALIGNMENT))
         proposals, count = (Proposal * _PROPOSALS)(), ctypes.c_int()
+        anywhere = (None, ALIGNMENT, ALIGNMENT) if self._kind.dtype is torch.float8_e4m3fn else None
         self._lib.call(
-            "MatmulAlgoGetHeuristic", self._handle, self._describe(None), self._weight, self._x, self._out, self._out,
-            preference, _PROPOSALS, ctypes.byref(proposals), ctypes.byref(count),
+            "MatmulAlgoGetHeuristic", self._handle, self._describe(anywhere), self._weight, self._x, self._out,
+            self._out, preference, _PROPOSALS, ctypes.byref(proposals), ctypes.byref(count),
         )  # fmt: skip
-        self._descriptions.clear()  # of a bias at no address
+        self._descriptions.clear()  # of what is at no address
         found = [Proposal.from_buffer_copy(proposal) for proposal in proposals[: count.value]]
         return [proposal for proposal in found if proposal.status == 0 and proposal.workspace == 0]
 

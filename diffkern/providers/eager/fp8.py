@@ -60,23 +60,18 @@ def linear_fp8(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Computes :func:`diffkern.ops.linear_fp8`: in hardware, or on the numbers that the bytes stand for."""
-    return multiply_rows(x, x_scale, weight.t(), weight_scale.t(), bias, out_dtype)
-
-
-def multiply_rows(
-    x: Tensor, x_scale: Tensor, columns: Tensor, column_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """:func:`linear_fp8` of a weight as ``[K, N]`` with scales ``[1, N]``, for whoever keeps these views of it."""
     *leading, width = x.shape
     if len(leading) != 1:
         x_scale = x_scale.reshape(-1, 1)
         x = x.reshape(x_scale.shape[0], width)
     if out_dtype is torch.bfloat16 and fp8_unavailable_reason(x.device) is None and x.numel() > 0:
         short = width <= LONGEST_SHORT_SUM
-        y = torch._scaled_mm(x, columns, x_scale, column_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=short)
+        y = torch._scaled_mm(
+            x, weight.t(), x_scale, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=short
+        )
     else:
         with torch.autocast(x.device.type, enabled=False):  # it would multiply in its own dtype
-            y = (x.float() * x_scale) @ (columns.float() * column_scale)
+            y = (x.float() * x_scale) @ (weight.float() * weight_scale).t()
         y = (y if bias is None else y + bias.float()).to(out_dtype)
     return y if len(leading) == 1 else y.view(*leading, y.shape[-1])
 
