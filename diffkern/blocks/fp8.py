@@ -122,6 +122,10 @@ class Weights(Store):
             if name.startswith(prefix):
                 self._copies.pop(name, None)
 
+    def copies(self) -> list[object]:
+        """All that there are now."""
+        return list(self._copies.values())
+
     def state(self) -> Hashable:
         """Is another one as soon as a copy is made, or is out of date by the version of what it was made of."""
         tensors = [source.tensor() for source in self.sources()]
@@ -142,6 +146,12 @@ def state_of(block: nn.Module) -> Hashable:
     """What a recording of a block depends on: which copies it read, and that they are up to date."""
     weights: Weights | None = memory(block).get("fp8")
     return None if weights is None else weights.state()
+
+
+def copies_of(block: nn.Module) -> list[object]:
+    """The copies there are now, for whoever reads them later."""
+    weights: Weights | None = memory(block).get("fp8")
+    return [] if weights is None else weights.copies()
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """A whole denoiser step as one CUDA graph: captured once per kind of call, replayed ever after.
 
 A graph repeats its kernels on the addresses it was captured with. So the inputs of a call are copied to where those of
-the capture lie; weights may change in place; and whatever else the recorded step depended on is compared before each
-replay: modules, their patches and hooks, training mode, adapters, attention backends, the addresses of the weights,
-and which copies of them in 8 bits there are.
+the capture lie; weights may change in place; and whatever else the recorded step depended on is compared at each call:
+modules, their patches and hooks, training mode, adapters, attention backends, the addresses of the weights, and which
+copies of them in 8 bits there are. That takes the host a millisecond or two, in which the GPU works: a replay starts as
+soon as it is known that all the memory it reads is still there, and where the comparison fails its result is dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,7 +103,8 @@ class _Graph:
         outputs: What it writes, flattened.
         spec: How the outputs were nested.
         fingerprint: What it depends on, see :func:`fingerprint`.
-        kept: Remembered tensors that it reads, kept alive.
+        weights: The tensors of the module, which are not kept alive, and where they lay.
+        kept: What else holds tensors that it reads, kept alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -109,12 +112,23 @@ class _Graph:
     outputs: list[Any]
     spec: TreeSpec
     fingerprint: Fingerprint
+    weights: tuple[list[weakref.ref[Tensor]], list[int]]
     kept: list[Any]
 
-    def replay(self, tensors: Sequence[Tensor]) -> Any:
+    def can_run(self) -> bool:
+        """Whether all the memory that it reads is there, so that a replay does no harm, whatever it gives."""
+        tensors, addresses = self.weights
+        try:
+            return [tensor().data_ptr() for tensor in tensors] == addresses  # type: ignore[union-attr]
+        except AttributeError:  # of None: one is gone
+            return False
+
+    def start(self, tensors: Sequence[Tensor]) -> None:
         for static, tensor in zip(self.inputs, tensors, strict=True):
             static.copy_(tensor)
         self.graph.replay()
+
+    def result(self) -> Any:
         # Copies: the next replay writes where this one did.
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.outputs]
         return tree_unflatten(leaves, self.spec)
@@ -128,17 +142,19 @@ class _Call:
         leaves: The arguments.
         spec: How they were nested.
         parts: Those of the module that is called, once somebody has looked at them.
+        started: The graph that is being replayed for it, whatever becomes of the result.
     """
 
     leaves: list[Any]
     spec: TreeSpec
     parts: Parts | None = None
+    started: _Graph | None = None
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
-    @property
+    @cached_property
     def signature(self) -> Hashable:
         return self.spec, tuple(
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else (type(leaf), leaf)
@@ -184,6 +200,10 @@ class GraphFusion(Fusion):
             return "a CUDA graph is being captured around it"
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cuda"):
             return "autocast is on"
+        known = _graphs(module).get(call.signature)
+        if isinstance(known, _Graph) and known.can_run():
+            known.start(call.tensors)
+            call.started = known
         call.parts = Parts(module)
         return unsafe(call.parts)
 
@@ -193,17 +213,19 @@ class GraphFusion(Fusion):
 
     @override
     def compute(self, module: nn.Module, call: _Call, provider: str | None, stock: tuple[str, ...]) -> Any:
-        graphs: OrderedDict[Hashable, _Graph | Fingerprint] = memory(module).setdefault("graphs", OrderedDict())
+        graphs = _graphs(module)
         signature, now = call.signature, fingerprint(call.parts or Parts(module))
         known = graphs.pop(signature, None)
         if isinstance(known, _Graph) and known.fingerprint == now:
             graphs[signature] = known
             watch.compare_next()
-            return known.replay(call.tensors)
+            if call.started is not known:
+                known.start(call.tensors)
+            return known.result()
         if not isinstance(known, _Graph) and known == now:
-            captured = _capture(module, call, now)
-            graphs[signature] = captured
-            return captured.replay(call.tensors)
+            captured = graphs[signature] = _capture(module, call, now)
+            captured.start(call.tensors)
+            return captured.result()
         # Its first call, or the first after a change: proofs, caches and libraries set themselves up.
         generation = watch.generation()
         result = self.stock(module, call)
@@ -318,8 +340,19 @@ def _capture(module: nn.Module, call: _Call, now: Fingerprint) -> _Graph:
     with torch.cuda.device(call.tensors[0].device), torch.cuda.graph(graph):
         result = run_below(module, args, kwargs)
     outputs, spec = tree_flatten(result)
-    kept = [dict(memory(child)) for child in module.modules() if child is not module]
-    return _Graph(graph, [leaf for leaf in leaves if isinstance(leaf, Tensor)], outputs, spec, now, kept)
+    parts = Parts(module)
+    tensors = parts.tensors
+    weights = [weakref.ref(tensor) for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
+    others = [child for child in parts.modules if child is not module]
+    kept = [*[dict(memory(child)) for child in others], *map(fp8.copies_of, others)]
+    kept += [state["processor"] for state in parts.states if "processor" in state]
+    return _Graph(graph, [leaf for leaf in leaves if isinstance(leaf, Tensor)], outputs, spec, now, weights, kept)
+
+
+def _graphs(module: nn.Module) -> OrderedDict[Hashable, _Graph | Fingerprint]:
+    """What is known of each kind of call, the most recent one last: a graph, or what the last call depended on."""
+    graphs: OrderedDict[Hashable, _Graph | Fingerprint] = memory(module).setdefault("graphs", OrderedDict())
+    return graphs
 
 
 def _elsewhere(module: nn.Module) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -334,6 +335,47 @@ def test_weights_written_in_place_and_adapters_have_their_effect() -> None:
     model.disable_adapters()
     assert torch.equal(settled(), second)
     report.restore()
+
+
+def test_a_replay_needs_all_the_memory_that_it_reads() -> None:
+    tensors = [torch.zeros(3), torch.zeros(4)]
+    weights = [weakref.ref(tensor) for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
+    graph = graph_fusion._Graph(None, [], [], None, (), weights, [])  # type: ignore[arg-type]
+    assert graph.can_run()
+    data = tensors[1].data
+    tensors[1].data = torch.zeros(4)
+    assert not graph.can_run()
+    tensors[1].data = data
+    assert graph.can_run()
+    tensors.pop()
+    assert not graph.can_run()
+
+
+@pytest.mark.gpu
+def test_a_replay_that_was_started_for_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, arguments = tiny_ltx().to("cuda"), arguments_on("cuda")
+    started = []
+    start = graph_fusion._Graph.start
+    monkeypatch.setattr(graph_fusion._Graph, "start", lambda self, tensors: (started.append(1), start(self, tensors)))
+    report = inject_optimized_kernels(model, cuda_graph=True)
+    for _ in range(4):
+        before = step(model, arguments)
+    assert len(started) == 3
+    layer = model.transformer_blocks[0].ff.net[2]
+    old = layer.weight  # whose memory stays
+    layer.weight = nn.Parameter(old.detach() * 2, requires_grad=False)
+    with torch.no_grad():
+        expected = run_below(model, (), arguments)[0]
+    assert torch.equal(step(model, arguments), expected) and len(started) == 4
+    assert not torch.equal(expected, before)
+    model.train()
+    step(model, arguments)
+    assert report.calls()["(cuda_graph)"]["stock_reasons"] == {"it is in training mode": 1}
+    model.eval()
+    del old
+    layer.weight = nn.Parameter(layer.weight.detach() / 2, requires_grad=False)
+    for _ in range(4):
+        torch.testing.assert_close(step(model, arguments), before, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
