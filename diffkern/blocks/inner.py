@@ -65,6 +65,10 @@ class InnerRecipe(ABC):
     def stock(self, module: nn.Module | None, inputs: tuple[Tensor, ...]) -> Any:
         """Computes the inside as the stock forward does: a tensor, or a tuple of tensors."""
 
+    def reference(self, module: nn.Module | None, inputs: tuple[Tensor, ...]) -> Any:
+        """Computes the inside in float64, of which the inputs are."""
+        return self.stock(module, inputs)
+
     @abstractmethod
     def fused(self, module: nn.Module | None, inputs: tuple[Tensor, ...], provider: str | None) -> Any:
         """Computes the inside with :mod:`diffkern.ops`. Differentiable."""

@@ -2,8 +2,9 @@ r"""Forwards that modulate what a layer norm gives: there, the norm and the modu
 
 .. math:: \mathrm{norm}(x) \cdot (1 + \mathrm{scale}) + \mathrm{shift}
 
-So do the blocks of many diffusion transformers, and nearly all of the models behind their last block. The place is
-found in the source of the forward, whoever's that is, and all around it is left as it is.
+So do the blocks of many diffusion transformers, and nearly all of the models behind their last block; some in float32,
+and back: ``(norm(x.float()) * (1 + scale) + shift).type_as(x)``. The place is found in the source of the forward,
+whoever's that is, and all around it is left as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -22,6 +24,7 @@ from diffkern.blocks.inner import InnerRecipe, Inside, unfit
 from diffkern.blocks.pieces import untouched
 from diffkern.blocks.weave import INSIDE, Pattern
 from diffkern.ops import norm_modulate
+from diffkern.providers import KERNEL_DTYPES
 
 #: Methods of tensors that change nothing.
 _VIEWS = {"unsqueeze", "squeeze", "view", "reshape", "to"}
@@ -35,12 +38,14 @@ class ModulatedNorms(InnerRecipe):
         stock_forward: The forward of the class, decorators and all.
         pattern: Its source, the modulated norms taken out.
         norms: Names of the norms.
+        wide: Whether all is computed in float32, and the result cast back to the dtype of ``x``.
         exact: Whether the norm stays torch's own, whose sums no other kernel adds in that order.
     """
 
     stock_forward: Callable[..., Any]
     pattern: Pattern = field(compare=False)
     norms: tuple[str, ...]
+    wide: bool = False
     exact: bool = False
     op = "norm_modulate"
 
@@ -60,7 +65,7 @@ class ModulatedNorms(InnerRecipe):
             return "what its class computes was replaced after the injection"
         for name in self.norms:
             norm = module._modules.get(name)
-            if not untouched(norm, nn.LayerNorm) or not _is_weightless(norm):
+            if not _is_weightless(norm) or not untouched(norm, type(norm)):  # type: ignore[arg-type]
                 return f"{name} has a hook, or is another module than it was"
         return unfit(call[0])
 
@@ -93,19 +98,31 @@ class ModulatedNorms(InnerRecipe):
     def stock(self, module: nn.Module | None, inputs: tuple[Tensor, ...]) -> Tensor:
         assert module is not None
         x, scale, shift = inputs
-        y: Tensor = module(x) * (1 + scale) + shift
+        if self.wide:
+            y: Tensor = (module(x.float()) * (1 + scale) + shift).type_as(x)
+        else:
+            y = module(x) * (1 + scale) + shift
         return y
+
+    @override
+    def reference(self, module: nn.Module | None, inputs: tuple[Tensor, ...]) -> Tensor:
+        norm: Any = module
+        x, scale, shift = inputs
+        # Not by the norm, which may compute in float32.
+        return F.layer_norm(x, norm.normalized_shape, eps=norm.eps) * (1 + scale) + shift
 
     @override
     def fused(self, module: nn.Module | None, inputs: tuple[Tensor, ...], provider: str | None) -> Tensor:
         norm: Any = module
         x, scale, shift = inputs
-        plain = all(type(tensor) is Tensor and tensor.dtype == x.dtype for tensor in inputs)
-        if not plain or norm.normalized_shape != x.shape[-1:]:
+        dtype = torch.float32 if self.wide else x.dtype
+        plain = type(x) is Tensor and all(type(one) is Tensor and one.dtype == dtype for one in (scale, shift))
+        if not plain or x.dtype not in KERNEL_DTYPES or norm.normalized_shape != x.shape[-1:]:
             return self.stock(module, inputs)  # of layers that answer in another dtype or class than was asked
         if self.exact:
-            return norm_modulate(norm(x), scale, shift, norm=None, rounding="each", provider=provider)
-        return norm_modulate(x, scale, shift, eps=norm.eps, norm="layer", provider=provider)
+            y = norm(x.to(dtype))
+            return norm_modulate(y, scale, shift, norm=None, rounding="each", out_dtype=x.dtype, provider=provider)
+        return norm_modulate(x, scale, shift, eps=norm.eps, norm="layer", out_dtype=x.dtype, provider=provider)
 
     @override
     def samples(self, module: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -113,17 +130,25 @@ class ModulatedNorms(InnerRecipe):
         generator = torch.Generator("cpu").manual_seed(6)
         x = 2 * torch.randn(2, rows // 2, size, generator=generator, device="cpu") + 0.3
         # Side by side, as one table gives them.
-        shift, scale = torch.randn(2, 1, 2, size, generator=generator, device="cpu").to(device, dtype).unbind(2)
+        table = torch.randn(2, 1, 2, size, generator=generator, device="cpu")
+        shift, scale = table.to(device, torch.float32 if self.wide else dtype).unbind(2)
         return x.to(device, dtype), scale, shift
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
         norm: Any = self.part(module)
-        return self.op, self.exact, norm.normalized_shape, norm.eps
+        return self.op, self.wide, self.exact, norm.normalized_shape, norm.eps
 
 
 def _is_weightless(norm: nn.Module | None) -> bool:
-    return type(norm) is nn.LayerNorm and not any(p is not None for p in norm._parameters.values())
+    cls = type(norm)
+    # Diffusers' own computes in float32 whatever its input is.
+    if cls is not nn.LayerNorm and (cls.__module__, cls.__name__) != (
+        "diffusers.models.normalization",
+        "FP32LayerNorm",
+    ):
+        return False
+    return all(parameter is None for parameter in norm._parameters.values())  # type: ignore[union-attr]
 
 
 @cache
@@ -134,7 +159,9 @@ def modulated_norms(forward: Callable[..., Any]) -> ModulatedNorms | None:
         return None
     rewriter = _Rewriter()
     pattern.tree.body = rewriter.rewritten(pattern.tree.body)
-    return ModulatedNorms(forward, pattern, tuple(dict.fromkeys(rewriter.norms))) if rewriter.norms else None
+    if len(set(rewriter.wide)) != 1:
+        return None
+    return ModulatedNorms(forward, pattern, tuple(dict.fromkeys(rewriter.norms)), *set(rewriter.wide))
 
 
 class _Modulation(NamedTuple):
@@ -146,10 +173,16 @@ class _Modulation(NamedTuple):
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Puts calls of :data:`INSIDE` in the place of modulated norms, and collects the names of the norms."""
+    """Puts calls of :data:`INSIDE` in the place of modulated norms.
+
+    Attributes:
+        norms: The names of the norms.
+        wide: Of each, whether it is computed in float32 and cast back.
+    """
 
     def __init__(self) -> None:
         self.norms: list[str] = []
+        self.wide: list[bool] = []
 
     def rewritten(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         """The same statements but for what is fused; branches and loops, whose insides may not run, as they are."""
@@ -163,6 +196,18 @@ class _Rewriter(ast.NodeTransformer):
             else:
                 done.append(statement)
         return done
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """An expression that is cast back."""
+        found = _modulation(node.func.value) if _is_method(node, "type_as") else None  # type: ignore[attr-defined]
+        normed = None if found is None else _normed(found.base)
+        if found is not None and normed is not None and len(node.args) == 1 and not node.keywords:
+            norm, x = normed
+            if _is_method(x, "float") and not x.args and isinstance(x.func.value, ast.Name):  # type: ignore[attr-defined]
+                like = x.func.value  # type: ignore[attr-defined]
+                if _is_name(node.args[0], like.id):
+                    return self._call(norm, like, found, node, wide=True)
+        return self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         """An expression that is all of it."""
@@ -192,8 +237,11 @@ class _Rewriter(ast.NodeTransformer):
             return None
         return ast.copy_location(ast.Assign(second.targets, self._call(*normed, found, second.value)), second)
 
-    def _call(self, norm: ast.Attribute, x: ast.expr, found: _Modulation, place: ast.AST) -> ast.Call:
+    def _call(
+        self, norm: ast.Attribute, x: ast.expr, found: _Modulation, place: ast.AST, wide: bool = False
+    ) -> ast.Call:
         self.norms.append(norm.attr)
+        self.wide.append(wide)
         call = ast.Call(ast.Name(INSIDE, ast.Load()), [norm, x, found.scale, found.shift], [])
         return ast.copy_location(call, place)
 
@@ -246,6 +294,10 @@ def _target(statement: ast.stmt) -> str | None:
         return None
     target = statement.targets[0]
     return target.id if isinstance(target, ast.Name) else None
+
+
+def _is_method(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

@@ -132,7 +132,7 @@ class InnerFusion(Fusion):
 
     @override
     def reference(self, module: nn.Module, call: Sample) -> Tensor:
-        return _as_one(self.recipe.stock(module, _doubled(call.inputs)))
+        return _as_one(self.recipe.reference(module, _doubled(call.inputs)))
 
     @override
     def leaves(self, call: Sample) -> tuple[Tensor, ...]:
@@ -141,7 +141,9 @@ class InnerFusion(Fusion):
     @override
     def exact_training(self, module: nn.Module, call: Sample) -> tuple[Tensor, ...]:
         inputs = _doubled(call.inputs)
-        return with_gradients(lambda: _as_one(self.recipe.stock(module, inputs)), self.recipe.differentiable(inputs))
+        return with_gradients(
+            lambda: _as_one(self.recipe.reference(module, inputs)), self.recipe.differentiable(inputs)
+        )
 
     def _forward(self, provider: str | None) -> Callable[..., Any]:
         if provider not in self._forwards:

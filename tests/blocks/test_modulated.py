@@ -23,6 +23,7 @@ from diffusers.models.normalization import (
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
 from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2TransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 from diffkern import StrictModeError, inject_optimized_kernels, plan
@@ -62,6 +63,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
         lambda: SanaTransformerBlock(D, 3, 16, num_cross_attention_heads=3, cross_attention_head_dim=16,
                                      cross_attention_dim=D),
         (random(2, 12, D), None, random(2, 4, D), None, random(2, 6 * D), 3, 4),
+    ),
+    "AdaLayerNormZero in float32": (
+        lambda: AdaLayerNormZero(D, norm_type="fp32_layer_norm"),
+        (random(2, 9, D), None, None, None, random(2, D)),
+    ),
+    "WanTransformerBlock": (
+        lambda: WanTransformerBlock(D, 96, 3, cross_attn_norm=True),
+        (random(2, 9, D), random(2, 4, D), random(2, 6, D), None),
+    ),
+    "WanTransformerBlock, a modulation for each token": (
+        lambda: WanTransformerBlock(D, 96, 3, cross_attn_norm=True),
+        (random(2, 9, D), random(2, 4, D), random(2, 9, 6, D), None),
     ),
 }  # fmt: skip
 
@@ -286,12 +299,10 @@ def test_config_that_leaves_the_norm_alone_is_obeyed() -> None:
     assert any(site.op == "norm_modulate" for site in plan(model, config={"transformer_blocks.0.*": None}).patched)
 
 
-def test_norms_with_weights_and_of_other_classes_pass_without_a_word() -> None:
+def test_norms_with_weights_pass_without_a_word() -> None:
     affine = CogVideoXLayerNormZero(D, D, elementwise_affine=True)
     report = inject_optimized_kernels(affine)
     assert [site.op for site in report.patched] == ["layer_norm"]
-    float32 = AdaLayerNormZero(D, norm_type="fp32_layer_norm")
-    assert not any(site.op == "norm_modulate" for site in inject_optimized_kernels(float32).patched)
 
 
 # --- what is found in a source -----------------------------------------------------------------------------
@@ -310,6 +321,18 @@ class Forwards:
 
     def expression(self, x, scale, shift):  # type: ignore[no-untyped-def]
         return x + self.norm(x + 1) * (1 + scale)[:, None] + shift[:, None]
+
+    def wide(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        x = (self.norm(x.float()) * (1 + scale) + shift).type_as(x)
+        return x
+
+    def wide_like_another(self, x, y, scale, shift):  # type: ignore[no-untyped-def]
+        return (self.norm(x.float()) * (1 + scale) + shift).type_as(y)
+
+    def wide_and_not(self, x, scale, shift):  # type: ignore[no-untyped-def]
+        x = (self.norm(x.float()) * (1 + scale) + shift).type_as(x)
+        x = self.norm(x) * (1 + scale) + shift
+        return x
 
     def in_a_branch(self, x, scale, shift):  # type: ignore[no-untyped-def]
         if scale is not None:
@@ -342,15 +365,16 @@ class Forwards:
         return x if scale is None else self.norm(x) * (1 + scale) + shift
 
 
-@pytest.mark.parametrize("name", ["pair", "turned"])
+@pytest.mark.parametrize("name", ["pair", "turned", "wide", "wide_like_another"])
 def test_found(name: str) -> None:
-    assert modulated_norms(getattr(Forwards, name)).norms == ("norm",)  # type: ignore[union-attr]
+    recipe = modulated_norms(getattr(Forwards, name))
+    assert recipe is not None and recipe.norms == ("norm",) and recipe.wide == (name == "wide")
 
 
 @pytest.mark.parametrize(
     "name",
     ["expression", "in_a_branch", "kept", "of_itself", "other_offset", "boolean", "side_effect", "two_arguments",
-     "perhaps"],
+     "perhaps", "wide_and_not"],
 )  # fmt: skip
 def test_not_found(name: str) -> None:
     assert modulated_norms(getattr(Forwards, name)) is None
