@@ -397,6 +397,7 @@ def test_every_graph_notices_weights_that_were_written_in_place() -> None:
 
 @pytest.mark.gpu
 def test_replays_notice_changed_weights_too() -> None:
+    gc.collect()  # what other models keep is compared in turn with this one's
     model = model_on("cuda", layers=2)
     report = inject_optimized_kernels(model, numerics="fp8", cuda_graph=True)
     for _ in range(4):
@@ -406,7 +407,7 @@ def test_replays_notice_changed_weights_too() -> None:
     exact = in_float64(model, "cuda")
     assert relative_error(captured, exact) > 0.06
     with pytest.warns(UserWarning, match="weights changed without a sign"):
-        for _ in range(8):
+        for _ in range(12):
             output(model, "cuda")
             torch.cuda.synchronize()
     assert relative_error(output(model, "cuda"), exact) <= 0.06
