@@ -74,14 +74,11 @@ def plain_linear(module: nn.Module | None, device: torch.device, dtype: torch.dt
     if not untouched(module, nn.Linear):
         return False
     parameters: Any = module._parameters  # type: ignore[union-attr]
-    weight, bias = parameters.get("weight"), parameters.get("bias")  # either may have become a plain attribute
-    if "bias" not in parameters:
+    weight = parameters.get("weight")  # either may have become a plain attribute
+    if weight is None or "bias" not in parameters or weight.dtype is not dtype or not plain(weight, device):
         return False
-    return (
-        plain(weight, device)
-        and weight.dtype == dtype
-        and (bias is None or (plain(bias, device) and bias.dtype == dtype))
-    )
+    bias = parameters["bias"]
+    return bias is None or (bias.dtype is dtype and plain(bias, device))
 
 
 def run_layer(layer: nn.Module, x: Tensor) -> Tensor:

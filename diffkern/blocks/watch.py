@@ -95,7 +95,7 @@ class Store(ABC):
     """Something that keeps what was computed from weights."""
 
     def __init__(self) -> None:
-        self._calls = _watch.add(self)
+        self._left = _watch.add(self)
         self._answer: tuple[Tensor, torch.cuda.Event | None] | None = None
 
     @abstractmethod
@@ -104,8 +104,9 @@ class Store(ABC):
 
     def tick(self) -> None:
         """Counts a call. Asks for a comparison every as many calls as there are stores: one in each step, about."""
-        self._calls += 1
-        if self._answer is not None or self._calls % _watch.size() == 0:
+        self._left -= 1
+        if self._answer is not None or self._left <= 0:
+            self._left = _watch.size()
             _watch.check(self)
 
     def changed(self) -> bool:
