@@ -141,10 +141,10 @@ class CausalLoss(InnerRecipe):
     @override
     def samples(self, module: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         generator = torch.Generator("cpu").manual_seed(5)
-        x = 2 * torch.randn(rows, 96, generator=generator)
-        target = torch.randint(0, 96, (rows,), generator=generator)
+        x = 2 * torch.randn(rows, 96, generator=generator, device="cpu")
+        target = torch.randint(0, 96, (rows,), generator=generator, device="cpu")
         target[::7] = IGNORED
-        weight = (torch.randn(96, 96, generator=generator) / 10,) if self.linear else ()
+        weight = (torch.randn(96, 96, generator=generator, device="cpu") / 10,) if self.linear else ()
         return (*(tensor.to(device, dtype) for tensor in (x, *weight)), target.to(device))
 
     @override

@@ -94,7 +94,7 @@ class GatedMLP(InnerRecipe):
     @override
     def samples(self, module: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
         generator = torch.Generator("cpu").manual_seed(3)
-        gate, up = (2 * torch.randn(rows, 512, generator=generator)).to(device, dtype).chunk(2, dim=-1)
+        gate, up = (2 * torch.randn(rows, 512, generator=generator, device="cpu")).to(device, dtype).chunk(2, dim=-1)
         # Halves of one tensor where one layer makes both: a kernel may want them so, and another not.
         return (gate, up) if self.up is None else (gate.contiguous(), up.contiguous())
 

@@ -40,6 +40,10 @@ class InnerRecipe(ABC):
         """Says what a module has that no kernel computes, or None."""
         return None
 
+    def sources(self, module: nn.Module) -> tuple[Callable[..., Any], ...]:
+        """The forwards of children whose work the inside does."""
+        return ()
+
     @abstractmethod
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """Returns the call, the hidden states first; None for arguments that the stock forward does not know."""

@@ -58,13 +58,15 @@ class ModulatedNorms(InnerRecipe):
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
-        if type(module).forward is not self.stock_forward:
-            return "what its class computes was replaced after the injection"
         for name in self.norms:
             norm = module._modules.get(name)
             if not _is_weightless(norm) or not untouched(norm, type(norm)):  # type: ignore[arg-type]
                 return f"{name} has a hook, or is another module than it was"
         return unfit(call[0])
+
+    @override
+    def sources(self, module: nn.Module) -> tuple[Callable[..., Any], ...]:
+        return tuple([type(module._modules[name]).forward for name in self.norms])  # type: ignore[union-attr]
 
     @override
     def concerns(self, module: nn.Module) -> bool:
@@ -112,14 +114,14 @@ class ModulatedNorms(InnerRecipe):
     def fused(self, module: nn.Module | None, inputs: tuple[Tensor, ...], provider: str | None) -> Tensor:
         norm: Any = module
         x, scale, shift = inputs
-        dtype = torch.float32 if self.wide else x.dtype
-        plain = type(x) is Tensor and all(type(one) is Tensor and one.dtype == dtype for one in (scale, shift))
-        if not plain or x.dtype not in KERNEL_DTYPES or norm.normalized_shape != x.shape[-1:]:
+        plain = all([type(one) is Tensor and one.dtype in KERNEL_DTYPES for one in inputs])
+        if not plain or norm.normalized_shape != x.shape[-1:]:
             return self.stock(module, inputs)  # of layers that answer in another dtype or class than was asked
+        out_dtype = x.dtype if self.wide else None  # which is what torch promotes to
         if self.exact:
-            y = norm(x.to(dtype))
-            return norm_modulate(y, scale, shift, norm=None, rounding="each", out_dtype=x.dtype, provider=provider)
-        return norm_modulate(x, scale, shift, eps=norm.eps, norm="layer", out_dtype=x.dtype, provider=provider)
+            y = norm(x.float()) if self.wide else norm(x)
+            return norm_modulate(y, scale, shift, norm=None, rounding="each", out_dtype=out_dtype, provider=provider)
+        return norm_modulate(x, scale, shift, eps=norm.eps, norm="layer", out_dtype=out_dtype, provider=provider)
 
     @override
     def samples(self, module: nn.Module, rows: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -145,7 +147,10 @@ def _is_weightless(norm: nn.Module | None) -> bool:
         "FP32LayerNorm",
     ):
         return False
-    return all(parameter is None for parameter in norm._parameters.values())  # type: ignore[union-attr]
+    state = norm.__dict__
+    return all(parameter is None for parameter in state["_parameters"].values()) and not (
+        "weight" in state or "bias" in state  # as plain attributes
+    )
 
 
 @cache

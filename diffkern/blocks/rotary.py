@@ -94,9 +94,10 @@ class Rotary(InnerRecipe):
         head_dim = getattr(module, "head_dim", 64)
         generator = torch.Generator("cpu").manual_seed(4)
         rows = rows // 2  # of each sample
-        q, k = (torch.randn(2, rows, 3, head_dim, generator=generator).transpose(1, 2) for _ in range(2))
+        shape = 2, rows, 3, head_dim
+        q, k = (torch.randn(shape, generator=generator, device="cpu").transpose(1, 2) for _ in range(2))
         share = getattr(getattr(module, "config", None), "partial_rotary_factor", None) or 1.0
-        angles = torch.rand(2, 1, rows, int(head_dim * share) // 2, generator=generator) * 100
+        angles = torch.rand(2, 1, rows, int(head_dim * share) // 2, generator=generator, device="cpu") * 100
         angles = torch.cat([angles, angles], dim=-1)
         return tuple(x.to(device, dtype) for x in (q, k, angles.cos(), angles.sin()))
 

@@ -283,7 +283,8 @@ class TextProjection(BlockRecipe):
     ) -> list[tuple[Any, ...]]:
         owner: Any = module
         generator = torch.Generator("cpu").manual_seed(22)
-        return [(torch.randn(2, 7, owner.linear_1.in_features, generator=generator).to(device=device, dtype=dtype),)]
+        caption = torch.randn(2, 7, owner.linear_1.in_features, generator=generator, device="cpu")
+        return [(caption.to(device=device, dtype=dtype),)]
 
     @override
     def make_plain(self, module: nn.Module) -> None:

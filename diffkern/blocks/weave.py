@@ -32,13 +32,14 @@ class Pattern:
 
     Attributes:
         function: It, without decorators.
-        tree: Its source, to be changed.
+        tree: Its source, to be changed before anything is woven.
     """
 
     def __init__(self, decorated: FunctionType, function: FunctionType, tree: ast.FunctionDef) -> None:
         self._decorated = decorated
         self.function = function
         self.tree = tree
+        self._code: CodeType | None = None
 
     @classmethod
     def of(cls, decorated: Callable[..., Any]) -> Pattern | None:
@@ -61,7 +62,9 @@ class Pattern:
     def weave(self, inside: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function with the source as it is now; there, :data:`INSIDE` is the name of ``inside``."""
         stock = self.function
-        code = _compiled(self.tree, stock, (*stock.__code__.co_freevars, INSIDE))
+        if self._code is None:  # one for all, by which torch.compile knows what it has traced
+            self._code = _compiled(self.tree, stock, (*stock.__code__.co_freevars, INSIDE))
+        code = self._code
         assert code is not None
         cells = dict(zip(stock.__code__.co_freevars, stock.__closure__ or (), strict=True))
         cells[INSIDE] = CellType(inside)

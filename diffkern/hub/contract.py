@@ -143,10 +143,10 @@ def _parameters(op: str) -> tuple[str, ...]:
 
 def samples(op: str, device: torch.device, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     """Arguments of ``op``, one or more of each pattern that models use."""
-    generator = torch.Generator().manual_seed(20)
+    generator = torch.Generator("cpu").manual_seed(20)
 
     def random(*shape: int, scale: float = 1.0, of: torch.dtype = dtype) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(of).to(device)
+        return (torch.randn(shape, generator=generator, device="cpu") * scale).to(of).to(device)
 
     return _SAMPLES[op](random, dtype)
 

@@ -76,11 +76,13 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
     ratios = (ratio, *(fusion.gradient_ratio(gradient.dtype) or ratio for gradient in fused[1:]))
     margins = [own * s + _luck(y) - f for own, (f, s), y in zip(ratios, errors, fused, strict=True)]
     _, worst = min(zip(margins, errors, strict=True), key=lambda place: (place[0] >= 0, place[1][1] - place[1][0]))
+    # The gradient of a float32 tensor may come of work in half precision.
+    sane = max(_SANE.get(tensor.dtype, 1e-3) for tensor in (*stock, *leaves))
     return TrainingErrors(
         *worst,
         min(margins),
         all(torch.equal(f, s) for f, s, _ in triples),
-        any(error[1] > _SANE.get(y.dtype, 1e-3) for error, y in zip(errors, stock, strict=True)),
+        any(stock_error > sane for _, stock_error in errors),
     )
 
 

@@ -9,10 +9,11 @@ soon as it is known that all the memory it reads is still there, and where the c
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -104,7 +105,9 @@ class _Graph:
         spec: How the outputs were nested.
         fingerprint: What it depends on, see :func:`fingerprint`.
         weights: The tensors of the module, which are not kept alive, and where they lay.
-        kept: What else holds tensors that it reads, kept alive.
+        kept: What else it reads, and what holds such tensors, kept alive.
+        lock: Held by a thread while it gives the GPU one replay.
+        free: The end of the last replay.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -114,6 +117,8 @@ class _Graph:
     fingerprint: Fingerprint
     weights: tuple[list[weakref.ref[Tensor]], list[int]]
     kept: list[Any]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    free: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def can_run(self) -> bool:
         """Whether all the memory that it reads is there, so that a replay does no harm, whatever it gives."""
@@ -123,14 +128,16 @@ class _Graph:
         except AttributeError:  # of None: one is gone
             return False
 
-    def start(self, tensors: Sequence[Tensor]) -> None:
-        for static, tensor in zip(self.inputs, tensors, strict=True):
-            static.copy_(tensor)
-        self.graph.replay()
-
-    def result(self) -> Any:
-        # Copies: the next replay writes where this one did.
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.outputs]
+    def replay(self, tensors: Sequence[Tensor]) -> Any:
+        """Has the GPU compute the step; other threads and streams wait for the inputs and outputs to be free again."""
+        with self.lock, torch.cuda.device(self.inputs[0].device):
+            self.free.wait()
+            for static, tensor in zip(self.inputs, tensors, strict=True):
+                static.copy_(tensor)
+            self.graph.replay()
+            # Copies: the next replay writes where this one did.
+            leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.outputs]
+            self.free.record()
         return tree_unflatten(leaves, self.spec)
 
 
@@ -142,13 +149,13 @@ class _Call:
         leaves: The arguments.
         spec: How they were nested.
         parts: Those of the module that is called, once somebody has looked at them.
-        started: The graph that is being replayed for it, whatever becomes of the result.
+        started: The graph that was replayed for it, and the result, whatever becomes of it.
     """
 
     leaves: list[Any]
     spec: TreeSpec
     parts: Parts | None = None
-    started: _Graph | None = None
+    started: tuple[_Graph, Any] | None = None
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -202,8 +209,7 @@ class GraphFusion(Fusion):
             return "autocast is on"
         known = _graphs(module).get(call.signature)
         if isinstance(known, _Graph) and known.can_run():
-            known.start(call.tensors)
-            call.started = known
+            call.started = known, known.replay(call.tensors)
         call.parts = Parts(module)
         return unsafe(call.parts)
 
@@ -219,13 +225,11 @@ class GraphFusion(Fusion):
         if isinstance(known, _Graph) and known.fingerprint == now:
             graphs[signature] = known
             watch.compare_next()
-            if call.started is not known:
-                known.start(call.tensors)
-            return known.result()
+            started, result = call.started or (None, None)
+            return result if started is known else known.replay(call.tensors)
         if not isinstance(known, _Graph) and known == now:
             captured = graphs[signature] = _capture(module, call, now)
-            captured.start(call.tensors)
-            return captured.result()
+            return captured.replay(call.tensors)
         # Its first call, or the first after a change: proofs, caches and libraries set themselves up.
         generation = watch.generation()
         result = self.stock(module, call)
@@ -346,6 +350,7 @@ def _capture(module: nn.Module, call: _Call, now: Fingerprint) -> _Graph:
     others = [child for child in parts.modules if child is not module]
     kept = [*[dict(memory(child)) for child in others], *map(fp8.copies_of, others)]
     kept += [state["processor"] for state in parts.states if "processor" in state]
+    kept += [value for state in parts.states for value in state.values() if isinstance(value, Tensor)]
     return _Graph(graph, [leaf for leaf in leaves if isinstance(leaf, Tensor)], outputs, spec, now, weights, kept)
 
 

@@ -339,7 +339,9 @@ def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) 
     if inner is not None and inner.concerns(module):
         inner = inner.exactly() if numerics == "exact" else inner
         lacking = inner.lacks(module)
-        return _Match(None, "recipe", lacking) if lacking else _Match(with_liger(InnerFusion(inner), flags), "recipe")
+        if lacking:
+            return _Match(None, "recipe", lacking)
+        return _Match(with_liger(InnerFusion(inner, sources=inner.sources(module)), flags), "recipe")
     matched = match(module)
     if matched is None:
         return None

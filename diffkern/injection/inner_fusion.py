@@ -13,11 +13,14 @@ from typing_extensions import override
 from diffkern.blocks.inner import InnerRecipe, Inside
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.gradients import with_gradients
+from diffkern.injection.measures import relative_error
 from diffkern.injection.samples import bare
 from diffkern.providers import Choice, select
 
 #: Rows of the random proofs, and of those of bit identity.
 ROWS, EXACT_ROWS = 64, 1024
+#: Relative error up to which the stock inside, in float32, computes what it is known to compute.
+SANE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,12 @@ class InnerFusion(Fusion):
     Attributes:
         recipe: What is fused.
         training: Computes the inside instead where gradients are wanted; None if the same kernel does.
+        sources: The forwards of children whose work the inside does, as they were when the module was matched.
     """
 
     recipe: InnerRecipe
     training: Inside | None = None
+    sources: tuple[Callable[..., Any], ...] = field(default=(), compare=False)
     _forwards: dict[str | None, Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -71,7 +76,10 @@ class InnerFusion(Fusion):
             return None
         if call is None:
             return "it is called with other arguments than the recipe knows"
-        return self.recipe.declines(module, call)
+        reason = self.recipe.declines(module, call)
+        if reason is None and self.recipe.sources(module) != self.sources:
+            return "what a class inside of it computes was replaced after the injection"
+        return reason
 
     @override
     def stock_pieces(self, module: nn.Module, call: Any) -> tuple[str, ...]:
@@ -123,8 +131,12 @@ class InnerFusion(Fusion):
 
     @override
     def misunderstood(self, module: nn.Module) -> str | None:
-        """Never: a class is known by the text of its forward."""
-        return None
+        """Compares the inside, as stock computes it, with what it is known to compute; the text says all the rest."""
+        inputs = self.recipe.samples(module, ROWS, torch.device("cpu"), torch.float32)
+        with torch.no_grad():
+            stock = _as_one(self.recipe.stock(module, inputs))
+            error = relative_error(stock, _as_one(self.recipe.reference(module, _doubled(inputs))))
+        return None if error <= SANE else f"the stock inside is {error:.1e} away from what it is known to compute"
 
     @override
     def stock(self, module: nn.Module, call: Sample) -> Tensor:

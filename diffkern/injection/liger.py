@@ -56,7 +56,7 @@ def with_liger(fusion: Fusion, flags: liger.Flags | None) -> Fusion:
         return LigerNormFusion(fusion.semantics)
     if isinstance(fusion, InnerFusion):
         inside = _inside(fusion, flags)
-        return fusion if inside is None else LigerInnerFusion(fusion.recipe, inside)
+        return fusion if inside is None else LigerInnerFusion(fusion.recipe, inside, fusion.sources)
     return fusion
 
 

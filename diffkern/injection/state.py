@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ATTRIBUTE = "_diffkern"
 #: In place of a provider: the module runs stock.
 LEFT_ALONE = ""
+
+_REPLACED = "what its class computes was replaced after the injection"
 
 _Proven = tuple[torch.device, torch.dtype, torch.dtype | None, str | None]
 
@@ -87,6 +89,8 @@ class PatchState:
         fusion = self.fusion
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
+            if self._was_replaced(module):
+                return None
             if self.rule.situations and self.rule.at(fusion.subject(call).device, module.training) == LEFT_ALONE:
                 return None
             if fusion.declines(module, call) is not None:
@@ -101,7 +105,7 @@ class PatchState:
             if fusion.allowance:
                 _note_traced_as_fast(self.report, type(module).__name__)
             return fusion.stock_pieces(module, call)
-        reason = self.revoked or fusion.declines(module, call)
+        reason = _REPLACED if self._was_replaced(module) else self.revoked or fusion.declines(module, call)
         if reason is None and self.rule.situations:
             reason = self._left_alone(module, fusion.subject(call).device)
         if reason is None and not self._is_proven(module, fusion.subject(call)):
@@ -132,6 +136,9 @@ class PatchState:
         if not stands_alone(type(module).__name__, __file__):
             return None
         return _run_module(self.number, self.fusion.operands(call))
+
+    def _was_replaced(self, module: nn.Module) -> bool:
+        return self.stock is not None and type(module).forward is not self.stock
 
     def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""
@@ -323,7 +330,9 @@ def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
     if state.below is not None:
         return _run_patch(state.below, module, args, kwargs)
     # Diffusers marks some classes in a way that torch.compile cannot trace their forward by their name.
-    run = state.stock if torch.compiler.is_compiling() and state.stock is not None else type(module).forward
+    run = type(module).forward
+    if torch.compiler.is_compiling() and run is state.stock:
+        run = state.stock
     return run(module, *args, **kwargs)
 
 
@@ -333,7 +342,26 @@ def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return _run_below(state, module, args, kwargs)
 
 
-EQUIVALENT_FORWARDS.add(forward)
+_forwards: dict[Callable[..., Any], FunctionType] = {}
+
+
+def _forward_like(stock: Callable[..., Any]) -> FunctionType:
+    """:func:`forward` with the signature of a stock forward, from which modular pipelines take what they may pass."""
+    if stock not in _forwards:
+        function = FunctionType(forward.__code__, forward.__globals__, forward.__name__)
+        function.__dict__["__wrapped__"] = stock
+        EQUIVALENT_FORWARDS.add(function)
+        _forwards[stock] = function
+    return _forwards[stock]
+
+
+def _held_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The function by which a module runs its patches, below hooks or not, or None."""
+    for slot in hooks.slots(module):
+        held = slot.forward
+        if isinstance(held, MethodType) and held.__self__ is module and held.__func__ in _forwards.values():
+            return held.__func__
+    return None
 
 
 def _run(module: nn.Module, operands: Sequence[Tensor | None]) -> Tensor:
@@ -348,14 +376,13 @@ _run_module = op_that_runs(_run)
 def patch_state(module: nn.Module) -> PatchState | None:
     """Returns the state of a patched module, of the topmost patch if there are several; None if it is not patched."""
     state = module.__dict__.get(ATTRIBUTE)
-    held = any(hooks.is_bound(slot.forward, forward, module) for slot in hooks.slots(module))
-    return state if isinstance(state, PatchState) and held else None
+    return state if isinstance(state, PatchState) and _held_forward(module) is not None else None
 
 
 def patches(module: nn.Module) -> Iterator[PatchState]:
-    """Yields the states of all patches of a module, the topmost first."""
-    state = patch_state(module)
-    while state is not None:
+    """Yields the states of all patches of a module, the topmost first, under whatever forward there is now."""
+    state = module.__dict__.get(ATTRIBUTE)
+    while isinstance(state, PatchState):
         yield state
         state = state.below
 
@@ -371,7 +398,7 @@ def patch(module: nn.Module, state: PatchState) -> None:
         return
     state.had_instance_forward = "forward" in module.__dict__
     object.__setattr__(module, ATTRIBUTE, state)
-    fused = MethodType(forward, module)
+    fused = MethodType(_forward_like(state.stock), module)
     if not state.had_instance_forward:
         object.__setattr__(module, "forward", fused)
     elif not hooks.replace(module, type(module).forward, fused):
@@ -383,7 +410,8 @@ def unpatch(module: nn.Module) -> int:
     """Takes :func:`forward` out from under all hooks; returns how many patches that were."""
     count = len(list(patches(module)))
     state = module.__dict__.get(ATTRIBUTE)
-    found = hooks.replace(module, forward, hooks.stock_forward(module)) > 0
+    held = _held_forward(module)
+    found = held is not None and hooks.replace(module, held, hooks.stock_forward(module)) > 0
     plain = hooks.is_bound(module.__dict__.get("forward"), type(module).forward, module)
     if found and plain and not (isinstance(state, PatchState) and state.had_instance_forward):
         del module.__dict__["forward"]
@@ -396,10 +424,10 @@ def unpatch(module: nn.Module) -> int:
 def take_back(module: nn.Module, state: PatchState) -> bool:
     """Takes one patch away, from over or under another one; returns whether it was there."""
     stack = list(patches(module))
-    if stack in ([], [state]) and module.__dict__.get(ATTRIBUTE) is state:
-        return unpatch(module) > 0
     if state not in stack:
         return False
+    if len(stack) == 1:
+        return unpatch(module) > 0
     place = stack.index(state)
     if place == 0:
         object.__setattr__(module, ATTRIBUTE, state.below)

@@ -23,7 +23,7 @@ from diffusers.models.normalization import (
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from diffusers.models.transformers.transformer_flux import FluxTransformerBlock
 from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2TransformerBlock
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from torch import Tensor, nn
 
 from diffkern import StrictModeError, inject_optimized_kernels, plan
@@ -256,19 +256,6 @@ def test_a_forward_replaced_before_is_left_alone(monkeypatch: pytest.MonkeyPatch
     assert not any(site.op == "norm_modulate" for site in plan(tiny_ltx()).patched)
 
 
-def test_modulations_of_another_dtype_are_computed_as_torch_promotes() -> None:
-    module, arguments = build("AdaLayerNormZeroSingle")
-    module.bfloat16()
-    x, emb = arguments[0].bfloat16(), arguments[1].bfloat16()
-    inject_optimized_kernels(module)
-    recipe = inner_recipe_for(AdaLayerNormZeroSingle)
-    assert recipe is not None
-    scale, shift = random(2, 1, D), random(2, 1, D, seed=1)
-    result = recipe.fused(module.norm, (x, scale, shift), None)
-    assert result.dtype == torch.float32 and torch.equal(result, module.norm(x) * (1 + scale) + shift)
-    assert call(module, (x, emb), torch.bfloat16)[0].dtype == torch.bfloat16
-
-
 def test_errors_are_those_of_torch() -> None:
     module, arguments = build("AdaLayerNormZeroSingle")
     bad = (random(2, 9, D + 1), arguments[1])
@@ -394,3 +381,105 @@ def test_a_second_norm_of_the_same_result_is_left_alone() -> None:
     """Stable Diffusion 3.5 modulates one norm twice."""
     assert inner_recipe_for(SD35AdaLayerNormZeroX) is None
     assert inner_recipe_for(attention_module.BasicTransformerBlock) is None
+
+
+# --- what a proof, a graph and a pipeline need ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_weights_that_are_plain_attributes_are_weights(affine: bool) -> None:
+    """Sharding leaves them so."""
+    module, arguments = build("AdaLayerNormContinuous")
+    for name in ("weight", "bias"):
+        del module.norm._parameters[name]
+        setattr(module.norm, name, random(D) if affine else None)
+    stock = call(module, arguments)
+    for options in ({}, {"verify": False}):
+        report = inject_optimized_kernels(module, **options)
+        assert not affine or not any(site.op == "norm_modulate" for site in report.patched)
+        torch.testing.assert_close(call(module, arguments), stock, rtol=1e-4, atol=1e-5)
+        report.restore()
+
+
+@pytest.mark.parametrize("name", ["AdaLayerNormZero", "AdaLayerNormZero in float32"])
+def test_a_norm_that_computes_something_else_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, arguments = build(name)
+    stock, cls = call(module, arguments), type(module.norm)
+    report = inject_optimized_kernels(module)
+    original = cls.forward
+
+    def doubled(self: nn.Module, x: Tensor) -> Tensor:
+        return 2 * original(self, x)
+
+    monkeypatch.setattr(cls, "forward", doubled)
+    other = call(module, arguments)
+    reasons = report.calls()[""]["stock_reasons"]
+    assert reasons == {"what a class inside of it computes was replaced after the injection": 1}
+    assert not torch.equal(other[0], stock[0])
+    report.restore()
+    assert all(map(torch.equal, call(module, arguments), other))
+    report = inject_optimized_kernels(module)
+    (site,) = (site for site in report.failed if site.op == "norm_modulate")
+    assert "away from what it is known to compute" in site.reason
+    assert all(map(torch.equal, call(module, arguments), other))
+
+
+def test_blocks_of_a_class_share_a_graph() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+        ffn_dim=32, num_layers=10, cross_attn_norm=True,
+    ).eval().requires_grad_(False)  # fmt: skip
+    arguments = random(1, 4, 1, 4, 4), torch.tensor([5]), random(1, 3, 16)
+    with torch.no_grad():
+        stock = model(*arguments)[0]
+        inject_optimized_kernels(model)
+        model.compile_repeated_blocks(backend="eager", fullgraph=True)
+        torch.testing.assert_close(model(*arguments)[0], stock, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_forward_replaced_in_the_class_is_heard_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    module, arguments = build("AdaLayerNormZeroSingle")
+    inject_optimized_kernels(module)
+    stock = AdaLayerNormZeroSingle.forward
+
+    def shifted(self: nn.Module, x: Tensor, emb: Tensor) -> tuple[Tensor, ...]:
+        y, gate = stock(self, x, emb)
+        return y + 100, gate
+
+    monkeypatch.setattr(AdaLayerNormZeroSingle, "forward", shifted)
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="eager")(*arguments)
+        torch.testing.assert_close(compiled[0], module(*arguments)[0])
+    assert compiled[0].mean() > 90
+
+
+def test_half_precision_models_train_fused_where_they_modulate_in_float32() -> None:
+    module, arguments = build("WanTransformerBlock")
+    module.bfloat16().requires_grad_(True)
+    report = inject_optimized_kernels(module, strict=True)
+    x, text, modulation, rotary = arguments
+    module(x.bfloat16(), text.bfloat16(), modulation, rotary).sum().backward()
+    assert report.calls()[""]["fused"] == 1
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("wide", [True, False])
+def test_modulations_in_half_precision_beside_float32(numerics: str, wide: bool) -> None:
+    """As models are that were cast as a whole, and such as keep some parameters in float32."""
+    recipe = inner_recipe_for(WanTransformerBlock if wide else AdaLayerNormZero)
+    assert recipe is not None
+    recipe = recipe.exactly() if numerics == "exact" else recipe
+    norm = nn.LayerNorm(D, elementwise_affine=False)
+    dtypes = [torch.bfloat16, torch.float32]
+    for x_dtype, dtype in ((one, other) for one in dtypes for other in dtypes):
+        inputs = random(2, 9, D).to(x_dtype), random(2, 1, D).to(dtype), random(2, 1, D, seed=1).to(dtype)
+        stock, fused = recipe.stock(norm, inputs), recipe.fused(norm, inputs, None)
+        exact = recipe.reference(norm, tuple(part.double() for part in inputs))
+        assert fused.dtype == stock.dtype
+        if numerics == "exact":
+            assert torch.equal(fused, stock)
+        assert relative_error(fused, exact) <= 1.05 * relative_error(stock, exact) + 1e-6

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -93,6 +95,30 @@ def test_a_failure_between_two_patches_of_a_module_leaves_the_first(monkeypatch:
     with pytest.raises(ZeroDivisionError):
         inject_optimized_kernels(model, cuda_graph=True)
     assert model.__dict__ == before and first.restore() == len(first.patched)
+
+
+def test_under_a_foreign_wrapper_either_patch_is_taken_back_alone() -> None:
+    for first in (True, False):
+        model = tiny_ltx()
+        stock = run(model)
+        reports = [inject_optimized_kernels(model), inject_optimized_kernels(model, cuda_graph=True)]
+        inner = model.forward
+        model.forward = lambda *args, inner=inner, **kwargs: inner(*args, **kwargs)
+        reports.pop(0 if first else 1).restore()
+        assert [state.fusion.op for state in patches(model)] == ["cuda_graph" if first else "norm_modulate"]
+        assert torch.equal(run(model), stock) == first
+        reports.pop().restore()
+        assert torch.equal(run(model), stock) and not list(patches(model))
+
+
+def test_the_signature_stays_that_of_the_stock_forward() -> None:
+    """Modular pipelines pass on what they find there."""
+    model = tiny_ltx()
+    signature = inspect.signature(model.forward)
+    inject_optimized_kernels(model)
+    assert inspect.signature(model.forward) == signature
+    inject_optimized_kernels(model, cuda_graph=True)
+    assert inspect.signature(model.forward) == signature == inspect.signature(copy.deepcopy(model).forward)
 
 
 def test_a_fingerprint_sees_classes_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +366,7 @@ def test_weights_written_in_place_and_adapters_have_their_effect() -> None:
 def test_a_replay_needs_all_the_memory_that_it_reads() -> None:
     tensors = [torch.zeros(3), torch.zeros(4)]
     weights = [weakref.ref(tensor) for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
-    graph = graph_fusion._Graph(None, [], [], None, (), weights, [])  # type: ignore[arg-type]
+    graph = graph_fusion._Graph(None, [], [], None, (), weights, [], free=None)  # type: ignore[arg-type]
     assert graph.can_run()
     data = tensors[1].data
     tensors[1].data = torch.zeros(4)
@@ -355,8 +381,10 @@ def test_a_replay_needs_all_the_memory_that_it_reads() -> None:
 def test_a_replay_that_was_started_for_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, arguments = tiny_ltx().to("cuda"), arguments_on("cuda")
     started = []
-    start = graph_fusion._Graph.start
-    monkeypatch.setattr(graph_fusion._Graph, "start", lambda self, tensors: (started.append(1), start(self, tensors)))
+    replay = graph_fusion._Graph.replay
+    monkeypatch.setattr(
+        graph_fusion._Graph, "replay", lambda self, tensors: (started.append(1), replay(self, tensors))[1]
+    )
     report = inject_optimized_kernels(model, cuda_graph=True)
     for _ in range(4):
         before = step(model, arguments)
@@ -376,6 +404,34 @@ def test_a_replay_that_was_started_for_nothing_is_dropped(monkeypatch: pytest.Mo
     layer.weight = nn.Parameter(layer.weight.detach() / 2, requires_grad=False)
     for _ in range(4):
         torch.testing.assert_close(step(model, arguments), before, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", [False, True])
+def test_each_thread_gets_its_own_result(streams: bool) -> None:
+    model = tiny_ltx().to("cuda")
+    inject_optimized_kernels(model, cuda_graph=True)
+    inputs = [arguments_on("cuda", seed=seed) for seed in range(4)]
+    for _ in range(3):
+        expected = [step(model, arguments) for arguments in inputs]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        stream = torch.cuda.Stream() if streams else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            for _ in range(60):
+                result = step(model, inputs[index])
+                stream.synchronize()
+                if not torch.equal(result, expected[index]):
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.gpu

@@ -287,6 +287,7 @@ def test_a_site_that_loses_its_proof_at_first_use_goes_back_to_stock_and_says_so
     forward = nn.LayerNorm.forward
     try:
         nn.LayerNorm.forward = lambda self, input: forward(self, input) * 2
+        state.stock = nn.LayerNorm.forward  # as if it had always been that
         x = torch.randn(3, 64)
         with pytest.warns(UserWarning, match="lost its proof at first use"):
             y = model[0](x)
@@ -318,6 +319,16 @@ def test_no_warning_and_no_random_state_is_consumed() -> None:
         inject_optimized_kernels(model)
         run(model)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_default_device_is_not_meant_for_proofs() -> None:
+    model = tiny_ltx()
+    torch.set_default_device("meta")
+    try:
+        report = inject_optimized_kernels(model)
+    finally:
+        torch.set_default_device(None)
+    assert len(report.patched) == 18
 
 
 def test_dk44_the_report_keeps_no_model_alive() -> None:
