@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -343,15 +344,22 @@ def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 _forwards: dict[Callable[..., Any], FunctionType] = {}
+_ours: set[Callable[..., Any]] = set()
 
 
 def _forward_like(stock: Callable[..., Any]) -> FunctionType:
-    """:func:`forward` with the signature of a stock forward, from which modular pipelines take what they may pass."""
+    """:func:`forward` with the signature of a stock forward, from which modular pipelines take what they may pass.
+
+    Whoever looks for the function inside of its wrappers finds one more that runs the patches, and not the stock one:
+    accelerate puts what it finds there in the place of the forward.
+    """
     if stock not in _forwards:
-        function = FunctionType(forward.__code__, forward.__globals__, forward.__name__)
-        function.__dict__["__wrapped__"] = stock
-        EQUIVALENT_FORWARDS.add(function)
-        _forwards[stock] = function
+        inner, outer = (FunctionType(forward.__code__, forward.__globals__, forward.__name__) for _ in range(2))
+        inner.__dict__["__signature__"] = inspect.signature(stock)
+        outer.__dict__["__wrapped__"] = inner
+        _ours.update((inner, outer))
+        EQUIVALENT_FORWARDS.update((inner, outer))
+        _forwards[stock] = outer
     return _forwards[stock]
 
 
@@ -359,7 +367,7 @@ def _held_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The function by which a module runs its patches, below hooks or not, or None."""
     for slot in hooks.slots(module):
         held = slot.forward
-        if isinstance(held, MethodType) and held.__self__ is module and held.__func__ in _forwards.values():
+        if isinstance(held, MethodType) and held.__self__ is module and held.__func__ in _ours:
             return held.__func__
     return None
 
