@@ -47,10 +47,14 @@ class GatedMLP(InnerRecipe):
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
-        activation: Any = module._modules[self.activation]
-        if not untouched(activation, type(activation)):
+        activation: Any = module._modules.get(self.activation)
+        if activation is None or not untouched(activation, type(activation)):
             return "its activation has a hook, or another forward"
         return self.lacks(module) or unfit(call[0])
+
+    @override
+    def sources(self, module: nn.Module) -> tuple[Callable[..., Any], ...]:
+        return (type(module._modules[self.activation]).forward,)  # type: ignore[union-attr]
 
     @override
     def lacks(self, module: nn.Module) -> str | None:
@@ -100,4 +104,4 @@ class GatedMLP(InnerRecipe):
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
-        return self, self.function(module)
+        return self, type(module._modules[self.activation]), self.function(module)

@@ -136,7 +136,7 @@ class ModulatedNorms(InnerRecipe):
     @override
     def kind(self, module: nn.Module) -> Hashable:
         norm: Any = self.part(module)
-        return self.op, self.wide, self.exact, norm.normalized_shape, norm.eps
+        return self.op, self.wide, self.exact, type(norm), norm.normalized_shape, norm.eps
 
 
 def _is_weightless(norm: nn.Module | None) -> bool:

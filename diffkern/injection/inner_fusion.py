@@ -93,7 +93,7 @@ class InnerFusion(Fusion):
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
-        return self.recipe.kind(module), self.training
+        return self.recipe.kind(module), self.training, self.sources
 
     @override
     def choose(

@@ -142,3 +142,38 @@ def test_autocast_runs_stock() -> None:
     for path in ("model.layers.0.mlp", "model.layers.0.self_attn"):
         reasons = report.calls()[path]["stock_reasons"]
         assert list(reasons) == ["autocast is on for cpu, and the stock forward follows its rules"]
+
+
+def test_an_activation_whose_class_was_replaced_or_that_is_gone_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build("llama"), inputs("llama")
+    mlp = model.model.layers[0].mlp
+    report = inject_optimized_kernels(model)
+    cls, stock = type(mlp.act_fn), type(mlp.act_fn).forward
+    monkeypatch.setattr(cls, "forward", lambda self, x: 3 * stock(self, x))
+    replaced = logits(model, batch)
+    assert report.calls()["model.layers.0.mlp"]["fused"] == 0
+    report.restore()
+    torch.testing.assert_close(logits(model, batch), replaced, rtol=1e-4, atol=1e-5)
+    monkeypatch.undo()
+    report = inject_optimized_kernels(model)
+    expected = logits(model, batch)
+    del mlp.act_fn
+    mlp.act_fn = nn.functional.silu
+    torch.testing.assert_close(logits(model, batch), expected, rtol=1e-4, atol=1e-5)
+    assert report.calls()["model.layers.0.mlp"]["stock"] == 1
+
+
+def test_modules_of_other_classes_share_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.activations import SiLUActivation
+
+    stock = SiLUActivation.forward
+    monkeypatch.setattr(SiLUActivation, "forward", lambda self, x: 3 * stock(self, x))
+    for first, second in ((nn.SiLU(), SiLUActivation()), (SiLUActivation(), nn.SiLU())):
+        one, other = build("llama").model.layers[0].mlp, build("llama").model.layers[0].mlp
+        one.act_fn, other.act_fn = first, second
+        both, x = nn.ModuleList([one, other]), torch.randn(2, 32)
+        with torch.no_grad():
+            expected = [mlp(x) for mlp in both]
+            inject_optimized_kernels(both)
+            for mlp, y in zip(both, expected, strict=True):
+                torch.testing.assert_close(mlp(x), y, rtol=1e-4, atol=1e-5)
