@@ -50,7 +50,7 @@ class PatchState:
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
         below: The patch that runs where this one runs stock: a graph is put over whatever is there.
-        stock: The forward that the module's class had when it was patched, for ``torch.compile``.
+        stock: The forward that the module's class had when it was patched: with another one the patch steps aside.
         number: Under which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form,
             and in a copy of the module.
         site: Its line in the report, which hears of proofs at first use; None in a copy of the module.
@@ -330,9 +330,9 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
 def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if state.below is not None:
         return _run_patch(state.below, module, args, kwargs)
-    # Diffusers marks some classes in a way that torch.compile cannot trace their forward by their name.
     run = type(module).forward
     if torch.compiler.is_compiling() and run is state.stock:
+        # The same by another name: by this one torch.compile cannot trace it in classes that diffusers marks.
         run = state.stock
     return run(module, *args, **kwargs)
 
