@@ -129,6 +129,47 @@ def bench_ops(
         typer.echo(f"wrote {path}")
 
 
+@bench.command("step")
+def bench_step(
+    model: Annotated[list[str] | None, typer.Option(help="Model by name; may be repeated. Without: all.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only this arm, e.g. 'fast + graph'; may be repeated.")] = None,
+    repetitions: Annotated[int, typer.Option(min=2, help="Timed steps per arm.")] = 10,
+    device: Annotated[str, typer.Option(help="Device; default: the GPU if there is one.")] = "",
+    output: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+) -> None:
+    """Time a step of whole denoisers with random weights: stock, compiled and injected, interleaved."""
+    import torch
+
+    from diffkern.bench import arms, steps
+    from diffkern.bench.environment import describe_device, describe_environment
+    from diffkern.bench.models import DENOISERS
+    from diffkern.bench.results import write_json
+
+    known = {each.name: each for each in arms.ARMS}
+    for name in model or ():
+        if name not in DENOISERS:
+            _fail(f"model {name!r} is not known: choose from {', '.join(DENOISERS)}", "bench step")
+    for name in arm or ():
+        if name not in known:
+            _fail(f"arm {name!r} is not known: choose from {', '.join(known)}", "bench step")
+    chosen = tuple(known[name] for name in arm) if arm else steps.default_arms()
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    console = Console(width=160 if not Console().is_terminal else None)
+    rows: dict[str, object] = {}
+    for name in model or DENOISERS:
+        denoiser = DENOISERS[name]
+        results = steps.run(denoiser, chosen, where, repetitions)
+        layers = ", ".join(f"{key}={value}" for key, value in denoiser.layers.items())
+        console.print(steps.table(results, f"{denoiser.what} {layers}, bfloat16, {describe_device(where)}"))
+        rows[name] = {
+            "what": denoiser.what,
+            "layers": dict(denoiser.layers),
+            "arms": [result.to_dict() for result in results],
+        }
+        if output is not None:
+            write_json(output, {"environment": describe_environment(where), "models": rows})
+
+
 @bench.command("attention")
 def bench_attention(
     shape: Annotated[

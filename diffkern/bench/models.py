@@ -1,0 +1,237 @@
+"""Denoisers in their published configurations, with random weights, and the inputs of one step.
+
+Nothing is downloaded. Where all layers of a model would need more memory or time than a comparison of steps is worth,
+``layers`` says how many are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Draws a tensor of the step's dtype on the step's device: ``randn(*shape)``.
+Randn = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """One denoiser and one of its steps.
+
+    Attributes:
+        class_name: Class in ``diffusers``.
+        what: Model and size of the step, for tables.
+        inputs: Makes the keyword arguments of a step; takes :data:`Randn`.
+        config: Arguments of the class that differ from its defaults.
+        layers: The part of ``config`` that cuts the model down, or nothing.
+    """
+
+    class_name: str
+    what: str
+    inputs: Callable[[Randn], Mapping[str, Any]]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    layers: Mapping[str, int] = field(default_factory=dict)
+
+    def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Module:
+        """Makes the model on ``device``; its parameters need no gradients."""
+        import diffusers
+
+        generator = torch.get_rng_state()
+        default = torch.get_default_dtype()
+        torch.manual_seed(seed)
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                model: nn.Module = getattr(diffusers, self.class_name)(**self.config, **self.layers)
+        finally:
+            torch.set_default_dtype(default)
+            torch.set_rng_state(generator)
+        return nn.Module.to(model, dtype).eval().requires_grad_(False)
+
+    def step(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+        """Makes fresh random arguments of one step."""
+        return {**self.inputs(partial(torch.randn, device=device, dtype=dtype)), "return_dict": False}
+
+
+def _image_ids(randn: Randn, side: int, axes: int = 3) -> Tensor:
+    """Positions of ``side x side`` image tokens on the last two of the first three axes."""
+    ids = torch.zeros_like(randn(side * side, axes))
+    place = torch.arange(side, device=ids.device, dtype=ids.dtype)
+    ids[:, 1], ids[:, 2] = place.repeat_interleave(side), place.repeat(side)
+    return ids
+
+
+def _time(randn: Randn, value: float, batch: int = 1) -> Tensor:
+    return torch.full_like(randn(batch), value)
+
+
+def _flux(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(1, 4096, 64),
+        "encoder_hidden_states": randn(1, 512, 4096),
+        "pooled_projections": randn(1, 768),
+        "timestep": _time(randn, 0.5),
+        "img_ids": _image_ids(randn, 64),
+        "txt_ids": torch.zeros_like(randn(512, 3)),
+        "guidance": _time(randn, 3.5),
+    }
+
+
+def _chroma(randn: Randn) -> Mapping[str, Any]:
+    return {name: value for name, value in _flux(randn).items() if name not in ("pooled_projections", "guidance")}
+
+
+def _flux2(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(1, 4096, 128),
+        "encoder_hidden_states": randn(1, 512, 15360),
+        "timestep": _time(randn, 0.5),
+        "img_ids": _image_ids(randn, 64, axes=4),
+        "txt_ids": torch.zeros_like(randn(512, 4)),
+        "guidance": _time(randn, 3.5),
+    }
+
+
+def _qwen(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(1, 4096, 64),
+        "encoder_hidden_states": randn(1, 128, 3584),
+        "encoder_hidden_states_mask": torch.ones_like(randn(1, 128), dtype=torch.bool),
+        "timestep": _time(randn, 0.5),
+        "img_shapes": [[(1, 64, 64)]],
+    }
+
+
+def _sd3(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(2, 16, 128, 128),
+        "encoder_hidden_states": randn(2, 333, 4096),
+        "pooled_projections": randn(2, 2048),
+        "timestep": _time(randn, 500, 2),
+    }
+
+
+def _wan(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(1, 16, 21, 60, 104),
+        "encoder_hidden_states": randn(1, 512, 4096),
+        "timestep": _time(randn, 500),
+    }
+
+
+def _hunyuan_video(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(1, 16, 9, 68, 120),
+        "encoder_hidden_states": randn(1, 256, 4096),
+        "encoder_attention_mask": torch.ones_like(randn(1, 256), dtype=torch.bool),
+        "pooled_projections": randn(1, 768),
+        "timestep": _time(randn, 500),
+        "guidance": _time(randn, 6000),
+    }
+
+
+def _cogvideox(randn: Randn) -> Mapping[str, Any]:
+    angles = randn(17550, 64, dtype=torch.float32)
+    return {
+        "hidden_states": randn(2, 13, 16, 60, 90),
+        "encoder_hidden_states": randn(2, 226, 4096),
+        "timestep": _time(randn, 500, 2),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+    }
+
+
+def _sana(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(2, 32, 32, 32),
+        "encoder_hidden_states": randn(2, 300, 2304),
+        "encoder_attention_mask": torch.ones_like(randn(2, 300)),
+        "timestep": _time(randn, 500, 2),
+    }
+
+
+def _z_image(randn: Randn) -> Mapping[str, Any]:
+    return {"x": [randn(16, 1, 128, 128)], "t": _time(randn, 0.5), "cap_feats": [randn(32, 2560)]}
+
+
+def _lumina2(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(2, 16, 128, 128),
+        "encoder_hidden_states": randn(2, 256, 2304),
+        "encoder_attention_mask": torch.ones_like(randn(2, 256), dtype=torch.bool),
+        "timestep": _time(randn, 0.5, 2),
+    }
+
+
+def _ltx(frames: int) -> Callable[[Randn], Mapping[str, Any]]:
+    def inputs(randn: Randn) -> Mapping[str, Any]:
+        return {
+            "hidden_states": randn(2, frames * 16 * 24, 128),
+            "encoder_hidden_states": randn(2, 128, 4096),
+            "encoder_attention_mask": torch.ones_like(randn(2, 128)),
+            "timestep": _time(randn, 500, 2),
+            "num_frames": frames,
+            "height": 16,
+            "width": 24,
+            "rope_interpolation_scale": (0.32, 32.0, 32.0),
+        }
+
+    return inputs
+
+
+#: What ``diffkern bench step --model`` knows, by name.
+DENOISERS: Mapping[str, Denoiser] = {
+    "flux": Denoiser("FluxTransformer2DModel", "Flux.1-dev, 1024x1024", _flux, {"guidance_embeds": True}),
+    "flux2": Denoiser(
+        "Flux2Transformer2DModel", "Flux.2-dev, 1024x1024", _flux2, layers={"num_layers": 2, "num_single_layers": 12}
+    ),
+    "chroma": Denoiser(
+        "ChromaTransformer2DModel", "Chroma, 1024x1024", _chroma, layers={"num_layers": 6, "num_single_layers": 12}
+    ),
+    "qwen": Denoiser("QwenImageTransformer2DModel", "Qwen-Image, 1024x1024", _qwen, layers={"num_layers": 12}),
+    "sd3": Denoiser(
+        "SD3Transformer2DModel",
+        "Stable Diffusion 3 medium, 1024x1024, CFG",
+        _sd3,
+        {
+            "sample_size": 128,
+            "num_layers": 24,
+            "num_attention_heads": 24,
+            "caption_projection_dim": 1536,
+            "pos_embed_max_size": 192,
+        },
+    ),
+    "sana": Denoiser("SanaTransformer2DModel", "Sana 1.6B, 1024x1024, CFG", _sana),
+    "z_image": Denoiser("ZImageTransformer2DModel", "Z-Image, 1024x1024", _z_image, layers={"n_layers": 10}),
+    "lumina2": Denoiser(
+        "Lumina2Transformer2DModel",
+        "Lumina 2, 1024x1024, CFG",
+        _lumina2,
+        {"cap_feat_dim": 2304},
+        layers={"num_layers": 10},
+    ),
+    "wan": Denoiser(
+        "WanTransformer3DModel",
+        "Wan 2.1 1.3B, 480x832, 81 frames",
+        _wan,
+        {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    ),
+    "hunyuan_video": Denoiser(
+        "HunyuanVideoTransformer3DModel",
+        "HunyuanVideo, 544x960, 33 frames",
+        _hunyuan_video,
+        layers={"num_layers": 4, "num_single_layers": 8},
+    ),
+    "cogvideox": Denoiser(
+        "CogVideoXTransformer3DModel",
+        "CogVideoX-5B, 480x720, 49 frames, CFG",
+        _cogvideox,
+        {"num_attention_heads": 48, "use_rotary_positional_embeddings": True},
+        layers={"num_layers": 10},
+    ),
+    "ltx": Denoiser("LTXVideoTransformer3DModel", "LTX-Video 2B, 512x768, 49 frames, CFG", _ltx(7)),
+    "ltx_long": Denoiser("LTXVideoTransformer3DModel", "LTX-Video 2B, 512x768, 161 frames, CFG", _ltx(21)),
+}

@@ -1,0 +1,207 @@
+"""One step of a denoiser, arm against arm, interleaved in one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.bench.arms import STOCK, Arm, ArmUnavailableError, applied, unavailable_reason
+from diffkern.bench.measure import peak_memory, relative_error, reset_peak_memory, wall_clock
+from diffkern.bench.models import Denoiser
+from diffkern.bench.profile import profiled
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: Differences below this share of the time are called no gain.
+NOISE = 0.01
+
+#: Puts a model into an arm's state for the length of a ``with`` block, as :func:`diffkern.bench.arms.applied` does.
+Apply = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one arm's step took.
+
+    Attributes:
+        arm: Name of the arm.
+        wall_ms: Median of the steps, from the call until the device is idle.
+        spread_ms: Distance between the first and the third quartile of the same.
+        kernel_ms: Time of all kernels of one step, by family, from a profile of its own.
+        host_ms: Median time until the call returns, the device still working.
+        first_call_s: The first call, with whatever compiles or is measured in it.
+        setup_s: Injection, or the call of ``torch.compile``.
+        peak_bytes: Most memory allocated during a step, or None where torch does not count.
+        error: Relative L2 distance of the result from stock's.
+        unavailable: Why the arm did not run, or "".
+    """
+
+    arm: str
+    wall_ms: float = 0.0
+    spread_ms: float = 0.0
+    kernel_ms: Mapping[str, float] | None = None
+    host_ms: float = 0.0
+    first_call_s: float = 0.0
+    setup_s: float = 0.0
+    peak_bytes: int | None = None
+    error: float = 0.0
+    unavailable: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+
+
+def run(
+    denoiser: Denoiser,
+    arms: Sequence[Arm],
+    device: torch.device,
+    repetitions: int = 10,
+    apply: Mapping[str, Apply] | None = None,
+) -> list[StepResult]:
+    """Times a step of every arm, one step of each in turn.
+
+    All arms share the weights. Each has a module tree of its own, so that no arm waits for another's compiler.
+
+    Args:
+        denoiser: The model.
+        arms: The first is the baseline.
+        device: Where it runs.
+        repetitions: Timed steps of each arm.
+        apply: Replaces :func:`~diffkern.bench.arms.applied` for the arms of these names.
+    """
+    model = denoiser.build(device)
+    inputs = denoiser.step(device)
+    results: dict[str, StepResult] = {}
+    with torch.no_grad(), ExitStack() as stack:
+        running: dict[str, nn.Module] = {}
+        for arm in arms:
+            reason = unavailable_reason(arm, device)
+            if reason is not None:
+                results[arm.name] = StepResult(arm.name, unavailable=reason)
+                continue
+            own = sharing_weights(model)
+            started = wall_clock(device)
+            try:
+                stack.enter_context((apply or {}).get(arm.name, applied)(arm, own, own))
+            except ArmUnavailableError as error:
+                results[arm.name] = StepResult(arm.name, unavailable=str(error))
+                continue
+            setup = wall_clock(device) - started
+            own(**inputs)
+            first = wall_clock(device) - started - setup
+            results[arm.name] = StepResult(arm.name, setup_s=setup, first_call_s=first)
+            running[arm.name] = own
+        for own in running.values():  # graphs are captured at the second call
+            for _ in range(2):
+                own(**inputs)
+        baseline = first_tensor(running[arms[0].name](**inputs)) if arms[0].name in running else None
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
+        for _ in range(repetitions):
+            for name, own in running.items():
+                times[name].append(_timed(own, inputs, device))
+        for name, own in running.items():
+            results[name] = _finished(results[name], own, inputs, device, times[name], baseline)
+    del model
+    gc.collect()
+    return [results[arm.name] for arm in arms]
+
+
+def sharing_weights(model: nn.Module) -> nn.Module:
+    """Copies the module tree; parameters and buffers are the original's."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The first tensor in a model's output."""
+    while not isinstance(output, Tensor):
+        output = output[0]
+    return output
+
+
+def _timed(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) -> tuple[float, float]:
+    """Seconds until the device is done, and until the call has returned."""
+    started = wall_clock(device)
+    model(**inputs)
+    returned = time.perf_counter()
+    return wall_clock(device) - started, returned - started
+
+
+def _finished(
+    result: StepResult,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    device: torch.device,
+    times: Sequence[tuple[float, float]],
+    baseline: Tensor | None,
+) -> StepResult:
+    wall = [1e3 * seconds for seconds, _ in times]
+    first, _, third = quantiles(wall, n=4) if len(wall) > 1 else (wall[0],) * 3
+    reset_peak_memory(device)
+    output = first_tensor(model(**inputs)).clone()
+    peak = peak_memory(device)
+    with profiled(device) as profile:
+        model(**inputs)
+    return StepResult(
+        result.arm,
+        median(wall),
+        third - first,
+        profile.milliseconds,
+        median(1e3 * seconds for _, seconds in times),
+        result.first_call_s,
+        result.setup_s,
+        peak,
+        0.0 if baseline is None else relative_error(output, baseline),
+    )
+
+
+def table(results: Iterable[StepResult], title: str) -> Table:
+    """The results as a table; the first is the baseline."""
+    from rich.table import Table
+
+    shown = Table(title=title, title_justify="left")
+    for column in ("arm", "step ms", "+-", "x", "kernels ms", "host ms", "first call s", "peak MiB", "error"):
+        shown.add_column(column, justify="left" if column == "arm" else "right")
+    baseline: StepResult | None = None
+    for result in results:
+        if result.unavailable:
+            shown.add_row(result.arm, f"not run: {result.unavailable}")
+            continue
+        baseline = baseline or result
+        shown.add_row(
+            result.arm,
+            f"{result.wall_ms:.2f}",
+            f"{result.spread_ms:.2f}",
+            _speedup(result, baseline),
+            f"{sum((result.kernel_ms or {}).values()):.2f}",
+            f"{result.host_ms:.2f}",
+            f"{result.setup_s + result.first_call_s:.1f}",
+            "" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.0f}",
+            f"{result.error:.1e}",
+        )
+    return shown
+
+
+def _speedup(result: StepResult, baseline: StepResult) -> str:
+    ratio = baseline.wall_ms / result.wall_ms
+    if result is not baseline and abs(ratio - 1) < NOISE:
+        return "no gain"
+    return f"{ratio:.3f}"
+
+
+def default_arms() -> tuple[Arm, ...]:
+    """Stock, the compiler's, and ours with and without it."""
+    from diffkern.bench.arms import COMPILED, FAST, FAST_COMPILED, FAST_GRAPH
+
+    return STOCK, COMPILED, FAST, FAST_GRAPH, FAST_COMPILED

@@ -1,0 +1,77 @@
+"""Steps of denoisers, arm against arm."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from typer.testing import CliRunner
+
+from diffkern.bench import arms, steps
+from diffkern.bench.models import DENOISERS, Denoiser
+from diffkern.cli import app
+
+_TINY = Denoiser(
+    "SanaTransformer2DModel",
+    "tiny Sana",
+    lambda randn: {
+        "hidden_states": randn(1, 4, 8, 8),
+        "encoder_hidden_states": randn(1, 5, 32),
+        "timestep": torch.full_like(randn(1), 500.0),
+    },
+    {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_cross_attention_heads": 2,
+        "cross_attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "caption_channels": 32,
+        "sample_size": 8,
+    },
+    {"num_layers": 1},
+)
+
+
+def test_all_arms_share_the_weights_and_are_compared_with_the_first() -> None:
+    results = steps.run(_TINY, (arms.STOCK, arms.FAST, arms.FAST_GRAPH), torch.device("cpu"), repetitions=2)
+    stock, fast, graph = results
+    assert (stock.arm, stock.error) == ("stock", 0.0)
+    assert 0 <= fast.error < 0.02
+    assert fast.wall_ms > 0 and fast.kernel_ms
+    assert graph.unavailable == "CUDA graphs need a GPU, and this runs on cpu"
+
+
+def test_a_copy_of_the_modules_has_the_very_weights() -> None:
+    model = _TINY.build(torch.device("cpu"))
+    copied = steps.sharing_weights(model)
+    assert copied is not model
+    assert all(a is b for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+
+
+def test_models_are_built_in_the_dtype_of_the_step_and_leave_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    model = _TINY.build(torch.device("cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_every_model_takes_its_step() -> None:
+    for name, denoiser in DENOISERS.items():
+        if name == "lumina2":  # reads data of its inputs, of which the meta device has none
+            continue
+        cut = {key: 1 for key in ("num_layers", "num_single_layers", "n_layers") if key in denoiser.layers}
+        whole = {**denoiser.config, "num_layers": 1} if "num_layers" in denoiser.config else denoiser.config
+        small = dataclasses.replace(denoiser, config=whole, layers=cut)
+        if not cut and whole is denoiser.config:
+            small = dataclasses.replace(small, layers={"num_layers": 1})
+        meta = torch.device("meta")
+        with torch.no_grad():
+            assert steps.first_tensor(small.build(meta)(**small.step(meta))).is_meta, name
+
+
+def test_an_unknown_model_ends_the_command_with_the_names_that_are_known() -> None:
+    result = CliRunner().invoke(app, ["bench", "step", "--model", "sd4"])
+    assert result.exit_code == 1
+    assert "model 'sd4' is not known: choose from flux" in result.output
