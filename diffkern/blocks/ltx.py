@@ -157,7 +157,7 @@ class LTXBlock(BlockRecipe):
         return x, text, temb, None if cos is None else (cos, sin), mask
 
     @override
-    def settle(self, module: nn.Module) -> str | None:
+    def prepare(self, module: nn.Module) -> str | None:
         packs = self._steps.fuses_norms and not self._steps.in_8_bits
         return packing.NOTE if packs and packing.settle(module, "attn1") else None
 

@@ -106,7 +106,7 @@ class BlockRecipe(ABC):
         """Returns the call with these tensors: the way back from :meth:`operands`."""
         return ()
 
-    def settle(self, module: nn.Module) -> str | None:
+    def prepare(self, module: nn.Module) -> str | None:
         """Prepares a block for its first call, its weights being where they are.
 
         What it does to the block itself is taken back by a function under :data:`diffkern.blocks.memory.UNDO`.

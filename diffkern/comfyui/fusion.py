@@ -14,11 +14,11 @@ from typing_extensions import override
 from diffkern.comfyui.recipe import ComfyRecipe, plain_arithmetic
 from diffkern.comfyui.stand_in import is_state_of_comfy, shell
 from diffkern.injection.block_fusion import BlockFusion, settings
-from diffkern.injection.proof import Verifier
-from diffkern.injection.report import Measurement
-from diffkern.injection.samples import block_stand_in
 from diffkern.matching import full_name
 from diffkern.providers import Choice
+from diffkern.verify.measures import Measurement
+from diffkern.verify.proof import Verifier
+from diffkern.verify.samples import clone_tree
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,15 @@ class ComfyFusion(BlockFusion):
     dtype: torch.dtype
 
     @override
-    def subject(self, call: tuple[Any, ...]) -> Tensor:
-        return self.recipe.subject(call)
+    def primary_input(self, call: tuple[Any, ...]) -> Tensor:
+        return self.recipe.primary_input(call)
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...] | None) -> str | None:
         reason = super().declines(module, call)
-        if reason is None and call is not None and self.subject(call).dtype != self.dtype:
-            given, prepared = (str(dtype).removeprefix("torch.") for dtype in (self.subject(call).dtype, self.dtype))
+        if reason is None and call is not None and self.primary_input(call).dtype != self.dtype:
+            dtypes = self.primary_input(call).dtype, self.dtype
+            given, prepared = (str(dtype).removeprefix("torch.") for dtype in dtypes)
             reason = f"it runs in {given} and was proven in {prepared}: optimize after the node that changes the dtype"
         return reason
 
@@ -69,7 +70,7 @@ class ComfyFusion(BlockFusion):
         return super().choose(module, provider, device, (self.dtype,))
 
     @override
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
         return shell(module, device, self.dtype)
 
     @override
@@ -79,7 +80,7 @@ class ComfyFusion(BlockFusion):
 
     @override
     def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
-        wide = block_stand_in(module, self.subject(call).device, lambda tensor: torch.float64)
+        wide = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64)
         with plain_arithmetic():
             return self.stock(wide, _mapped(_doubled, call))
 

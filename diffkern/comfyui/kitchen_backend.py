@@ -17,8 +17,8 @@ from diffkern.comfyui.kitchen_fusion import KitchenFusion
 from diffkern.comfyui.patcher import APPLY_MODEL
 from diffkern.comfyui.rope import one_model_call
 from diffkern.injection import InjectionReport
-from diffkern.injection.proof import Verifier
 from diffkern.providers import KERNEL_DTYPES, NoProviderError, select
+from diffkern.verify.proof import Verifier
 
 #: When to serve: where comfy-kitchen has nothing but plain torch, always, never.
 CHOICES = ("auto", "on", "off")

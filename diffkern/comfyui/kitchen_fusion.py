@@ -50,7 +50,7 @@ class KitchenFusion(Fusion):
         return args
 
     @override
-    def subject(self, call: tuple[Tensor, ...]) -> Tensor:
+    def primary_input(self, call: tuple[Tensor, ...]) -> Tensor:
         return call[0]
 
     @override
@@ -79,7 +79,7 @@ class KitchenFusion(Fusion):
         return None
 
     @override
-    def trial(self, call: tuple[Tensor, ...]) -> None:
+    def first_call_sample(self, call: tuple[Tensor, ...]) -> None:
         """Nothing: the samples say it."""
         return None
 
@@ -94,7 +94,7 @@ class KitchenFusion(Fusion):
         return select(self.op, device, dtypes, provider)
 
     @override
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module
 
     @override
@@ -115,7 +115,7 @@ class KitchenFusion(Fusion):
         return calls
 
     @override
-    def misunderstood(self, module: nn.Module) -> None:
+    def check_semantics(self, module: nn.Module) -> None:
         return None
 
     @override

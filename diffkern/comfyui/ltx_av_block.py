@@ -108,9 +108,9 @@ class LTXAVBlock(ComfyRecipe):
         )  # fmt: skip
 
     @override
-    def subject(self, call: tuple[Any, ...]) -> Tensor:
-        subject: Tensor = call[0][0]
-        return subject
+    def primary_input(self, call: tuple[Any, ...]) -> Tensor:
+        x: Tensor = call[0][0]
+        return x
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:

@@ -17,10 +17,10 @@ from diffkern.comfyui.patcher import Patch, conflict, own_modules
 from diffkern.comfyui.recipe import FAMILIES, ComfyRecipe
 from diffkern.comfyui.recipes import find_recipe
 from diffkern.injection import InjectionError, InjectionReport
-from diffkern.injection.proof import Verifier
 from diffkern.injection.report import Site
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
+from diffkern.verify.proof import Verifier
 
 #: Where a model of ComfyUI keeps what denoises.
 DENOISER = "diffusion_model"

@@ -18,7 +18,7 @@ from torch import nn
 
 from diffkern.comfyui.fusion import ComfyFusion, prove
 from diffkern.comfyui.rope import one_model_call
-from diffkern.injection.proof import Verifier
+from diffkern.verify.proof import Verifier
 
 #: Under which callbacks and wrappers of ours are known to the model patcher.
 KEY = "diffkern"
@@ -85,11 +85,11 @@ class Patch:
         reason = self.revoked or self._replaced() or fusion.declines(module, call)
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
-            if reason is not None or fusion.subject(call).device not in self.proven:
+            if reason is not None or fusion.primary_input(call).device not in self.proven:
                 return None
             return fusion.stock_pieces(module, call)
-        if reason is None and fusion.subject(call).device not in self.proven:
-            reason = self._prove(fusion.subject(call).device)
+        if reason is None and fusion.primary_input(call).device not in self.proven:
+            reason = self._prove(fusion.primary_input(call).device)
         if reason is not None:
             self.stock_calls[reason] += 1
             return None

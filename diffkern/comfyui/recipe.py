@@ -59,10 +59,10 @@ class ComfyRecipe(BlockRecipe):
         if len(chosen) > 1:
             yield from (replace(self, chosen=frozenset({family})) for family in sorted(chosen))
 
-    def subject(self, call: tuple[Any, ...]) -> Tensor:
+    def primary_input(self, call: tuple[Any, ...]) -> Tensor:
         """Returns the input whose device and dtype decide whether a call is proven."""
-        subject: Tensor = call[0]
-        return subject
+        x: Tensor = call[0]
+        return x
 
     @override
     def make_plain(self, module: nn.Module) -> None:

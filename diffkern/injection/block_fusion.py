@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from diffkern.blocks import BlockRecipe
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.samples import block_stand_in
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select
+from diffkern.verify.samples import clone_tree
 
 #: Tokens of each sample, of which there are two per call.
 TOKENS = 45
@@ -55,13 +55,13 @@ class BlockFusion(Fusion):
             return None
 
     @override
-    def settle(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
-        return self.recipe.settle(module)
+    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
+        return self.recipe.prepare(module)
 
     @override
-    def subject(self, call: tuple[Any, ...]) -> Tensor:
-        subject: Tensor = call[0]
-        return subject
+    def primary_input(self, call: tuple[Any, ...]) -> Tensor:
+        x: Tensor = call[0]
+        return x
 
     @override
     def weight_dtype(self, module: nn.Module) -> None:
@@ -121,9 +121,9 @@ class BlockFusion(Fusion):
         return (own,)
 
     @override
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
         dtype = self.likely_dtypes(module, torch.float32)[0]
-        copy = block_stand_in(module, device, lambda tensor: tensor.dtype if tensor.dtype in KERNEL_DTYPES else dtype)
+        copy = clone_tree(module, device, lambda tensor: tensor.dtype if tensor.dtype in KERNEL_DTYPES else dtype)
         self.recipe.make_plain(copy)
         return copy
 
@@ -139,12 +139,12 @@ class BlockFusion(Fusion):
         return self.recipe.samples(module, EXACT_TOKENS if exact else TOKENS, device, dtype)
 
     @override
-    def trial(self, call: tuple[Any, ...]) -> None:
+    def first_call_sample(self, call: tuple[Any, ...]) -> None:
         """Nothing: attention over a real number of tokens in float64 takes more memory than there may be."""
         return None
 
     @override
-    def misunderstood(self, module: nn.Module) -> str | None:
+    def check_semantics(self, module: nn.Module) -> str | None:
         """Never: nothing is believed, the reference is the stock forward itself."""
         return None
 
@@ -154,7 +154,7 @@ class BlockFusion(Fusion):
 
     @override
     def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
-        copy = block_stand_in(module, call[0].device, lambda tensor: torch.float64)
+        copy = clone_tree(module, call[0].device, lambda tensor: torch.float64)
         self.recipe.make_plain(copy)
         return self.stock(copy, _doubled(call))
 

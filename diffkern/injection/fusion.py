@@ -26,7 +26,7 @@ class Fusion(Protocol):
         """Error against float64 that is granted beyond what the contract grants."""
         return 0.0
 
-    def settle(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
+    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
         """Prepares a module that was just patched for its first call, which one of ``providers`` will serve.
 
         Returns:
@@ -39,16 +39,16 @@ class Fusion(Protocol):
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the call; None for arguments that the fusion does not know."""
 
-    def subject(self, call: Any) -> Tensor:
+    def primary_input(self, call: Any) -> Tensor:
         """The input whose device and dtype decide whether a call is proven."""
 
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
-        """The dtype of the weights that, besides the subject's, decides whether a call is proven; or None."""
+        """The dtype of the weights that, besides the primary input's, decides whether a call is proven; or None."""
 
     def declines(self, module: nn.Module, call: Any) -> str | None:
         """Says why a call must run the stock forward, or None."""
 
-    def excused(self, module: nn.Module, call: Any) -> bool:
+    def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
         """Whether a call that is declined is none that the user wanted fused, so that a strict injection lets it be."""
         return False
 
@@ -90,7 +90,7 @@ class Fusion(Protocol):
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
         """Dtypes that calls will probably have in a model of dtype ``whole``, the likeliest first."""
 
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
         """Returns a copy to try things on, which shares nothing that a run could change."""
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
@@ -99,10 +99,10 @@ class Fusion(Protocol):
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Any]:
         """Random calls; large ones where a proof of bit identity needs them."""
 
-    def trial(self, call: Any) -> Any | None:
+    def first_call_sample(self, call: Any) -> Any | None:
         """What of a real call is tried at first use besides the samples; None for nothing."""
 
-    def misunderstood(self, module: nn.Module) -> str | None:
+    def check_semantics(self, module: nn.Module) -> str | None:
         """Says how the stock forward differs in float32 from what it is believed to compute, or None."""
 
     def stock(self, module: nn.Module, call: Any) -> Any:
@@ -111,12 +111,12 @@ class Fusion(Protocol):
     def reference(self, module: nn.Module, call: Any) -> Any:
         """Computes the result in float64."""
 
-    def leaves(self, call: Any) -> tuple[Tensor, ...]:
+    def grad_inputs(self, call: Any) -> tuple[Tensor, ...]:
         """The inputs of a sample whose gradients are proven, besides those of the parameters."""
-        return (self.subject(call),)
+        return (self.primary_input(call),)
 
     def exact_training(self, module: nn.Module, call: Any) -> tuple[Tensor, ...] | None:
-        """The result in float64, and the gradients of the leaves and of every parameter, see :mod:`~.gradients`.
+        """The result in float64, and the gradients of :meth:`grad_inputs` and of every parameter.
 
         None, as here, if gradients are not proven apart from the result.
         """

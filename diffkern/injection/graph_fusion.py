@@ -183,7 +183,7 @@ class GraphFusion(Fusion):
         return _Call(*tree_flatten((args, dict(kwargs))))
 
     @override
-    def subject(self, call: _Call) -> Tensor:
+    def primary_input(self, call: _Call) -> Tensor:
         return call.tensors[0]
 
     @override
@@ -261,7 +261,7 @@ class GraphFusion(Fusion):
         return (whole,)
 
     @override
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
         return module
 
     @override
@@ -273,11 +273,11 @@ class GraphFusion(Fusion):
         return ()
 
     @override
-    def trial(self, call: _Call) -> None:
+    def first_call_sample(self, call: _Call) -> None:
         return None
 
     @override
-    def misunderstood(self, module: nn.Module) -> None:
+    def check_semantics(self, module: nn.Module) -> None:
         return None
 
     @override

@@ -30,7 +30,6 @@ from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
 from diffkern.injection.inner_fusion import InnerFusion
 from diffkern.injection.liger import loss_fusion, usable, with_liger
 from diffkern.injection.norm_fusion import NormFusion
-from diffkern.injection.proof import Verifier
 from diffkern.injection.provision import Option, Provision, layer_name
 from diffkern.injection.report import InjectionReport, Measurement, Site
 from diffkern.injection.state import LEFT_ALONE, PatchState, patch, patch_state, take_back, unpatch
@@ -38,6 +37,7 @@ from diffkern.matching import full_name, match
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.providers.liger import Flags
+from diffkern.verify.proof import Verifier
 
 NUMERICS = ("exact", "fast", "fp8")
 
@@ -551,12 +551,12 @@ def _apply(candidates: list[_Candidate], routes: list[AttentionPlan]) -> list[st
             done.append(candidate)
             patch(candidate.module, candidate.state)
         install(routes)
-        settled = [(c.module, c.state.fusion.settle(c.module, c.state.rule.choices())) for c in candidates]
+        prepared = [(c.module, c.state.fusion.prepare(c.module, c.state.rule.choices())) for c in candidates]
     except BaseException:
         for candidate in reversed(done):
             take_back(candidate.module, candidate.state)
         raise
-    besides = Counter((type(module).__name__, what) for module, what in settled if what is not None)
+    besides = Counter((type(module).__name__, what) for module, what in prepared if what is not None)
     return [f"{count} {name}: {what}" for (name, what), count in besides.items()]
 
 

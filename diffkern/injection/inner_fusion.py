@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from diffkern.blocks.inner import InnerRecipe, Inside
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.gradients import with_gradients
-from diffkern.injection.measures import relative_error
-from diffkern.injection.samples import bare
 from diffkern.providers import Choice, select
+from diffkern.verify.gradients import with_gradients
+from diffkern.verify.measures import relative_error
+from diffkern.verify.samples import bare
 
 #: Rows of the random proofs, and of those of bit identity.
 ROWS, EXACT_ROWS = 64, 1024
@@ -55,15 +55,15 @@ class InnerFusion(Fusion):
         return self.recipe.bind(args, kwargs)
 
     @override
-    def settle(self, module: nn.Module, providers: Iterable[str | None]) -> None:
+    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
         """Makes the forwards, which a graph of the compiler could not."""
         for provider in {None, *providers}:
             self._forward(provider)
 
     @override
-    def subject(self, call: Any) -> Tensor:
-        subject: Tensor = call.inputs[0] if isinstance(call, Sample) else call[0]
-        return subject
+    def primary_input(self, call: Any) -> Tensor:
+        x: Tensor = call.inputs[0] if isinstance(call, Sample) else call[0]
+        return x
 
     @override
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
@@ -107,7 +107,7 @@ class InnerFusion(Fusion):
         return (whole,)
 
     @override
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
         """What the inside is given, without its layers, of which it needs only those that have no parameters."""
         module = self.recipe.part(module)
         copy = bare(module)
@@ -118,19 +118,19 @@ class InnerFusion(Fusion):
 
     @override
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        return self.stand_in(module, torch.device("cpu"))
+        return self.clone_for_verification(module, torch.device("cpu"))
 
     @override
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Sample]:
         return [Sample(self.recipe.samples(module, EXACT_ROWS if exact else ROWS, device, dtype))]
 
     @override
-    def trial(self, call: Any) -> None:
+    def first_call_sample(self, call: Any) -> None:
         """Nothing: what reaches the inside is not known before the layers around it have run."""
         return None
 
     @override
-    def misunderstood(self, module: nn.Module) -> str | None:
+    def check_semantics(self, module: nn.Module) -> str | None:
         """Compares the inside, as stock computes it, with what it is known to compute; the text says all the rest."""
         inputs = self.recipe.samples(module, ROWS, torch.device("cpu"), torch.float32)
         with torch.no_grad():
@@ -147,7 +147,7 @@ class InnerFusion(Fusion):
         return _as_one(self.recipe.reference(module, _doubled(call.inputs)))
 
     @override
-    def leaves(self, call: Sample) -> tuple[Tensor, ...]:
+    def grad_inputs(self, call: Sample) -> tuple[Tensor, ...]:
         return self.recipe.differentiable(call.inputs)
 
     @override

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from diffkern.hub.rule import Rule
-from diffkern.injection import gradients
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.samples import block_stand_in, random_input
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, NoProviderError
 from diffkern.providers.hub import is_kernel, layer_for, public_name
+from diffkern.verify import gradients
+from diffkern.verify.samples import clone_tree, random_input
 
 #: Rows of a random proof.
 ROWS = 64
@@ -51,7 +51,7 @@ class LayerFusion(Fusion):
         return args, dict(kwargs)
 
     @override
-    def subject(self, call: Call) -> Tensor:
+    def primary_input(self, call: Call) -> Tensor:
         return next(value for value in pytree.tree_leaves(call) if isinstance(value, Tensor))
 
     @override
@@ -85,7 +85,7 @@ class LayerFusion(Fusion):
     @override
     def compute(self, module: nn.Module, call: Call, provider: str | None, stock: tuple[str, ...]) -> Any:
         args, kwargs = call
-        return self._layer(module, self.subject(call).device).forward(module, *args, **kwargs)
+        return self._layer(module, self.primary_input(call).device).forward(module, *args, **kwargs)
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
@@ -108,8 +108,8 @@ class LayerFusion(Fusion):
         return (next((p.dtype for p in module.parameters() if p.dtype in KERNEL_DTYPES), whole),)
 
     @override
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
-        return block_stand_in(module, device, lambda tensor: tensor.dtype)
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return clone_tree(module, device, lambda tensor: tensor.dtype)
 
     @override
     def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -129,12 +129,12 @@ class LayerFusion(Fusion):
         return (call,)
 
     @override
-    def trial(self, call: Call) -> Call:
+    def first_call_sample(self, call: Call) -> Call:
         detached: Call = pytree.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, call)
         return detached
 
     @override
-    def misunderstood(self, module: nn.Module) -> str | None:
+    def check_semantics(self, module: nn.Module) -> str | None:
         """Never: nothing is believed, the reference is the stock forward itself."""
         return None
 
@@ -145,7 +145,7 @@ class LayerFusion(Fusion):
 
     @override
     def reference(self, module: nn.Module, call: Call) -> Any:
-        copy = block_stand_in(module, self.subject(call).device, lambda tensor: torch.float64)
+        copy = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64)
         return self.stock(copy, pytree.tree_map(_double, call))
 
     def _layer(self, module: nn.Module, device: torch.device) -> type[nn.Module]:

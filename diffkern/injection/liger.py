@@ -15,12 +15,12 @@ from diffkern.blocks.causal_loss import CausalLoss
 from diffkern.blocks.gated_mlp import GatedMLP
 from diffkern.blocks.inner import Inside
 from diffkern.blocks.rotary import Rotary
-from diffkern.injection import gradients
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.inner_fusion import InnerFusion, Sample
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.providers import Choice, liger
+from diffkern.verify import gradients
 
 OP = "liger"
 
@@ -111,7 +111,7 @@ class LigerLossFusion(InnerFusion):
     """A model whose loss Liger computes in training."""
 
     @override
-    def excused(self, module: nn.Module, call: Any) -> bool:
+    def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
         """Calls that have no loss, or want no gradients of it."""
         return not module.training or not torch.is_grad_enabled() or call is None or call[-1].get("labels") is None
 
@@ -122,7 +122,7 @@ class LigerLossFusion(InnerFusion):
 
     @override
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
-        """That of the head decides, and not the subject's: what such models are called with are integers."""
+        """That of the head decides, and not the primary input's: what such models are called with are integers."""
         head: Any = module._modules.get("lm_head")
         weight = getattr(head, "weight", None)
         return weight.dtype if isinstance(weight, Tensor) else None
@@ -134,8 +134,8 @@ class LigerLossFusion(InnerFusion):
         return Choice(OP, self.recipe.fused, ())
 
     @override
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
-        copy = super().stand_in(module, device)
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
+        copy = super().clone_for_verification(module, device)
         copy.__dict__["_sampled"] = self.weight_dtype(module)
         return copy
 

@@ -13,11 +13,11 @@ from torch.autograd.forward_ad import dual_level
 from typing_extensions import override
 
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.gradients import with_gradients
-from diffkern.injection.measures import relative_error
-from diffkern.injection.samples import random_input, sample_shape, stand_in
 from diffkern.matching import NormSemantics, apply, declines, full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
+from diffkern.verify.gradients import with_gradients
+from diffkern.verify.measures import relative_error
+from diffkern.verify.samples import clone_leaf, random_input, sample_shape
 
 #: Rows of the random proofs.
 ROWS = 64
@@ -45,7 +45,7 @@ class NormFusion(Fusion):
         return kwargs.get(self.semantics.argument) if len(kwargs) == 1 and not args else None
 
     @override
-    def subject(self, call: Tensor) -> Tensor:
+    def primary_input(self, call: Tensor) -> Tensor:
         return call
 
     @override
@@ -85,12 +85,12 @@ class NormFusion(Fusion):
         return tuple(dict.fromkeys(dtype for dtype in (*own, whole, torch.float32) if dtype in KERNEL_DTYPES))
 
     @override
-    def stand_in(self, module: nn.Module, device: torch.device) -> nn.Module:
-        return stand_in(module, device)
+    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return clone_leaf(module, device)
 
     @override
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        return stand_in(module, torch.device("cpu"), dtype)
+        return clone_leaf(module, torch.device("cpu"), dtype)
 
     @override
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Tensor]:
@@ -100,12 +100,12 @@ class NormFusion(Fusion):
         return [random_input(sample_shape(self.semantics, module, rows), device, dtype)]
 
     @override
-    def trial(self, call: Tensor) -> Tensor:
+    def first_call_sample(self, call: Tensor) -> Tensor:
         return call.detach()
 
     @override
-    def misunderstood(self, module: nn.Module) -> str | None:
-        module = stand_in(module, torch.device("cpu"), torch.float32)
+    def check_semantics(self, module: nn.Module) -> str | None:
+        module = clone_leaf(module, torch.device("cpu"), torch.float32)
         x = random_input(sample_shape(self.semantics, module, ROWS), torch.device("cpu"), torch.float32)
         error = relative_error(self.stock(module, x), self.reference(module, x))
         if error <= SEMANTIC_TOLERANCE:
@@ -122,7 +122,7 @@ class NormFusion(Fusion):
 
     @override
     def exact_training(self, module: nn.Module, call: Tensor) -> tuple[Tensor, ...]:
-        wide, x = stand_in(module, call.device, torch.float64), call.detach().double()
+        wide, x = clone_leaf(module, call.device, torch.float64), call.detach().double()
         # In forward mode the ops are plain PyTorch, which knows its own backward.
         with dual_level():
             return with_gradients(lambda: apply(self.semantics, wide, x), (x, *wide.parameters()))
@@ -130,4 +130,4 @@ class NormFusion(Fusion):
     @override
     def reference(self, module: nn.Module, call: Tensor) -> Tensor:
         with use_provider("eager"):
-            return apply(self.semantics, stand_in(module, call.device, torch.float64), call.double())
+            return apply(self.semantics, clone_leaf(module, call.device, torch.float64), call.double())

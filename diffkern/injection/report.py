@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from diffkern.verify.measures import Measurement
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from diffkern.attention import Route
     from diffkern.injection.state import PatchState
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One proof: how far the fused and the stock forward, or their gradients, are from a float64 reference.
-
-    Errors are relative, ``‖y − y_ref‖₂ / ‖y_ref‖₂``, over at least 64 random rows.
-
-    Attributes:
-        device: Device the proof ran on.
-        dtype: Dtype of the input.
-        provider: Who computed the fused result.
-        fused: Error of the fused forward.
-        stock: Error of the stock forward.
-        bit_identical: Whether both results were equal bit for bit.
-        passed: Whether the fused forward kept the contract.
-        reason: Why it did not, or "".
-        gradients: Whether these are the errors of a call with its backward: of the result or the one of its gradients
-            that breaks the contract, or else is furthest above stock.
-    """
-
-    device: str
-    dtype: str
-    provider: str
-    fused: float
-    stock: float
-    bit_identical: bool
-    passed: bool
-    reason: str = ""
-    gradients: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain data; an error that is no number, which JSON does not have, is None."""
-        data = asdict(self)
-        return data | {name: data[name] if math.isfinite(data[name]) else None for name in ("fused", "stock")}
 
 
 @dataclass

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from diffkern.blocks import forget
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.hub.rule import Rule
-from diffkern.injection import gradients, hooks
+from diffkern.injection import hooks
 from diffkern.injection.layer_fusion import LayerFusion
 from diffkern.injection.one_op import number, op_that_runs, stands_alone
 from diffkern.injection.report import Site, find_report
 from diffkern.providers.hub import is_kernel
 from diffkern.providers.onlookers import transforms_active
+from diffkern.verify import gradients
 
 if TYPE_CHECKING:
     from diffkern.injection.fusion import Fusion
-    from diffkern.injection.proof import Verifier
+    from diffkern.verify.proof import Verifier
 
 #: The one attribute that a patched module has besides its forward. It holds no tensor of the model and no module.
 ATTRIBUTE = "_diffkern"
@@ -92,29 +93,29 @@ class PatchState:
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
             if self._was_replaced(module):
                 return None
-            if self.rule.situations and self.rule.at(fusion.subject(call).device, module.training) == LEFT_ALONE:
+            if self.rule.situations and self.rule.at(fusion.primary_input(call).device, module.training) == LEFT_ALONE:
                 return None
             if fusion.declines(module, call) is not None:
                 return None
-            x = fusion.subject(call)
+            x = fusion.primary_input(call)
             if not self._is_proven(module, x):
                 if self.revoked is None:
                     _note_traced_as_stock(self.report, type(module).__name__, x.device, x.dtype)
                 return None
-            if self._no_gradients(module, fusion.subject(call)) and gradients.wanted(module, fusion.subject(call)):
+            if self._no_gradients(module, x) and gradients.wanted(module, x):
                 return None
             if fusion.allowance:
                 _note_traced_as_fast(self.report, type(module).__name__)
             return fusion.stock_pieces(module, call)
         reason = _REPLACED if self._was_replaced(module) else self.revoked or fusion.declines(module, call)
         if reason is None and self.rule.situations:
-            reason = self._left_alone(module, fusion.subject(call).device)
-        if reason is None and not self._is_proven(module, fusion.subject(call)):
+            reason = self._left_alone(module, fusion.primary_input(call).device)
+        if reason is None and not self._is_proven(module, fusion.primary_input(call)):
             reason = self._prove(module, call)
-        if reason is None and gradients.wanted(module, fusion.subject(call)):
-            reason = self._prove_gradients(module, fusion.subject(call))
+        if reason is None and gradients.wanted(module, fusion.primary_input(call)):
+            reason = self._prove_gradients(module, fusion.primary_input(call))
         if reason is not None:
-            if self.strict and not fusion.excused(module, call):
+            if self.strict and not fusion.allowed_in_strict(module, call):
                 raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
             self.stock_calls[reason] += 1
             return None
@@ -165,7 +166,7 @@ class PatchState:
     def _prove(self, module: nn.Module, call: Any) -> str | None:
         """Proves a device and dtype that injection did not see, on real weights and, if it can be, the real input."""
         assert self.verifier is not None
-        x = self.fusion.subject(call)
+        x = self.fusion.primary_input(call)
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "not proven yet, and a proof cannot run while a CUDA graph is captured: run one call before"
         if transforms_active():
@@ -183,7 +184,7 @@ class PatchState:
 
     def _give_up(self, module: nn.Module, call: Any, provider: str | None, reason: str) -> str | None:
         """Gives a call without a proof to the next provider, as the injection would have done; or returns why not."""
-        x = self.fusion.subject(call)
+        x = self.fusion.primary_input(call)
         another_may = not isinstance(self.fusion, LayerFusion)
         if another_may and provider and is_kernel(provider) and not self.strict:
             self.rule = self.rule.map(lambda choice: None if choice == provider else choice)
@@ -318,7 +319,7 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
         return _run_below(state, module, args, kwargs)
     provider = state.rule.otherwise
     if state.rule.situations:
-        provider = state.rule.at(state.fusion.subject(call).device, module.training)
+        provider = state.rule.at(state.fusion.primary_input(call).device, module.training)
     try:
         return state.fusion.compute(module, call, provider, stock)
     except OSError as error:

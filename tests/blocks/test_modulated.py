@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from diffkern import StrictModeError, inject_optimized_kernels, plan
 from diffkern.blocks import inner_recipe_for
 from diffkern.blocks.modulated import ModulatedNorms, modulated_norms
-from diffkern.injection.measures import relative_error
+from diffkern.verify.measures import relative_error
 from tests.injection.models import ltx_inputs, randomise, run, tiny_ltx
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels
 from diffkern.bench.measure import relative_error
-from diffkern.injection import gradients
 from diffkern.injection.state import patch_state
+from diffkern.verify import gradients
 from tests.transformers.models import build, inputs, logits, step
 
 

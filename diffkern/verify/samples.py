@@ -49,7 +49,7 @@ def random_input(shape: torch.Size, device: torch.device, dtype: torch.dtype) ->
     return (x * scale).to(device=device, dtype=dtype)
 
 
-def stand_in(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+def clone_leaf(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """Returns a copy of a leaf module on ``device`` that shares nothing a run could change, and no hooks.
 
     A deep copy would drag hooks and their offload maps along. Weights on the meta device have no values;
@@ -58,8 +58,8 @@ def stand_in(module: nn.Module, device: torch.device, dtype: torch.dtype | None 
     return _copy(module, lambda tensor: _place(tensor, device, dtype))
 
 
-def block_stand_in(module: nn.Module, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> nn.Module:
-    """Returns a copy of a block on ``device``, child by child, as :func:`stand_in` does for a leaf.
+def clone_tree(module: nn.Module, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> nn.Module:
+    """Returns a copy of a block on ``device``, child by child, as :func:`clone_leaf` does for a leaf.
 
     A linear layer that is not torch's own, with adapters or quantised weights, is replaced by a random one of
     its size: recipes call such layers as they are, so nothing depends on what they compute.
@@ -77,7 +77,7 @@ def block_stand_in(module: nn.Module, device: torch.device, dtype_of: Callable[[
     copy = _copy(module, lambda tensor: _place(tensor, device, dtype_of(tensor)))
     copy.__dict__ |= {"training": False, "_modules": {}}
     for name, child in module._modules.items():
-        copy._modules[name] = None if child is None else block_stand_in(child, device, dtype_of)
+        copy._modules[name] = None if child is None else clone_tree(child, device, dtype_of)
     return copy
 
 

@@ -16,18 +16,19 @@ things must hold:
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from diffkern.injection import gradients
-from diffkern.injection.fusion import Fusion
-from diffkern.injection.gradients import TrainingErrors
-from diffkern.injection.measures import relative_error
-from diffkern.injection.report import Measurement
 from diffkern.providers import NoProviderError
 from diffkern.providers.hub import public_name, refusals_raise
+from diffkern.verify import gradients
+from diffkern.verify.gradients import TrainingErrors
+from diffkern.verify.measures import Measurement, relative_error
+
+if TYPE_CHECKING:
+    from diffkern.injection.fusion import Fusion
 
 #: error(fused) may be this much of error(stock), ...
 RATIO = 1.05
@@ -57,12 +58,12 @@ class Verifier:
         kind = fusion.kind(module)
         key = (kind, device, dtype, provider)
         if key not in self._ledger:
-            copy = fusion.stand_in(module, device)
+            copy = fusion.clone_for_verification(module, device)
             calls = fusion.samples(copy, device, dtype, self.exact)
             if not calls or any(fusion.declines(copy, call) is not None for call in calls):
                 return None
             if kind not in self._semantics:
-                self._semantics[kind] = fusion.misunderstood(copy)
+                self._semantics[kind] = fusion.check_semantics(copy)
             proofs = [self._measure(copy, fusion, provider, call, self._semantics[kind]) for call in calls]
             self._ledger[key] = min(proofs, key=_margin)
         return self._ledger[key]
@@ -76,7 +77,7 @@ class Verifier:
         """
         key = ("gradients", fusion.kind(module), device, dtype, provider)
         if key not in self._gradients:
-            copy = fusion.stand_in(module, device)
+            copy = fusion.clone_for_verification(module, device)
             calls = fusion.samples(copy, device, dtype, self.exact)
             calls = [call for call in calls if fusion.declines(copy, call) is None]
             proofs = [self._measure_gradients(copy, fusion, provider, call) for call in calls]
@@ -86,7 +87,7 @@ class Verifier:
     def _measure_gradients(
         self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any
     ) -> Measurement | None:
-        x = fusion.subject(call)
+        x = fusion.primary_input(call)
         device, dtype, chosen = str(x.device), _name(x.dtype), public_name(provider or "auto")
         try:
             chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
@@ -115,18 +116,18 @@ class Verifier:
 
         None if there was nothing to prove it on.
         """
-        x = fusion.subject(call)
+        x = fusion.primary_input(call)
         with torch.no_grad():
             random = self.prove(module, fusion, provider, x.device, x.dtype)
-            trial = fusion.trial(call)
-            if trial is None or (random is not None and not random.passed):
+            sample = fusion.first_call_sample(call)
+            if sample is None or (random is not None and not random.passed):
                 return random
-            return self._measure(fusion.stand_in(module, x.device), fusion, provider, trial, None)
+            return self._measure(fusion.clone_for_verification(module, x.device), fusion, provider, sample, None)
 
     def _measure(
         self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any, reason: str | None
     ) -> Measurement:
-        x = fusion.subject(call)
+        x = fusion.primary_input(call)
         stock = _as_one(fusion.stock(module, call))
         reference = _as_one(fusion.reference(module, call))
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.attention.measure import unobserved
-from diffkern.injection.measures import relative_error
+from diffkern.verify.measures import relative_error
 
 if TYPE_CHECKING:
     from diffkern.injection.fusion import Fusion
@@ -68,16 +68,16 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
     if exact is None:
         return None
     pieces = fusion.stock_pieces(module, call)
-    leaves = (*fusion.leaves(call), *module.parameters())
-    stock = with_gradients(lambda: fusion.stock(module, call), leaves)
-    fused = with_gradients(lambda: fusion.compute(module, call, provider, pieces), leaves)
+    grad_inputs = (*fusion.grad_inputs(call), *module.parameters())
+    stock = with_gradients(lambda: fusion.stock(module, call), grad_inputs)
+    fused = with_gradients(lambda: fusion.compute(module, call, provider, pieces), grad_inputs)
     triples = list(zip(fused, stock, exact, strict=True))
     errors = [(_error(f, s, e), relative_error(s, e)) for f, s, e in triples]
     ratios = (ratio, *(fusion.gradient_ratio(gradient.dtype) or ratio for gradient in fused[1:]))
     margins = [own * s + _luck(y) - f for own, (f, s), y in zip(ratios, errors, fused, strict=True)]
     _, worst = min(zip(margins, errors, strict=True), key=lambda place: (place[0] >= 0, place[1][1] - place[1][0]))
     # The gradient of a float32 tensor may come of work in half precision.
-    sane = max(_SANE.get(tensor.dtype, 1e-3) for tensor in (*stock, *leaves))
+    sane = max(_SANE.get(tensor.dtype, 1e-3) for tensor in (*stock, *grad_inputs))
     return TrainingErrors(
         *worst,
         min(margins),
@@ -97,16 +97,16 @@ def _luck(y: Tensor) -> float:
     return torch.finfo(y.dtype).eps if y.numel() < ENOUGH else 0.0
 
 
-def with_gradients(run: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Runs, and returns the result and the gradients of ``leaves``."""
+def with_gradients(run: Callable[[], Tensor], grad_inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Runs, and returns the result and the gradients of ``grad_inputs``."""
     try:
-        for leaf in leaves:
+        for leaf in grad_inputs:
             leaf.requires_grad_()
         with torch.enable_grad(), unobserved():
             y = run()
-            return (y.detach(), *torch.autograd.grad(y, leaves, cotangent(y)))
+            return (y.detach(), *torch.autograd.grad(y, grad_inputs, cotangent(y)))
     finally:
-        for leaf in leaves:
+        for leaf in grad_inputs:
             leaf.requires_grad_(False)
 
 
