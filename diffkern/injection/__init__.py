@@ -1,8 +1,9 @@
 """plan -> verify -> apply -> report -> restore."""
 
 from diffkern.injection.inject import InjectionError, inject_optimized_kernels, optimized, plan, restore
-from diffkern.injection.report import InjectionReport, Measurement, Site
+from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import StrictModeError
+from diffkern.verify.measures import Measurement
 
 __all__ = [
     "InjectionError",

@@ -25,9 +25,10 @@ from diffkern.attention import (
 )
 from diffkern.hub.policy import Policy
 from diffkern.hub.reference import is_reference
-from diffkern.injection.report import InjectionReport, Measurement, Site
+from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import StrictModeError
 from diffkern.matching import full_name
+from diffkern.verify.measures import Measurement
 
 AUTO = "auto"
 OP = "attention"

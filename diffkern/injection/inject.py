@@ -31,12 +31,13 @@ from diffkern.injection.inner_fusion import InnerFusion
 from diffkern.injection.liger import loss_fusion, usable, with_liger
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.provision import Option, Provision, layer_name
-from diffkern.injection.report import InjectionReport, Measurement, Site
+from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import LEFT_ALONE, PatchState, patch, patch_state, take_back, unpatch
 from diffkern.matching import full_name, match
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.providers.liger import Flags
+from diffkern.verify.measures import Measurement
 from diffkern.verify.proof import Verifier
 
 NUMERICS = ("exact", "fast", "fp8")

@@ -9,8 +9,9 @@ import math
 import pytest
 from rich.console import Console
 
-from diffkern.injection.report import InjectionReport, Measurement, Site
+from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.table import render
+from diffkern.verify.measures import Measurement
 
 PATHS = [f"vae.encoder.down_blocks.{i}.resnets.{j}.norm{k}" for i in range(3) for j in range(2) for k in (1, 2, 3)]
 REASON = "its forward reads more than weight, bias and eps, which is why it was not compared with the candidates " * 2
