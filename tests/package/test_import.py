@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,6 @@ OPTIONAL = ("diffusers", "transformers", "triton", "kernels", "rich", "typer", "
 
 def run(code: str, **environment: str) -> str:
     """Runs Python code in a fresh interpreter and returns what it prints."""
-    import os
-
     return subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={**os.environ, **environment}
     ).stdout
@@ -26,6 +26,18 @@ def test_import_pulls_in_nothing_optional() -> None:
         f"print(sorted((set(sys.modules) - before) & set({OPTIONAL!r})))"
     )
     assert run(code).strip() == "[]"
+
+
+def test_a_folder_named_like_the_package_does_not_hide_the_installed_one(tmp_path: Path) -> None:
+    (tmp_path / "diffkern").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if subprocess.run([sys.executable, "-c", "import diffkern"], cwd=tmp_path.parent, env=environment).returncode:
+        pytest.skip("diffkern is not installed in this environment")
+    code = "import diffkern; print(diffkern.inject_optimized_kernels.__name__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "inject_optimized_kernels"
 
 
 def test_importing_the_matching_tables_pulls_in_no_model_library() -> None:
