@@ -1,0 +1,255 @@
+"""A model that is injected, an untouched twin that takes every other step with it, and what must hold between them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from diffkern import InjectionReport, inject_optimized_kernels, restore
+from diffkern.bench.measure import relative_error
+from tests.pipelines.test_pipelines import ERROR_RATIO, ERROR_SLACK
+from tests.stateful.models import Inputs, Subject
+
+#: Under ``fast``, in how many calls after a write that PyTorch does not count the old value may still be used.
+STALE_CALLS = 4
+
+#: How much further from stock than its own rounding errors a run may be before the float64 reference is asked.
+SUSPICIOUS = 2.0
+
+
+@dataclass
+class Live:
+    """An injection that was not restored, and the counts of its report when they were last looked at."""
+
+    report: InjectionReport
+    prefix: str
+    counts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def called(self) -> dict[str, tuple[int, int]]:
+        """Fused and stock calls by path in the model since the last question."""
+        before, self.counts = self.counts, self.report.calls()
+        return {
+            self._path(path): tuple(now[kind] - before.get(path, now | {"fused": 0, "stock": 0})[kind] for kind in _KINDS)
+            for path, now in self.counts.items()
+        }  # type: ignore[return-value]
+
+    def paths(self) -> dict[str, Any]:
+        """The sites by their path in the model."""
+        return {self._path(site.path): site for site in self.report.patched}
+
+    def _path(self, path: str) -> str:
+        return ".".join(filter(None, (self.prefix, path)))
+
+
+_KINDS = ("fused", "stock")
+
+
+class Twins:
+    """Two models with the same weights and the same history, but for the injections.
+
+    Attributes:
+        patched: The model that is injected and restored.
+        stock: Its twin.
+        tiers: The contracts of the injections that are not restored.
+        live: Those of them whose reports count the calls of ``patched``.
+        loose: Why counts may be lower than the calls of the twin's modules ("" if they may not).
+        outcomes: How often a comparison was made, and of what kind.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.patched = subject.model()
+        self.stock = copy.deepcopy(self.patched)
+        self.tiers: list[str] = []
+        self.live: list[Live] = []
+        self.loose = ""
+        self.outcomes: Counter[str] = Counter()
+        self._stale_calls = 0
+
+    # --- steps -----------------------------------------------------------------------------------------
+
+    def both(self, step: Callable[[nn.Module], Any]) -> bool:
+        """Takes a step with both models; it works with both, or raises the same class of error with both."""
+        errors = []
+        for model in (self.stock, self.patched):
+            try:
+                step(model)
+                errors.append(None)
+            except Exception as error:
+                errors.append(error)
+        _assert_same_error(*errors)
+        return errors[0] is None
+
+    def replace(self, step: Callable[[nn.Module], nn.Module]) -> None:
+        """Replaces both models by what ``step`` makes of them, if it works."""
+        made: list[nn.Module] = []
+        if self.both(lambda model: made.append(step(model))):
+            self.stock, self.patched = made
+            self.live.clear()  # their reports speak of the models that were
+
+    def wrote_unseen(self) -> None:
+        """Notes that weights were written in a way that PyTorch does not count."""
+        self._stale_calls = STALE_CALLS
+
+    def inject(self, path: str, numerics: str, **options: Any) -> InjectionReport:
+        """Injects the part of the model at ``path``."""
+        report = inject_optimized_kernels(self.patched.get_submodule(path), numerics=numerics, **options)
+        if report.patched:
+            self.tiers.append(numerics)
+            self.live.append(Live(report, path))
+        return report
+
+    def restore(self) -> None:
+        """Restores everything; nothing of diffkern is left on any module."""
+        restore(self.patched)
+        self.tiers.clear()
+        self.live.clear()
+        left = [name for name, module in self.patched.named_modules() if "_diffkern" in vars(module)]
+        assert not left, f"restore left a patch on {left[:3]}"
+
+    def restore_report(self, index: int) -> None:
+        """Restores what one injection patched."""
+        live = self.live.pop(index % len(self.live))
+        live.report.restore()
+        self.tiers.remove(live.report.numerics)
+        assert live.report.restore() == 0
+
+    def restore_part(self, path: str) -> None:
+        """Restores one submodule."""
+        restore(self.patched.get_submodule(path))
+
+    # --- what must hold --------------------------------------------------------------------------------
+
+    @property
+    def contract(self) -> str:
+        """What the patched model promises now: ``"exact"`` if nothing looser is left on it."""
+        return "exact" if set(self.tiers) <= {"exact"} else "fast"
+
+    def compare(self, run: Callable[[nn.Module, Inputs], Any], inputs: Inputs, *, counted: bool = True) -> None:
+        """Runs both models on the same inputs and compares results, errors, inputs and counts."""
+        results, errors, given = [], [], [inputs, copy.deepcopy(inputs)]
+        for live in self.live:
+            live.called()
+        with _calls_of_modules(self.stock) as calls:
+            _try(lambda: run(self.stock, given[1]), results, errors)
+        _try(lambda: run(self.patched, given[0]), results, errors)
+        _assert_same_error(*errors)
+        assert all(map(_same_bits, tensors(given[0]), tensors(given[1]))), "an argument was written to"
+        if errors[0] is not None:
+            self.outcomes[f"both raise {type(errors[0]).__name__}"] += 1
+            return
+        self._compare_results(run, inputs, *map(tensors, results))
+        if counted:
+            self._check_counts(calls)
+
+    def _compare_results(self, run: Any, inputs: Inputs, stock: list[Tensor], patched: list[Tensor]) -> None:
+        stale_allowed, self._stale_calls = self._stale_calls > 0, max(0, self._stale_calls - 1)
+        kinds = [[(y.dtype, y.shape) for y in ys] for ys in (stock, patched)]
+        assert kinds[0] == kinds[1], f"stock returns {kinds[0]}, the patched model {kinds[1]}"
+        self.outcomes[self.contract if self.tiers else "restored"] += 1
+        if all(map(_same_bits, stock, patched)):
+            return
+        assert self.contract != "exact", (
+            f"not equal to the bit ({'exact' if self.tiers else 'nothing is patched'}): {relative_error(flat(patched), flat(stock)):.2e}"
+        )
+        if stale_allowed:
+            return
+        difference = relative_error(flat(patched), flat(stock))
+        noise = _rounding(stock)
+        if difference <= SUSPICIOUS * noise:
+            return
+        reference = self._in_float64(run, inputs)
+        error, stock_error = (relative_error(flat(ys), reference) for ys in (patched, stock))
+        assert error <= 2 * ERROR_RATIO * stock_error + 10 * ERROR_SLACK, (
+            f"error {error:.2e}, stock's {stock_error:.2e}; {difference:.2e} apart"
+        )
+
+    def _in_float64(self, run: Any, inputs: Inputs) -> Tensor:
+        """What the twin computes in float64."""
+        reference = copy.deepcopy(self.stock).double()
+        return flat(tensors(run(reference, to_dtype(copy.deepcopy(inputs), torch.float64))))
+
+    def _check_counts(self, calls: Counter[str]) -> None:
+        counts = [(live, live.called()) for live in self.live]
+        fused_around = {
+            path
+            for live, called in counts
+            for path, site in live.paths().items()
+            if site.how == "recipe" and called.get(path, (0, 0))[0]
+        }
+        for live, called in counts:
+            for path, site in live.paths().items():
+                fused, stock = called.get(path, (0, 0))
+                absorbed = any(path != other and path.startswith(f"{other}." if other else "") for other in fused_around)
+                total, expected = fused + stock, calls[path]
+                fits = total <= expected if absorbed or self.loose or site.revoked else total == expected
+                assert fits, f"{path or 'the model'} ({site.op}): {fused} fused + {stock} stock of {expected} calls"
+
+
+@contextlib.contextmanager
+def _calls_of_modules(model: nn.Module) -> Iterator[Counter[str]]:
+    """Counts the calls of all modules of a model, by path."""
+    names = {id(module): name for name, module in model.named_modules(remove_duplicate=True)}
+    calls: Counter[str] = Counter()
+
+    def count(module: nn.Module, _: Any) -> None:
+        if id(module) in names:
+            calls[names[id(module)]] += 1
+
+    handle = register_module_forward_pre_hook(count)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+def _try(run: Callable[[], Any], results: list[Any], errors: list[Exception | None]) -> None:
+    try:
+        results.append(run())
+        errors.append(None)
+    except Exception as error:
+        results.append(None)
+        errors.append(error)
+
+
+def _assert_same_error(stock: Exception | None, patched: Exception | None) -> None:
+    if type(stock) is not type(patched):
+        message = f"stock: {stock!r}; the patched model: {patched!r}"
+        raise AssertionError(message) from (patched or stock)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """All tensors of a nested value, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
+def flat(values: list[Tensor]) -> Tensor:
+    """All values of some tensors, in float64."""
+    return torch.cat([value.detach().flatten().double() for value in values])
+
+
+def to_dtype(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Casts all floating-point tensors among the arguments."""
+    if isinstance(inputs, dict):
+        return {name: to_dtype(value, dtype) for name, value in inputs.items()}
+    return inputs.to(dtype) if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def _rounding(values: list[Tensor]) -> float:
+    """About the rounding errors of a model that returns these dtypes."""
+    return max({torch.bfloat16: 4e-3, torch.float16: 5e-4}.get(value.dtype, 2e-6) for value in values)
