@@ -1,0 +1,276 @@
+#!/usr/bin/env python3
+"""Takes guards and fixes out, one at a time, and checks that the test that watches over each of them fails.
+
+A list of mutations is a file ``scripts/mutations/*.toml``:
+
+    [[mutation]]
+    guard = "what is taken out, in one sentence"
+    file = "diffkern/cache/base.py"
+    old = "the text in the file, which must be there once"
+    new = "the text without the guard"
+    test = "tests/cache/test_base.py::test_that_must_fail"   # or a list of them: one must fail
+
+``gpu = true`` marks a mutation whose test needs a GPU. The edits are made in copies of the tree, never in the tree
+itself. Every test must pass without the edit, and a test that cannot even be collected with it proves nothing.
+
+    python scripts/mutate.py                  all
+    python scripts/mutate.py --only text      those whose guard, file or test contains "text"
+    python scripts/mutate.py --list           only says which there are
+
+The exit code is 1 if a mutation survives, or cannot be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTS = ROOT / "scripts" / "mutations"
+
+#: What git ignores and the tests need nevertheless: kernels that take minutes to build.
+IGNORED_BUT_NEEDED = ("diffkern/_kernels",)
+
+#: Imported once, in the process that all runs are forked from: most of what a short test takes.
+PRELOADED = ("torch", "pytest", "hypothesis", "transformers", "peft", "accelerate", "diffusers.models.transformers")
+
+TIMEOUT = 300.0
+
+_FIELDS = {"guard", "file", "old", "new", "test", "gpu"}
+_PASSED, _FAILED, _TIMED_OUT = 0, 1, -1
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One edit, and the tests of which at least one must fail with it."""
+
+    guard: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    gpu: bool = False
+
+    def mutated(self, root: Path) -> str:
+        """The file with the edit.
+
+        Raises:
+            ValueError: the edit cannot be made; the message says why.
+        """
+        path = root / self.file
+        if not path.is_file():
+            raise ValueError(f"there is no file {self.file}")
+        if self.file.startswith("csrc/"):
+            raise ValueError(f"{self.file} would have to be built: only edits that take effect at once are made here")
+        text = path.read_text(encoding="utf-8")
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"the old text is in {self.file} {count} times: it must be there once")
+        if self.old == self.new:
+            raise ValueError("the new text is the old one")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutation: ``"killed"``, ``"survived"``, ``"broken"`` (it proves nothing) or ``"skipped"``."""
+
+    mutation: Mutation
+    outcome: str
+    detail: str = ""
+    seconds: float = 0.0
+
+
+def read(paths: Sequence[Path]) -> list[Mutation]:
+    """Reads lists of mutations.
+
+    Raises:
+        ValueError: an entry has a field too many or too few.
+    """
+    mutations = []
+    for path in paths:
+        for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("mutation", []):
+            if not _FIELDS >= set(entry) >= _FIELDS - {"gpu"}:
+                wrong = ", ".join(sorted(set(entry) ^ (_FIELDS - {"gpu"})))
+                raise ValueError(f"{path.name}, {entry.get('guard', 'an entry without guard')!r}: look at {wrong}")
+            tests = entry.pop("test")
+            mutations.append(Mutation(**entry, tests=(tests,) if isinstance(tests, str) else tuple(tests)))
+    return mutations
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Copies what git knows or would add, and the built kernels."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=source, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (source / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target / name)
+    for name in IGNORED_BUT_NEEDED:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
+
+
+def _pytest(tree: str, arguments: list[str], output: str) -> None:
+    """Runs in a process of its own."""
+    os.chdir(tree)
+    sys.path.insert(0, tree)
+    os.environ["PYTHONPATH"] = tree  # for the processes that tests start
+    sys.dont_write_bytecode = True  # an edit within a second leaves a file's time and size as they were
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=line", *arguments])
+    Path(output).write_text(text.getvalue(), encoding="utf-8")
+    sys.exit(int(code))
+
+
+class Runner:
+    """Copies of a tree, and test runs in them."""
+
+    def __init__(self, root: Path, folder: Path, jobs: int) -> None:
+        self._trees: queue.Queue[Path] = queue.Queue()
+        for job in range(jobs):
+            copy_tree(root, folder / f"tree{job}")
+            self._trees.put(folder / f"tree{job}")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOADED))
+
+    @contextlib.contextmanager
+    def tree(self) -> Iterator[Path]:
+        """Lends a copy that no other run uses."""
+        tree = self._trees.get()
+        try:
+            yield tree
+        finally:
+            self._trees.put(tree)
+
+    def test(self, tree: Path, mutation: Mutation) -> tuple[int, str]:
+        """Runs the tests of a mutation in a copy; returns pytest's exit code and the end of its output."""
+        output = tree.with_suffix(".txt")
+        output.unlink(missing_ok=True)
+        arguments = [*mutation.tests, *(["-m", "gpu"] if mutation.gpu else [])]
+        process = self._context.Process(target=_pytest, args=(str(tree), arguments, str(output)))
+        process.start()
+        process.join(TIMEOUT)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return _TIMED_OUT, f"not done after {TIMEOUT:.0f} s"
+        lines = output.read_text(encoding="utf-8").strip().splitlines() if output.exists() else ["the process died"]
+        return process.exitcode if process.exitcode is not None else 2, " | ".join(lines[-3:])
+
+
+def run(root: Path, mutations: Sequence[Mutation], jobs: int) -> Iterator[Result]:
+    """Makes every mutation and runs its tests, without and with it."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        runner = Runner(root, Path(folder), jobs)
+        groups: dict[tuple[str, ...], list[Mutation]] = {}
+        for mutation in mutations:
+            groups.setdefault(mutation.tests, []).append(mutation)
+        for results in pool.map(lambda group: _run_group(runner, group), groups.values()):
+            yield from results
+
+
+def _run_group(runner: Runner, group: list[Mutation]) -> list[Result]:
+    """Mutations that the same tests watch over: those must pass without any of them, which is asked once."""
+    with runner.tree() as tree:
+        if group[0].gpu and not _has_gpu():
+            return [Result(mutation, "skipped", "needs a GPU") for mutation in group]
+        code, output = runner.test(tree, group[0])
+        if code != _PASSED:
+            return [Result(mutation, "broken", f"fails without the edit: {output}") for mutation in group]
+        return [_run_one(runner, tree, mutation) for mutation in group]
+
+
+def _run_one(runner: Runner, tree: Path, mutation: Mutation) -> Result:
+    started = time.perf_counter()
+    try:
+        text = mutation.mutated(tree)
+    except ValueError as error:
+        return Result(mutation, "broken", str(error))
+    path = tree / mutation.file
+    original = path.read_text(encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
+    try:
+        code, output = runner.test(tree, mutation)
+    finally:
+        path.write_text(original, encoding="utf-8")
+    outcome = {_PASSED: "survived", _FAILED: "killed"}.get(code, "broken")
+    return Result(mutation, outcome, "" if outcome == "killed" else output, time.perf_counter() - started)
+
+
+def _has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or shutil.which("rocm-smi") is not None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the lists; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="only mutations whose guard, file, test or list contains this text")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time (default: cores)")
+    parser.add_argument("--list", action="store_true", help="list the mutations and check that they can be made")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    options = parser.parse_args(arguments)
+    mutations = [
+        mutation
+        for path in sorted(LISTS.glob("*.toml"))
+        for mutation in read([path])
+        if not options.only
+        or options.only in " ".join((mutation.guard, mutation.file, *mutation.tests, path.name))
+    ]
+    if options.list:
+        return _list(mutations)
+    # One thread each: the runs already fill the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    results = []
+    for result in run(ROOT, mutations, max(1, options.jobs)):
+        results.append(result)
+        print(f"{result.outcome:8} {result.seconds:5.1f} s  {result.mutation.guard}", flush=True)
+        if result.detail:
+            print(f"{'':19}{result.detail}", flush=True)
+    if options.json:
+        data = [asdict(result.mutation) | {"outcome": result.outcome, "detail": result.detail} for result in results]
+        options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    counts = {kind: sum(result.outcome == kind for result in results) for kind in ("killed", "survived", "broken", "skipped")}
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return int(bool(counts["survived"] or counts["broken"]))
+
+
+def _list(mutations: Sequence[Mutation]) -> int:
+    broken = 0
+    for mutation in mutations:
+        print(f"{mutation.file}: {mutation.guard}\n    {', '.join(mutation.tests)}")
+        try:
+            mutation.mutated(ROOT)
+        except ValueError as error:
+            broken += 1
+            print(f"    CANNOT BE MADE: {error}")
+    print(f"{len(mutations)} mutations, of which {broken} cannot be made")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
