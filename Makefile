@@ -1,7 +1,8 @@
 # make demo   a tiny LTX-Video on this machine, stock and with kernels, and the video that it draws
 # make test   the tests that this machine can run
+# make test-all   those, long random runs on every model, and every guard taken out once; hours on two cores
 #
-# Both make a virtual environment, install what they need and build the kernels this machine has
+# All make a virtual environment, install what they need and build the kernels this machine has
 # compilers for. Variables:
 #   PYTHON=python3.12           the interpreter of the virtual environment
 #   TORCH='torch==2.11.0'       the torch to install
@@ -21,7 +22,7 @@ EXTRAS := diffusers,examples,hub,test,dev
 INSTALLED := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 BUILD_INPUTS := $(wildcard pyproject.toml setup.py) $(shell find csrc diffkern/build -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-gpu lint format install clean
+.PHONY: demo test test-all test-gpu lint format install clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/ltx_video/generate_video.py --tiny --compare --warmup-iterations 1 --iterations 1 \
@@ -30,6 +31,10 @@ demo: $(INSTALLED)
 # One thread per process: the processes already fill the cores.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m 'not gpu' $(TESTS)
+
+# Writes what it ran and found into benchmarks/test_all.json.
+test-all: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/test_all.py
 
 # In one process: the tests measure and share one card.
 test-gpu: $(INSTALLED)

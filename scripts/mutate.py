@@ -238,8 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mutation
         for path in sorted(LISTS.glob("*.toml"))
         for mutation in read([path])
-        if not options.only
-        or options.only in " ".join((mutation.guard, mutation.file, *mutation.tests, path.name))
+        if not options.only or options.only in " ".join((mutation.guard, mutation.file, *mutation.tests, path.name))
     ]
     if options.list:
         return _list(mutations)
@@ -254,7 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         data = [asdict(result.mutation) | {"outcome": result.outcome, "detail": result.detail} for result in results]
         options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    counts = {kind: sum(result.outcome == kind for result in results) for kind in ("killed", "survived", "broken", "skipped")}
+    counts = {
+        kind: sum(result.outcome == kind for result in results) for kind in ("killed", "survived", "broken", "skipped")
+    }
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return int(bool(counts["survived"] or counts["broken"]))
 

@@ -48,12 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "gpu" in config.option.markexpr:
-        return
-    deselected = [item for item in items if item.get_closest_marker("gpu")]
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    for mark in "gpu", "exhaustive":
+        deselected = [item for item in items if item.get_closest_marker(mark)]
+        if deselected and mark not in config.option.markexpr:
+            config.hook.pytest_deselected(items=deselected)
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,50 +24,31 @@ def test_that_fails_anyway():
 """
 
 
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_what_kills_a_mutation_and_what_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutate, "PRELOADED", ())
-    root = tmp_path / "project"
-    root.mkdir()
-    (root / "code_under_test.py").write_text(_CODE)
-    (root / "test_code.py").write_text(_TESTS)
-    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
-    return root
-
-
-def mutation(old: str, new: str, *tests: str, file: str = "code_under_test.py") -> mutate.Mutation:
-    return mutate.Mutation("a guard", file, old, new, tuple(f"test_code.py::{test}" for test in tests))
-
-
-def outcomes(tree: Path, *mutations: mutate.Mutation) -> list[tuple[str, str]]:
-    return [(result.outcome, result.detail) for result in mutate.run(tree, mutations, jobs=1)]
-
-
-def test_a_test_that_fails_with_the_edit_kills_it_and_another_one_does_not(tree: Path) -> None:
-    guard = "x < 0", "False"
-    (killed, _), (survived, output) = outcomes(
-        tree, mutation(*guard, "test_negative"), mutation(*guard, "test_positive")
-    )
-    assert (killed, survived) == ("killed", "survived")
-    assert "1 passed" in output
-    assert (tree / "code_under_test.py").read_text() == _CODE
-
-
-@pytest.mark.parametrize(
-    ("edit", "test", "reason"),
-    [
-        (("return", "pass"), "test_negative", "the old text is in code_under_test.py 2 times"),
-        (("x > 0", "x"), "test_negative", "the old text is in code_under_test.py 0 times"),
-        (("x < 0", "x < 0"), "test_negative", "the new text is the old one"),
-        (("x < 0", "x <"), "test_negative", "error"),  # nothing can be collected
-        (("x < 0", "False"), "test_that_fails_anyway", "fails without the edit"),
-        (("x < 0", "False"), "test_that_is_not_there", "fails without the edit"),
-    ],
-)
-def test_a_mutation_that_proves_nothing_says_why(tree: Path, edit: tuple[str, str], test: str, reason: str) -> None:
-    ((outcome, detail),) = outcomes(tree, mutation(*edit, test))
-    assert outcome == "broken"
-    assert reason in detail
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    (tmp_path / "code_under_test.py").write_text(_CODE)
+    (tmp_path / "test_code.py").write_text(_TESTS)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    guard = ("x < 0", "False")
+    expected = [
+        (guard, "test_negative", "killed", ""),
+        (guard, "test_positive", "survived", "1 passed"),
+        (("x < 0", "x <"), "test_positive", "broken", "error"),  # nothing can be collected
+        (("return", "pass"), "test_positive", "broken", "the old text is in code_under_test.py 2 times"),
+        (("x > 0", "x"), "test_positive", "broken", "the old text is in code_under_test.py 0 times"),
+        (("x < 0", "x < 0"), "test_positive", "broken", "the new text is the old one"),
+        (guard, "test_that_fails_anyway", "broken", "fails without the edit"),
+    ]
+    mutations = [
+        mutate.Mutation("a guard", "code_under_test.py", *edit, (f"test_code.py::{test}",))
+        for edit, test, *_ in expected
+    ]
+    results = {result.mutation: result for result in mutate.run(tmp_path, mutations, jobs=1)}
+    for mutation, (_, _, outcome, detail) in zip(mutations, expected, strict=True):
+        assert results[mutation].outcome == outcome, results[mutation]
+        assert detail in results[mutation].detail
+    assert (tmp_path / "code_under_test.py").read_text() == _CODE
 
 
 def test_an_entry_with_a_word_too_few_is_named(tmp_path: Path) -> None:

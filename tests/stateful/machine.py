@@ -30,6 +30,7 @@ from tests.stateful import quantized
 from tests.stateful.models import Inputs, Subject
 from tests.stateful.twins import Twins, tensors, to_dtype
 
+
 def rule(**arguments: Any) -> Callable[[Any], Any]:
     """A rule that writes itself into ``machine.journal``, as the call that repeats it."""
 
@@ -141,7 +142,9 @@ class ModelMachine(RuleBasedStateMachine):
         self.twins.compare(self.run, self.arguments())
 
     def _modules(self, number: int, *kinds: type) -> str:
-        names = [name for name, module in self.twins.stock.named_modules() if name and isinstance(module, kinds or nn.Module)]
+        names = [
+            name for name, module in self.twins.stock.named_modules() if name and isinstance(module, kinds or nn.Module)
+        ]
         return names[number % len(names)]
 
     def _linear(self, number: int) -> str | None:
@@ -296,7 +299,8 @@ class ModelMachine(RuleBasedStateMachine):
         path = self._linear(number)
         if path is not None:
             step = quantized.quantize_weight if subclass else quantized.quantize_layer
-            self.twins.both(lambda model: step(model, path))
+            if self.twins.both(lambda model: step(model, path)):
+                self.quantized.add(path)
 
     @precondition(lambda self: self.offloaded is None)
     @rule(number=Numbers, part=st.sampled_from(["all", "rows", "counted"]))
@@ -400,7 +404,9 @@ class ModelMachine(RuleBasedStateMachine):
     def add_diffusers_hook(self, number: int) -> None:
         path, name = self._modules(number), f"shift {len(self.undo)}"
         self._hooked(
-            lambda model: HookRegistry.check_if_exists_or_initialize(model.get_submodule(path)).register_hook(Shift(), name),
+            lambda model: HookRegistry.check_if_exists_or_initialize(model.get_submodule(path)).register_hook(
+                Shift(), name
+            ),
             lambda model: model.get_submodule(path)._diffusers_hook.remove_hook(name, recurse=False),  # type: ignore[operator,union-attr]
         )
 
@@ -463,7 +469,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     # --- offloading and caches -------------------------------------------------------------------------
 
-    @precondition(lambda self: self._is_plain() and not self.classes)
+    @precondition(lambda self: self._is_plain() and not self.classes and not self.quantized)
     @rule(kind=st.sampled_from(["sequential", "block_level", "leaf_level"]))
     def offload(self, kind: str) -> None:
         cpu = torch.device("cpu")
@@ -623,7 +629,11 @@ def _unmerge(model: Any) -> None:
 
 
 def _remove_group_offloading(model: nn.Module) -> None:
-    from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, _LAYER_EXECUTION_TRACKER, _LAZY_PREFETCH_GROUP_OFFLOADING
+    from diffusers.hooks.group_offloading import (
+        _GROUP_OFFLOADING,
+        _LAYER_EXECUTION_TRACKER,
+        _LAZY_PREFETCH_GROUP_OFFLOADING,
+    )
 
     registry = HookRegistry.check_if_exists_or_initialize(model)
     for name in (_GROUP_OFFLOADING, _LAYER_EXECUTION_TRACKER, _LAZY_PREFETCH_GROUP_OFFLOADING):

@@ -37,7 +37,9 @@ class Live:
         """Fused and stock calls by path in the model since the last question."""
         before, self.counts = self.counts, self.report.calls()
         return {
-            self._path(path): tuple(now[kind] - before.get(path, now | {"fused": 0, "stock": 0})[kind] for kind in _KINDS)
+            self._path(path): tuple(
+                now[kind] - before.get(path, now | {"fused": 0, "stock": 0})[kind] for kind in _KINDS
+            )
             for path, now in self.counts.items()
         }  # type: ignore[return-value]
 
@@ -166,7 +168,11 @@ class Twins:
         noise = _rounding(stock)
         if difference <= SUSPICIOUS * noise:
             return
-        reference = self._in_float64(run, inputs)
+        try:
+            reference = self._in_float64(run, inputs)
+        except RuntimeError:  # an adapter or a hook that stays in its dtype: two roundings are this close
+            assert difference <= 10 * noise, f"{difference:.2e} from stock"
+            return
         error, stock_error = (relative_error(flat(ys), reference) for ys in (patched, stock))
         assert error <= 2 * ERROR_RATIO * stock_error + 10 * ERROR_SLACK, (
             f"error {error:.2e}, stock's {stock_error:.2e}; {difference:.2e} apart"
@@ -188,7 +194,9 @@ class Twins:
         for live, called in counts:
             for path, site in live.paths().items():
                 fused, stock = called.get(path, (0, 0))
-                absorbed = any(path != other and path.startswith(f"{other}." if other else "") for other in fused_around)
+                absorbed = any(
+                    path != other and path.startswith(f"{other}." if other else "") for other in fused_around
+                )
                 total, expected = fused + stock, calls[path]
                 fits = total <= expected if absorbed or self.loose or site.revoked else total == expected
                 assert fits, f"{path or 'the model'} ({site.op}): {fused} fused + {stock} stock of {expected} calls"

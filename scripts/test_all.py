@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Everything that a machine without a GPU can check; writes what ran, and the counts, into benchmarks/test_all.json."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "test_all.json"
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "hypothesis")
+
+#: What is run, each with its pytest expression of markers.
+SUITES = {"tests": "not gpu", "long random sequences": "exhaustive"}
+
+
+def run_suite(markers: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    """Runs pytest; returns its exit code and counts."""
+    log = folder / "junit.xml"
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "pytest", "-n", "auto", "-m", markers, f"--junitxml={log}"]
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    suite = next(ElementTree.parse(log).iter("testsuite"))
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    return code, counts | {"seconds": round(time.perf_counter() - started)}
+
+
+def run_mutations(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Runs scripts/mutate.py; returns its exit code, counts, and what is not killed."""
+    log = folder / "mutations.json"
+    started = time.perf_counter()
+    code = subprocess.run([sys.executable, "scripts/mutate.py", "--json", str(log)], cwd=ROOT, check=False).returncode
+    results = json.loads(log.read_text(encoding="utf-8"))
+    counts: dict[str, Any] = {
+        outcome: sum(result["outcome"] == outcome for result in results)
+        for outcome in ("killed", "survived", "broken", "skipped")
+    }
+    left = [result["guard"] for result in results if result["outcome"] in ("survived", "broken")]
+    return code, counts | {"not killed": left, "seconds": round(time.perf_counter() - started)}
+
+
+def main() -> int:
+    """Runs everything, also after a failure; returns the worst exit code."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    codes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, markers in SUITES.items():
+            code, result[name] = run_suite(markers, Path(folder))
+            codes.append(code)
+        code, result["mutations"] = run_mutations(Path(folder))
+        codes.append(code)
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
