@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from diffkern import InjectionReport, inject_optimized_kernels, plan
+from diffkern import plan
 from tests.stateful.machine import ModelMachine
-from tests.stateful.models import SUBJECTS, Inputs
+from tests.stateful.models import SUBJECTS
 
 FUSED, SITE, STOCK, REFUSED = "fused", "that site stock", "all stock", "refused"
 
@@ -52,10 +51,6 @@ def _on(name: str, rule: Callable[..., Any], **values: Any) -> Step:
 
 def _nothing(state: ModelMachine) -> None:
     pass
-
-
-def _cuda_graph(state: ModelMachine) -> None:
-    inject_optimized_kernels(state.twins.patched, cuda_graph=True)
 
 
 M = ModelMachine
@@ -153,6 +148,3 @@ def classify(before: dict[str, Any], after: dict[str, Any]) -> str:
     if not fused:
         return STOCK
     return SITE if stock or pieces else FUSED
-
-
-__all__ = ["FEATURES", "FUSED", "REFUSED", "SITE", "STOCK", "Feature", "InjectionReport", "Inputs", "nn", "outcome"]

@@ -74,6 +74,7 @@ class Twins:
         self.live: list[Live] = []
         self.loose = ""
         self.outcomes: Counter[str] = Counter()
+        self._remembered: set[str] | None = None
         self._stale_calls = 0
 
     # --- steps -----------------------------------------------------------------------------------------
@@ -132,8 +133,12 @@ class Twins:
 
     @property
     def contract(self) -> str:
-        """What the patched model promises now: ``"exact"`` if nothing looser is left on it."""
-        return "exact" if set(self.tiers) <= {"exact"} else "fast"
+        """What the patched model promises now: ``"exact"`` if nothing looser is left on it, or in a cache of diffusers."""
+        return "exact" if {*self.tiers, *(self._remembered or ())} <= {"exact"} else "fast"
+
+    def remember(self, remembers: bool) -> None:
+        """Notes that a cache keeps results from step to step from now on, or no more."""
+        self._remembered = set() if remembers else None
 
     def compare(self, run: Callable[[nn.Module, Inputs], Any], inputs: Inputs, *, counted: bool = True) -> None:
         """Runs both models on the same inputs and compares results, errors, inputs and counts."""
@@ -153,6 +158,8 @@ class Twins:
             self._check_counts(calls)
 
     def _compare_results(self, run: Any, inputs: Inputs, stock: list[Tensor], patched: list[Tensor]) -> None:
+        if self._remembered is not None:
+            self._remembered.update(self.tiers)
         stale_allowed, self._stale_calls = self._stale_calls > 0, max(0, self._stale_calls - 1)
         kinds = [[(y.dtype, y.shape) for y in ys] for ys in (stock, patched)]
         assert kinds[0] == kinds[1], f"stock returns {kinds[0]}, the patched model {kinds[1]}"
