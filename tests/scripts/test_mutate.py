@@ -54,7 +54,7 @@ def test_what_kills_a_mutation_and_what_proves_nothing(tmp_path: Path, monkeypat
 def test_an_entry_with_a_word_too_few_is_named(tmp_path: Path) -> None:
     path = tmp_path / "some.toml"
     path.write_text('[[mutation]]\nguard = "a guard"\nfile = "a.py"\nold = "x"\ntest = "t"\n')
-    with pytest.raises(ValueError, match="a guard.*look at new"):
+    with pytest.raises(ValueError, match=r"a guard.*look at new"):
         mutate.read([path])
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import rule as hypothesis_rule
 from torch import Tensor, nn
 
 from tests.stateful.models import Inputs, Subject
-from tests.stateful.twins import Twins, to_dtype
+from tests.stateful.twins import Twins, cast
 
 Numbers = st.integers(0, 2**16)
 NUMERICS = ("exact", "fast")
@@ -45,7 +45,7 @@ class Base(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.twins = Twins(self.subject)
-        self.dtype = torch.float32
+        self.dtype, self.device = torch.float32, "cpu"
         self.variant = 0
         self.time = 0
         self.inputs: dict[int, Inputs] = {}
@@ -68,7 +68,7 @@ class Base(RuleBasedStateMachine):
         """The arguments of the next call: the same tensors as in the last one but for the time, as in a pipeline."""
         variant = self.variant if variant is None else variant
         if variant not in self.inputs:
-            self.inputs[variant] = to_dtype(self.subject.arguments(variant), self.dtype)
+            self.inputs[variant] = cast(self.subject.arguments(variant), self.dtype, self.device)
         inputs = self.inputs[variant]
         self.time += 1
         if "timestep" in inputs:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import accelerate
 import torch
+from diffusers.hooks import apply_group_offloading
 
 from diffkern import plan
 from tests.stateful.machine import ModelMachine
@@ -27,7 +29,7 @@ class Feature:
         use: What puts it on a model; or calls the model in the way that the feature is about, if ``is_call``.
         models: Models that have it.
         is_call: Whether it is a way to call a model and not something that stays on it.
-        numerics: Contract of the injection.
+        options: Of the injection.
         gpu: Whether it needs a GPU.
     """
 
@@ -35,7 +37,7 @@ class Feature:
     use: Step
     models: tuple[str, ...] = ("ltx", "flux")
     is_call: bool = False
-    numerics: str = "fast"
+    options: Mapping[str, Any] = field(default_factory=dict)
     gpu: bool = False
 
 
@@ -53,11 +55,22 @@ def _nothing(state: ModelMachine) -> None:
     pass
 
 
+def _offload_to_cpu(state: ModelMachine) -> None:
+    state.twins.both(lambda model: accelerate.cpu_offload_with_hook(model, torch.device("cuda")))
+
+
+def _stream_from_cpu(state: ModelMachine) -> None:
+    devices = {"onload_device": torch.device("cuda"), "offload_device": torch.device("cpu")}
+    state.twins.both(
+        lambda model: apply_group_offloading(model, offload_type="leaf_level", use_stream=True, **devices)
+    )
+
+
 M = ModelMachine
 FEATURES = (
     Feature("nothing else", _nothing),
-    Feature("`numerics=\"exact\"`", _nothing, numerics="exact"),
-    Feature("`numerics=\"fp8\"` without a GPU", _nothing, numerics="fp8"),
+    Feature("`numerics=\"exact\"`", _nothing, options={"numerics": "exact"}),
+    Feature("`numerics=\"fp8\"` without a GPU", _nothing, options={"numerics": "fp8"}),
     Feature("LoRA", lambda s: s.add_lora(number=1, dora=False)),
     Feature("DoRA", lambda s: s.add_lora(number=1, dora=True)),
     Feature("LoRA, fused", lambda s: (s.add_lora(number=1, dora=False), s.fuse_lora())),
@@ -89,6 +102,11 @@ FEATURES = (
     Feature("gradients", lambda s: s.train(checkpointing=False, weights=True), is_call=True),
     Feature("gradient checkpointing", lambda s: s.train(checkpointing=True, weights=True), is_call=True),
     Feature("two threads at once", lambda s: s.run_in_threads(), is_call=True),
+    Feature("`cuda_graph=True`", _nothing, options={"cuda_graph": True}, gpu=True),
+    Feature("`cuda_graph=True` and a LoRA", lambda s: s.add_lora(number=1, dora=False), options={"cuda_graph": True}, gpu=True),
+    Feature("`numerics=\"fp8\"`", _nothing, options={"numerics": "fp8"}, gpu=True),
+    Feature("offloading of the whole model to the CPU", _offload_to_cpu, gpu=True),
+    Feature("group offloading to the CPU with a stream", _stream_from_cpu, gpu=True),
 )  # fmt: skip
 
 
@@ -123,9 +141,13 @@ def _outcome(feature: Feature, model: str, inject_first: bool) -> str:
 
 
 def _measure(state: ModelMachine, feature: Feature, inject_first: bool) -> str:
+    if feature.gpu:
+        state.device = "cuda"
+        state.twins.both(lambda model: model.to("cuda"))
+        state.cast(dtype=torch.bfloat16)
     if not inject_first:
         feature.use(state)
-    report = state.twins.inject("", feature.numerics)
+    report = state.twins.inject("", **{"numerics": "fast", **feature.options})
     if not report.patched:
         return REFUSED
     state.steps(count=3)
@@ -148,3 +170,15 @@ def classify(before: dict[str, Any], after: dict[str, Any]) -> str:
     if not fused:
         return STOCK
     return SITE if stock or pieces else FUSED
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The table in docs/compatibility.md: a row for each feature, a column for each model."""
+    models = {"ltx": "LTX-Video", "flux": "Flux"}
+    lines = [f"| with | {' | '.join(models.values())} | measured on |", "|---" * (len(models) + 2) + "|"]
+    for feature in FEATURES:
+        row = results.get(feature.name, {})
+        cells = [row.get(model, "not run yet" if model in feature.models else "-") for model in models]
+        where = row.get("where", "a GPU is needed") if feature.gpu else "the CPU, by every test run"
+        lines.append(f"| {feature.name} | {' | '.join(cells)} | {where} |")
+    return "\n".join(lines) + "\n"

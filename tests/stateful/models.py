@@ -1,4 +1,4 @@
-"""The seven models that the state machine drives: a few thousand parameters each, and a forward of a few milliseconds."""
+"""The seven models that the state machine drives: some thousand parameters, and a forward of some milliseconds."""
 
 from __future__ import annotations
 
