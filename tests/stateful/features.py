@@ -61,9 +61,7 @@ def _offload_to_cpu(state: ModelMachine) -> None:
 
 def _stream_from_cpu(state: ModelMachine) -> None:
     devices = {"onload_device": torch.device("cuda"), "offload_device": torch.device("cpu")}
-    state.twins.both(
-        lambda model: apply_group_offloading(model, offload_type="leaf_level", use_stream=True, **devices)
-    )
+    state.twins.both(lambda model: apply_group_offloading(model, offload_type="leaf_level", use_stream=True, **devices))
 
 
 M = ModelMachine
