@@ -53,7 +53,6 @@ class AdapterRules(Base):
             model.load_lora_adapter(state, adapter_name=name, prefix=None, hotswap=True)
 
         self.twins.both(swap)
-        self.twins.wrote_unseen()
         self.steps(count=6)
 
     @precondition(lambda self: self.adapters and self._may_adapt())
@@ -62,7 +61,6 @@ class AdapterRules(Base):
         """Merges the adapters into the weights, which writes through ``weight.data``."""
         self.twins.both(_merge)
         self.fused = True
-        self.twins.wrote_unseen()
         self.steps(count=6)
 
     @precondition(lambda self: self.fused and not self.ema and self.offloaded is None)
@@ -70,7 +68,6 @@ class AdapterRules(Base):
     def unfuse_lora(self) -> None:
         self.twins.both(_unmerge)
         self.fused = False
-        self.twins.wrote_unseen()
         self.steps(count=6)
 
     @precondition(lambda self: self.adapters and self._may_adapt())

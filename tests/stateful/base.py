@@ -155,7 +155,6 @@ class Base(RuleBasedStateMachine):
     def write_text_through_numpy(self) -> None:
         if self.dtype is not torch.bfloat16:
             self.arguments()[self.subject.text].numpy()[...] *= -0.5  # type: ignore[index]
-            self.twins.wrote_unseen()
             self.steps(count=6)
 
     @rule(count=st.integers(2, 8))

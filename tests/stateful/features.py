@@ -64,6 +64,7 @@ def _stream_from_cpu(state: ModelMachine) -> None:
     state.twins.both(lambda model: apply_group_offloading(model, offload_type="leaf_level", use_stream=True, **devices))
 
 
+_GRAPH = {"cuda_graph": True}
 M = ModelMachine
 FEATURES = (
     Feature("nothing else", _nothing),
@@ -100,8 +101,8 @@ FEATURES = (
     Feature("gradients", lambda s: s.train(checkpointing=False, weights=True), is_call=True),
     Feature("gradient checkpointing", lambda s: s.train(checkpointing=True, weights=True), is_call=True),
     Feature("two threads at once", lambda s: s.run_in_threads(), is_call=True),
-    Feature("`cuda_graph=True`", _nothing, options={"cuda_graph": True}, gpu=True),
-    Feature("`cuda_graph=True` and a LoRA", lambda s: s.add_lora(number=1, dora=False), options={"cuda_graph": True}, gpu=True),
+    Feature("`cuda_graph=True`", _nothing, options=_GRAPH, gpu=True),
+    Feature("LoRA and `cuda_graph=True`", lambda s: s.add_lora(number=1, dora=False), options=_GRAPH, gpu=True),
     Feature("`numerics=\"fp8\"`", _nothing, options={"numerics": "fp8"}, gpu=True),
     Feature("offloading of the whole model to the CPU", _offload_to_cpu, gpu=True),
     Feature("group offloading to the CPU with a stream", _stream_from_cpu, gpu=True),

@@ -18,9 +18,6 @@ from diffkern.bench.measure import relative_error
 from tests.pipelines.test_pipelines import ERROR_RATIO, ERROR_SLACK
 from tests.stateful.models import Inputs, Subject
 
-#: Under ``fast``, in how many calls after a write that PyTorch does not count the old value may still be used.
-STALE_CALLS = 4
-
 #: How much further from stock than its own rounding errors a run may be before the float64 reference is asked.
 SUSPICIOUS = 2.0
 
@@ -78,7 +75,6 @@ class Twins:
         self.loose = ""
         self.outcomes: Counter[str] = Counter()
         self._remembered: set[str] | None = None
-        self._stale_calls = 0
 
     # --- steps -----------------------------------------------------------------------------------------
 
@@ -100,10 +96,6 @@ class Twins:
         if self.both(lambda model: made.append(step(model))):
             self.stock, self.patched = made
             self.live.clear()  # their reports speak of the models that were
-
-    def wrote_unseen(self) -> None:
-        """Notes that weights were written in a way that PyTorch does not count."""
-        self._stale_calls = STALE_CALLS
 
     def inject(self, path: str, numerics: str, **options: Any) -> InjectionReport:
         """Injects the part of the model at ``path``."""
@@ -163,7 +155,6 @@ class Twins:
     def _compare_results(self, run: Any, inputs: Inputs, stock: list[Tensor], patched: list[Tensor]) -> None:
         if self._remembered is not None:
             self._remembered.update(self.tiers)
-        stale_allowed, self._stale_calls = self._stale_calls > 0, max(0, self._stale_calls - 1)
         kinds = [[(y.dtype, y.shape) for y in ys] for ys in (stock, patched)]
         assert kinds[0] == kinds[1], f"stock returns {kinds[0]}, the patched model {kinds[1]}"
         self.outcomes[self.contract if self.tiers else "restored"] += 1
@@ -172,8 +163,6 @@ class Twins:
         difference = relative_error(flat(patched), flat(stock))
         promise = "exact" if self.tiers else "nothing is patched"
         assert self.contract != "exact", f"not equal to the bit ({promise}): {difference:.2e} from stock"
-        if stale_allowed:
-            return
         noise = _rounding(stock)
         if difference <= (FP8_ERROR if "fp8" in self.tiers else SUSPICIOUS * noise):
             return

@@ -52,7 +52,6 @@ class WeightRules(Base):
                 rows.mul_(-1.5)  # type: ignore[operator,union-attr]
 
         self.twins.both(write)
-        self.twins.wrote_unseen()
         self.steps(count=6)
 
     @precondition(lambda self: not self.ema and not self.quantized and self.offloaded is None)
@@ -71,7 +70,6 @@ class WeightRules(Base):
 
         if self.twins.both(swap):
             self.ema = made
-        self.twins.wrote_unseen()
         self.steps(count=6)
 
     @precondition(lambda self: self.ema and self.offloaded is None)
@@ -80,7 +78,6 @@ class WeightRules(Base):
         averages = iter(self.ema)
         self.twins.both(lambda model: next(averages).restore(model.parameters()))
         self.ema = []
-        self.twins.wrote_unseen()
         self.steps(count=6)
 
     @precondition(lambda self: self.offloaded is None and not self.ema)
