@@ -21,7 +21,9 @@ from tests.stateful.base import Base, Numbers, rule
 CACHES = {
     "first block": lambda: FirstBlockCacheConfig(threshold=0.3),
     "mag": lambda: MagCacheConfig(num_inference_steps=8, mag_ratios=torch.ones(8), threshold=0.5),
-    "taylor": lambda: TaylorSeerCacheConfig(cache_interval=3, disable_cache_before_step=2),
+    "taylor": lambda: TaylorSeerCacheConfig(
+        cache_interval=3, disable_cache_before_step=2, taylor_factors_dtype=torch.float32
+    ),
 }
 
 
