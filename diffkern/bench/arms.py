@@ -90,10 +90,8 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
 
 
 def _check_that_it_took(arm: Arm, report: InjectionReport) -> None:
-    from diffkern.injection.inject import NO_FP8_FORM
-
-    if arm.numerics == "fp8" and NO_FP8_FORM in report.notes:
-        raise ArmUnavailableError(NO_FP8_FORM)
+    if report.caveat:
+        raise ArmUnavailableError(report.caveat)
     wanted = [site for site in report.patched if not arm.cuda_graph or site.op == "cuda_graph"]
     if wanted:
         return

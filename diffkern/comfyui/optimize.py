@@ -156,7 +156,7 @@ def _plan(
             recipe = found.recipe.exactly() if exact else found.recipe
             patch = _first_that_passes(recipe.of(families), module, provider, verifier, dtype, device, site)
             if patch is not None:
-                site._state = patch  # type: ignore[assignment]  # it counts its calls as a patch state does
+                site._state = patch  # it counts its calls as a patch state does
                 patches[path] = patch
                 report._accepted.append(site)
                 continue

@@ -1,6 +1,7 @@
-"""plan -> verify -> apply -> report -> restore."""
+"""select -> plan -> verify -> patch -> report -> restore."""
 
-from diffkern.injection.inject import InjectionError, inject_optimized_kernels, optimized, plan, restore
+from diffkern.injection.inject import inject_optimized_kernels, optimized, plan, restore
+from diffkern.injection.proving import InjectionError
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import StrictModeError
 from diffkern.verify.measures import Measurement

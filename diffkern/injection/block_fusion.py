@@ -44,6 +44,11 @@ class BlockFusion(Fusion):
 
     @property
     @override
+    def kernel_ops(self) -> tuple[str, ...]:
+        return self.recipe.ops
+
+    @property
+    @override
     def allowance(self) -> float:
         return self.recipe.allowance
 

@@ -38,7 +38,7 @@ def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[st
 
     Raises:
         TypeError: ``target`` is neither a pipeline nor a module, or ``names`` are no names.
-        ValueError: a name is no component that holds a module.
+        ValueError: a name is no component that holds a module, or there is no name.
     """
     wanted = None if names is None else _as_names(names)
     if isinstance(target, nn.Module):
@@ -48,14 +48,13 @@ def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[st
                 "leave components out, or choose modules with config"
             )
         return {"": target}, {}
-    components = getattr(target, "components", None)
-    if not isinstance(components, Mapping):
-        raise TypeError(
-            f"expected a diffusers pipeline or a torch.nn.Module, got {type(target).__name__}: "
-            "pass the pipeline itself, or one of its models such as pipe.transformer"
-        )
-    modules = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    modules = all_components(target)
     if wanted is not None:
+        if not wanted:
+            raise ValueError(
+                f"components=[] names nothing to work on: name some of {', '.join(sorted(modules)) or 'its models'}, "
+                "or pass None for the default ones"
+            )
         for name in wanted:
             if name not in modules:
                 close = difflib.get_close_matches(name, modules, n=1)
@@ -69,6 +68,23 @@ def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[st
         if name not in wanted
     }
     return {name: modules[name] for name in wanted}, left_out
+
+
+def all_components(target: Any) -> dict[str, nn.Module]:
+    """Every module of a pipeline by component name; a single module has the empty name.
+
+    Raises:
+        TypeError: ``target`` is neither a pipeline nor a module.
+    """
+    if isinstance(target, nn.Module):
+        return {"": target}
+    components = getattr(target, "components", None)
+    if not isinstance(components, Mapping):
+        raise TypeError(
+            f"expected a diffusers pipeline or a torch.nn.Module, got {type(target).__name__}: "
+            "pass the pipeline itself, or one of its models such as pipe.transformer"
+        )
+    return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
 
 
 def _as_names(names: Any) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from diffkern.providers import Choice
+from diffkern.injection.report import ONLY_EAGER
+from diffkern.providers import Choice, hub, requested, select
 
 
 class Fusion(Protocol):
@@ -20,6 +21,11 @@ class Fusion(Protocol):
     @property
     def op(self) -> str:
         """The op, as reports and configurations name it."""
+
+    @property
+    def kernel_ops(self) -> tuple[str, ...]:
+        """The ops between whose providers it can choose; none for what gains something without a kernel."""
+        return ()
 
     @property
     def allowance(self) -> float:
@@ -128,3 +134,25 @@ class Fusion(Protocol):
         None, as here, if they keep that of every proof.
         """
         return None
+
+
+def only_eager(
+    fusion: Fusion, choice: Choice, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> str | None:
+    """Says why a fusion is not worth patching: nobody asked for ``eager``, and all of it would be computed by that.
+
+    Args:
+        fusion: What would be patched in.
+        choice: Its choice for calls of ``dtypes`` on ``device``.
+        provider: What the configuration names, or None.
+        device: Where the calls run.
+        dtypes: Their dtypes, the likeliest first.
+    """
+    name = requested(provider)
+    if choice.provider != "eager" or not fusion.kernel_ops or not (name is None or name.startswith(hub.WITH_HUB)):
+        return None
+    if any(select(op, device, dtypes[:1], provider).provider != "eager" for op in fusion.kernel_ops[1:]):
+        return None
+    wanted = ("compiled",) if device.type == "cpu" else ("compiled", "triton")
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined if name in wanted)
+    return f"{ONLY_EAGER} ({reasons})"

@@ -50,6 +50,11 @@ class InnerFusion(Fusion):
     def op(self) -> str:
         return self.recipe.op
 
+    @property
+    @override
+    def kernel_ops(self) -> tuple[str, ...]:
+        return (self.op,)
+
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         return self.recipe.bind(args, kwargs)

@@ -110,6 +110,11 @@ class LigerInnerFusion(InnerFusion):
 class LigerLossFusion(InnerFusion):
     """A model whose loss Liger computes in training."""
 
+    @property
+    @override
+    def kernel_ops(self) -> tuple[str, ...]:
+        return ()
+
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
         """Calls that have no loss, or want no gradients of it."""

@@ -38,6 +38,11 @@ class NormFusion(Fusion):
     def op(self) -> str:
         return self.semantics.op
 
+    @property
+    @override
+    def kernel_ops(self) -> tuple[str, ...]:
+        return (self.op,)
+
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if len(args) == 1 and not kwargs:

@@ -26,14 +26,14 @@ _numbers = itertools.count()
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
-def number(module: nn.Module) -> Tensor:
-    """Returns a number under which the op finds a module; in a tensor, so that one graph serves all blocks."""
+def module_handle(module: nn.Module) -> Tensor:
+    """Returns a number by which the op finds a module; in a tensor, so that one graph serves all blocks."""
     own = next(_numbers)
     _modules[own] = module
     return torch.tensor(own, device="cpu")  # wherever tensors are made by default
 
 
-def stands_alone(name: str, forward: str) -> bool:
+def is_compile_root(name: str, forward: str) -> bool:
     """Whether ``torch.compile`` traces a module of a class by itself, and nothing around it.
 
     Not where somebody put a forward of their own around that of the module: what they compute before and after would
@@ -55,27 +55,27 @@ def stands_alone(name: str, forward: str) -> bool:
 
 
 # What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-stands_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_compile_root._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def op_that_runs(run: Run) -> Callable[[Tensor, Sequence[Tensor | None]], Tensor]:
-    """Returns the op: it takes the number of a module and its operands, and gives what ``run`` gives.
+    """Returns the op: it takes the handle of a module and its operands, and returns what ``run`` returns.
 
     The result is like the first operand.
     """
 
     @cache
-    def undisturbed() -> Run:
+    def eager_run() -> Run:
         return torch.compiler.disable(run)  # type: ignore[no-any-return]
 
-    def kernel(own: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
-        return undisturbed()(_modules[int(own)], operands).contiguous()
+    def kernel(handle: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+        return eager_run()(_modules[int(handle)], operands).contiguous()
 
-    def fake(own: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+    def fake(handle: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
         first: Any = operands[0]
         return first.new_empty(first.shape)  # type: ignore[no-any-return]
 
     # Weights and what is kept are no operands: a CUDA graph (mode="reduce-overhead") would replay those it was captured
     # with, and for whichever block.
-    signature, unsafe = "(Tensor number, Tensor?[] operands) -> Tensor", torch.Tag.cudagraph_unsafe
+    signature, unsafe = "(Tensor handle, Tensor?[] operands) -> Tensor", torch.Tag.cudagraph_unsafe
     return define("fused_block", signature, kernel, fake, unsafe)

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from diffkern.injection.counts import CountRecord, Counts
 from diffkern.verify.measures import Measurement
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from diffkern.attention import Route
-    from diffkern.injection.state import PatchState
 
 
 @dataclass
@@ -46,11 +44,29 @@ class Site:
     measurements: list[Measurement] = field(default_factory=list)
     revoked: bool = False
     _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
-    _state: PatchState | Route | None = field(default=None, repr=False, compare=False)
+    _state: Counts | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled report is a record: it does not hold on to modules, and cannot restore them."""
-        return {**vars(self), "_module": None, "_state": None}
+        state = self._state
+        if state is not None:
+            state = CountRecord(state.fused_calls, state.stock_calls, state.stock_pieces, self.restored)
+        return {**vars(self), "_module": None, "_state": state}
+
+    @property
+    def restored(self) -> bool:
+        """Whether the patch was taken away again, by whichever call."""
+        return bool(getattr(self._state, "restored", False))
+
+    @property
+    def fused_calls(self) -> int:
+        """Calls so far that ran fused."""
+        return 0 if self._state is None else self._state.fused_calls
+
+    @property
+    def stock_calls(self) -> Counter[str]:
+        """Calls so far that ran stock, by reason."""
+        return Counter() if self._state is None else self._state.stock_calls
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the public fields as plain data."""
@@ -64,6 +80,15 @@ class Site:
             "measurements": [measurement.to_dict() for measurement in self.measurements],
         }
 
+
+#: How the reason begins for which a module stays stock that no kernel serves.
+ONLY_EAGER = "only plain PyTorch could serve it, which gains nothing"
+
+#: What a model may have that can run fused.
+LOOKED_FOR = (
+    "RMS and layer norms, modulated norms, rotary embeddings, gated feed-forwards and blocks of LTX, as classes of "
+    "torch.nn, diffusers and transformers or equal to one"
+)
 
 _numbers = itertools.count(1)
 _reports: weakref.WeakValueDictionary[str, InjectionReport] = weakref.WeakValueDictionary()
@@ -82,17 +107,25 @@ class InjectionReport:
         target: Class of the pipeline or model.
         numerics: The contract that was asked for.
         dry_run: Whether this is only a plan; ``patched`` then lists what would be patched.
+        verified: Whether sites are proven before they are used.
         skipped: Norms and blocks that were looked at and left alone, each with its reason.
         notes: Sentences about the whole, for example components that were not touched.
         seconds: Time the injection took, in seconds.
+        already: Modules that an earlier injection had patched, under the same contract.
+        caveat: What of ``numerics`` there is no form of in this model, or "".
+        traced: Whether a graph of ``torch.compile`` holds patched modules: their calls in it are not counted.
     """
 
     target: str
     numerics: str
     dry_run: bool = False
+    verified: bool = True
     skipped: list[Site] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    already: int = 0
+    caveat: str = ""
+    traced: bool = False
     _accepted: list[Site] = field(default_factory=list, repr=False)
     _rejected: list[Site] = field(default_factory=list, repr=False)
     _undo: Callable[[Sequence[Site]], int] | None = field(default=None, repr=False, compare=False)
@@ -103,8 +136,18 @@ class InjectionReport:
 
     @property
     def patched(self) -> list[Site]:
-        """Sites that run fused now."""
+        """Sites that this injection patched, also those :attr:`restored` since; :meth:`calls` says what ran fused."""
         return [site for site in self._accepted if not site.revoked]
+
+    @property
+    def restored(self) -> list[Site]:
+        """Those of the patched sites whose patch was taken away again, by whichever call."""
+        return [site for site in self.patched if site.restored]
+
+    @property
+    def active(self) -> list[Site]:
+        """Those of the patched sites that are patched still."""
+        return [site for site in self.patched if not site.restored]
 
     @property
     def failed(self) -> list[Site]:
@@ -145,10 +188,13 @@ class InjectionReport:
             "target": self.target,
             "numerics": self.numerics,
             "dry_run": self.dry_run,
+            "verified": self.verified,
+            "summary": self.summary(),
             "seconds": self.seconds,
             "patched": [site.to_dict() for site in self.patched],
             "skipped": [site.to_dict() for site in self.skipped],
             "failed": [site.to_dict() for site in self.failed],
+            "restored": [site.to_dict() for site in self.restored],
             "notes": list(self.notes),
             "calls": self.calls(),
         }
@@ -158,15 +204,60 @@ class InjectionReport:
         return json.dumps(self.to_dict(), indent=indent)
 
     def summary(self) -> str:
-        """Returns one sentence: how many sites, by whom, and how many not."""
-        verb = "would patch" if self.dry_run else "patched"
-        by = Counter(site.provider or "nobody on this device" for site in self.patched)
-        served = ", ".join(f"{count} by {name}" for name, count in by.most_common())
-        parts = [f"{verb} {len(self.patched)} modules of {self.target}" + (f" ({served})" if served else "")]
-        parts.append(f"left {len(self.skipped)} alone")
+        """Returns the headline: what is patched now, what of it ran fused so far, and under which contract."""
+        patched, skipped = self.active, f"left {len(self.skipped)} alone"
+        if self.dry_run:
+            parts = [f"would patch {_modules(patched)} of {self.target}{_providers(patched)}", skipped]
+        elif self.restored and not patched:
+            return f"restored: all {_modules(self.restored)} of {self.target} run stock again"
+        else:
+            more = " more" if self.already else ""
+            parts = [f"patched {_modules(patched, more)} of {self.target}{self._runs(patched)}", skipped]
+        if self.restored:
+            parts.append(f"{len(self.restored)} restored")
         if self.failed:
             parts.append(f"{len(self.failed)} failed")
-        return ", ".join(parts) + f"; numerics {self.numerics!r}"
+        return "; ".join([", ".join(parts), *self._remarks(patched), *self._contract(patched)])
+
+    def _runs(self, patched: Sequence[Site]) -> str:
+        """What of the patched sites ran fused, and what stock, so far."""
+        if not patched:
+            return ""
+        fused = [site for site in patched if site.fused_calls]
+        stock = [site for site in patched if site.stock_calls]
+        if not fused and not stock:
+            so_far = "run by torch.compile, which counts no calls" if self.traced else "not run yet"
+            return f"{_providers(patched)}, {so_far}"
+        mixed = sum(site in stock for site in fused)
+        runs = [f"{len(fused)} ran fused{_providers(fused)}"] if fused else ["nothing ran fused"]
+        if mixed:
+            runs.append(f"{mixed} of them stock at times")
+        if len(stock) > mixed:
+            runs.append(f"{len(stock) - mixed} ran stock")
+        reasons = sum((site.stock_calls for site in stock), Counter[str]())
+        if reasons:
+            others = f" and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
+            runs[-1] += f" ({reasons.most_common(1)[0][0]}{others})"
+        idle = len(patched) - len(fused) - len(stock) + mixed
+        return ": " + ", ".join(runs + ([f"{idle} not called themselves"] if idle else []))
+
+    def _remarks(self, patched: Sequence[Site]) -> list[str]:
+        """Why nothing is patched, or which command would let more run fused."""
+        left = Counter(site.reason for site in (*self.skipped, *self.failed))
+        if not patched and not self.already:
+            if not left:
+                return [f"it has none of the modules that diffkern looks for: {LOOKED_FOR}"]
+            reason, count = left.most_common(1)[0]
+            return [f"{reason} ({count} of {left.total()})"]
+        plain = Counter({reason: count for reason, count in left.items() if ONLY_EAGER in reason})
+        remarks = [f"{plain.total()} stay stock: {plain.most_common(1)[0][0]}"] if plain else []
+        return remarks + ([f"{self.already} were patched before: restore() first to change them"] * bool(self.already))
+
+    def _contract(self, patched: Sequence[Site]) -> list[str]:
+        if not patched and not self.already:
+            return [] if self.dry_run else ["it runs stock"]
+        caveats = [self.caveat] if self.caveat else []
+        return [", ".join([f"numerics {self.numerics!r}", *caveats, *([] if self.verified else ["not verified"])])]
 
     def __str__(self) -> str:
         from diffkern.injection.table import render_text
@@ -182,3 +273,12 @@ class InjectionReport:
         from diffkern.injection.table import render
 
         return render(self)
+
+
+def _modules(sites: Sequence[Site], more: str = "") -> str:
+    return f"{len(sites)}{more} module{'' if len(sites) == 1 else 's'}"
+
+
+def _providers(sites: Sequence[Site]) -> str:
+    by = Counter(site.provider or "nobody on this device" for site in sites)
+    return f" ({', '.join(f'{count} by {name}' for name, count in by.most_common())})" if by else ""

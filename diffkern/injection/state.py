@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +19,13 @@ from diffkern.blocks import forget
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
+from diffkern.injection.counts import CallCounts
+from diffkern.injection.fusion import only_eager
 from diffkern.injection.layer_fusion import LayerFusion
-from diffkern.injection.one_op import number, op_that_runs, stands_alone
+from diffkern.injection.one_op import is_compile_root, module_handle, op_that_runs
 from diffkern.injection.report import Site, find_report
+from diffkern.providers import NoProviderError
+from diffkern.providers.base import KernelFileError
 from diffkern.providers.hub import is_kernel
 from diffkern.providers.onlookers import transforms_active
 from diffkern.verify import gradients
@@ -31,7 +37,9 @@ if TYPE_CHECKING:
 #: The one attribute that a patched module has besides its forward. It holds no tensor of the model and no module.
 ATTRIBUTE = "_diffkern"
 #: In place of a provider: the module runs stock.
-LEFT_ALONE = ""
+STOCK = ""
+#: Held while modules are patched, restored, or proven at their first use, in whichever threads.
+LOCK = threading.RLock()
 
 _REPLACED = "what its class computes was replaced after the injection"
 
@@ -47,13 +55,14 @@ class PatchState:
 
     Attributes:
         fusion: What the module computes, and how.
-        rule: Who serves the module, by device and mode: a provider, None to choose, or :data:`LEFT_ALONE`.
+        rule: Who serves the module, by device and mode: a provider, None to choose, or :data:`STOCK`.
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
+        numerics: The contract that the patch keeps.
         below: The patch that runs where this one runs stock: a graph is put over whatever is there.
         stock: The forward that the module's class had when it was patched: with another one the patch steps aside.
-        number: Under which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form,
-            and in a copy of the module.
+        handle: By which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form, and in
+            a copy of the module.
         site: Its line in the report, which hears of proofs at first use; None in a copy of the module.
         report: Key of the report; a string, which ``torch.compile`` takes for a constant.
         proven: Devices, input dtypes, weight dtypes and providers that are proven.
@@ -61,20 +70,20 @@ class PatchState:
         refused: Why it runs stock where the rule names one provider, and not where it names another.
         proven_gradients: The same as ``proven`` for calls that a backward may follow.
         no_gradients: Why such calls run stock, by provider.
-        fused_calls: Calls that ran fused.
-        stock_calls: Calls that ran the stock forward, by reason.
-        stock_pieces: Of the fused calls, those in which a part ran stock, by part.
+        restored: Whether the patch was taken away again.
+        counts: The calls so far.
     """
 
-    def __init__(self, fusion: Fusion, rule: Rule, verifier: Verifier | None, strict: bool) -> None:
+    def __init__(self, fusion: Fusion, rule: Rule, verifier: Verifier | None, strict: bool, numerics: str) -> None:
         self.fusion = fusion
         self.rule = rule
         self.verifier = verifier
         self.strict = strict
+        self.numerics = numerics
         self.had_instance_forward = False
         self.below: PatchState | None = None
         self.stock: Callable[..., Any] | None = None
-        self.number: Tensor | None = None
+        self.handle: Tensor | None = None
         self.site: Site | None = None
         self.report = ""
         self.proven: set[_Proven] = set()
@@ -82,18 +91,32 @@ class PatchState:
         self.refused: dict[str | None, str] = {}
         self.proven_gradients: set[_Proven] = set()
         self.no_gradients: dict[str | None, str] = {}
-        self.fused_calls = 0
-        self.stock_calls: Counter[str] = Counter()
-        self.stock_pieces: Counter[str] = Counter()
+        self.restored = False
+        self.counts = CallCounts()
 
-    def admit(self, module: nn.Module, call: Any) -> tuple[str, ...] | None:
+    @property
+    def fused_calls(self) -> int:
+        """Calls that ran fused."""
+        return self.counts.fused_calls
+
+    @property
+    def stock_calls(self) -> Counter[str]:
+        """Calls that ran the stock forward, by reason."""
+        return self.counts.stock_calls
+
+    @property
+    def stock_pieces(self) -> Counter[str]:
+        """Of the fused calls, those in which a part ran stock, by part."""
+        return self.counts.stock_pieces
+
+    def check_guards(self, module: nn.Module, call: Any) -> tuple[str, ...] | None:
         """The parts of this call that run stock, or None if all of it does. Counts it, and proves it the first time."""
         fusion = self.fusion
         if torch.compiler.is_compiling():
             # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
             if self._was_replaced(module):
                 return None
-            if self.rule.situations and self.rule.at(fusion.primary_input(call).device, module.training) == LEFT_ALONE:
+            if self.rule.situations and self.rule.at(fusion.primary_input(call).device, module.training) == STOCK:
                 return None
             if fusion.declines(module, call) is not None:
                 return None
@@ -102,7 +125,9 @@ class PatchState:
                 if self.revoked is None:
                     _note_traced_as_stock(self.report, type(module).__name__, x.device, x.dtype)
                 return None
-            if self._no_gradients(module, x) and gradients.wanted(module, x):
+            if self._no_gradients(module, fusion.primary_input(call)) and gradients.wanted(
+                module, fusion.primary_input(call)
+            ):
                 return None
             if fusion.allowance:
                 _note_traced_as_fast(self.report, type(module).__name__)
@@ -117,14 +142,14 @@ class PatchState:
         if reason is not None:
             if self.strict and not fusion.allowed_in_strict(module, call):
                 raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
-            self.stock_calls[reason] += 1
+            self.counts.add_stock(reason)
             return None
         pieces = fusion.stock_pieces(module, call)
         if pieces:
             if self.strict:
                 raise StrictModeError(f"{type(module).__name__} cannot run fused throughout: not {', '.join(pieces)}")
-            self.stock_pieces.update(pieces)
-        self.fused_calls += 1
+            self.counts.add_pieces(pieces)
+        self.counts.add_fused()
         return pieces
 
     def as_one_op(self, module: nn.Module, call: Any) -> Tensor | None:
@@ -133,11 +158,11 @@ class PatchState:
         Little is asked here, since Dynamo asks it again at every call. All the rest is found out when the op runs.
         """
         # Under autocast the op would run without it: graphs have it written into them.
-        if self.number is None or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        if self.handle is None or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             return None
-        if not stands_alone(type(module).__name__, __file__):
+        if not is_compile_root(type(module).__name__, __file__):
             return None
-        return _run_module(self.number, self.fusion.operands(call))
+        return _run_module(self.handle, self.fusion.operands(call))
 
     def _was_replaced(self, module: nn.Module) -> bool:
         return self.stock is not None and type(module).forward is not self.stock
@@ -151,7 +176,7 @@ class PatchState:
 
     def _left_alone(self, module: nn.Module, device: torch.device) -> str | None:
         provider = self.rule.at(device, module.training)
-        if provider == LEFT_ALONE:
+        if provider == STOCK:
             return f"left alone by config {_situation(module, device)}"
         return self.refused.get(provider)
 
@@ -171,7 +196,19 @@ class PatchState:
             return "not proven yet, and a proof cannot run while a CUDA graph is captured: run one call before"
         if transforms_active():
             return "not proven yet, and a proof cannot run under a transform: run one call before"
+        with LOCK:
+            if self._is_proven(module, x):
+                return None
+            return self.revoked or self._prove_now(module, call, x)
+
+    def _prove_now(self, module: nn.Module, call: Any, x: Tensor) -> str | None:
+        assert self.verifier is not None
         provider = self.rule.at(x.device, module.training)
+        with contextlib.suppress(NoProviderError):  # the proof says it
+            choice = self.fusion.choose(module, provider, x.device, (x.dtype,))
+            plain = only_eager(self.fusion, choice, provider, x.device, (x.dtype,))
+            if plain is not None:
+                return plain
         measurement = self.verifier.prove_call(module, self.fusion, provider, call)
         if measurement is None:
             return f"there is no sample to prove it with for {x.dtype} on {x.device}"
@@ -180,28 +217,28 @@ class PatchState:
         if measurement.passed:
             self.trust(module, x.device, x.dtype)
             return None
-        return self._give_up(module, call, provider, f"lost its proof at first use: {measurement.reason}")
+        return self._try_next_provider(module, call, provider, f"lost its proof at first use: {measurement.reason}")
 
-    def _give_up(self, module: nn.Module, call: Any, provider: str | None, reason: str) -> str | None:
+    def _try_next_provider(self, module: nn.Module, call: Any, provider: str | None, reason: str) -> str | None:
         """Gives a call without a proof to the next provider, as the injection would have done; or returns why not."""
         x = self.fusion.primary_input(call)
         another_may = not isinstance(self.fusion, LayerFusion)
         if another_may and provider and is_kernel(provider) and not self.strict:
             self.rule = self.rule.map(lambda choice: None if choice == provider else choice)
-            self._tell(module, reason, f"the next provider serves {_situation(module, x.device)}")
+            self._warn(module, reason, f"the next provider serves {_situation(module, x.device)}")
             return None if self._is_proven(module, x) else self._prove(module, call)
-        if set(self.rule.choices()) <= {provider, LEFT_ALONE}:
+        if set(self.rule.choices()) <= {provider, STOCK}:
             self.revoked = reason
-            self._tell(module, reason, "it runs stock from now on")
+            self._warn(module, reason, "it runs stock from now on")
             if self.site is not None:
                 self.site.revoked = True
         else:
             self.refused[provider] = reason
-            self._tell(module, reason, f"it runs stock {_situation(module, x.device)}")
+            self._warn(module, reason, f"it runs stock {_situation(module, x.device)}")
         return reason
 
-    def lose(self, module: nn.Module, error: OSError) -> None:
-        """Gives the fused forward up: a kernel that is compiled at its first use found no place for the result.
+    def disable(self, module: nn.Module, error: KernelFileError) -> None:
+        """Leaves a module stock for good: a kernel that is compiled at its first use found no place for the result.
 
         Raises:
             StrictModeError: the injection was strict.
@@ -209,14 +246,14 @@ class PatchState:
         reason = f"a kernel could not be written or read: {error}"
         if self.strict:
             raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}") from error
-        self.fused_calls -= 1
-        self.stock_calls[reason] += 1
+        self.counts.add_fused(-1)
+        self.counts.add_stock(reason)
         self.revoked = reason
-        self._tell(module, reason, "it runs stock from now on")
+        self._warn(module, reason, "it runs stock from now on")
         if self.site is not None:
             self.site.revoked = True
 
-    def _tell(self, module: nn.Module, reason: str, consequence: str) -> None:
+    def _warn(self, module: nn.Module, reason: str, consequence: str) -> None:
         if self.site is not None:
             self.site.reason = reason
         warnings.warn(f"diffkern: {type(module).__name__} {reason}; {consequence}", stacklevel=6)
@@ -232,7 +269,7 @@ class PatchState:
         if transforms_active():
             return None  # then the ops are plain PyTorch
         provider = self.rule.at(x.device, module.training)
-        with torch.no_grad():
+        with LOCK, torch.no_grad():
             measurement = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype)
         if measurement is not None and self.site is not None:
             self.site.measurements.append(measurement)
@@ -247,7 +284,7 @@ class PatchState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         """A copy of the module counts for itself, and shares the proofs."""
-        copy = PatchState(self.fusion, self.rule, self.verifier, self.strict)
+        copy = PatchState(self.fusion, self.rule, self.verifier, self.strict, self.numerics)
         copy.had_instance_forward = self.had_instance_forward
         copy.below = deepcopy(self.below, memo)
         copy.stock = self.stock
@@ -287,6 +324,19 @@ def _note_traced_as_fast(report: str, name: str) -> str:
     return _note(report, f"torch.compile traced {name} as numerics='fast' has it: its graphs hold nothing in 8 bits")
 
 
+def _note_exported_as_stock(report: str) -> str:
+    """Says that torch.export and torch.jit.trace see the stock forwards."""
+    return _note(report, "exported as stock: programs of torch.export and torch.jit.trace hold no op of diffkern")
+
+
+def _note_traced(report: str) -> str:
+    """Notes that a graph of ``torch.compile`` holds modules of a report, whose calls are not counted."""
+    found = find_report(report)
+    if found is not None:
+        found.traced = True
+    return report
+
+
 def _note(report: str, note: str) -> str:
     found = find_report(report)
     if found is not None and note not in found.notes:
@@ -298,6 +348,8 @@ def _note(report: str, note: str) -> str:
 # What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
 _note_traced_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _note_traced_as_fast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_note_exported_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -309,12 +361,17 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        # What is exported is to be loaded where there is no diffkern, and on other devices.
+        _note_exported_as_stock(state.report)
+        return _run_below(state, module, args, kwargs)
     call = state.fusion.bind(args, kwargs)
-    if torch.compiler.is_compiling() and call is not None:
-        result = state.as_one_op(module, call)
+    if torch.compiler.is_compiling():
+        result = state.as_one_op(module, call) if call is not None else None
         if result is not None:
             return result
-    stock = state.admit(module, call)
+        _note_traced(state.report)
+    stock = state.check_guards(module, call)
     if stock is None:
         return _run_below(state, module, args, kwargs)
     provider = state.rule.otherwise
@@ -322,10 +379,9 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
         provider = state.rule.at(state.fusion.primary_input(call).device, module.training)
     try:
         return state.fusion.compute(module, call, provider, stock)
-    except OSError as error:
-        result = _run_below(state, module, args, kwargs)  # raises as well unless it was a kernel's fault
-        state.lose(module, error)
-        return result
+    except KernelFileError as error:
+        state.disable(module, error)
+    return _run_below(state, module, args, kwargs)
 
 
 def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -340,7 +396,9 @@ def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
 
 def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs a patched module without its topmost patch."""
-    state: PatchState = module.__dict__[ATTRIBUTE]
+    state: PatchState | None = module.__dict__.get(ATTRIBUTE)
+    if state is None:  # restored by another thread
+        return type(module).forward(module, *args, **kwargs)
     return _run_below(state, module, args, kwargs)
 
 
@@ -400,7 +458,7 @@ def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
     state.below = patch_state(module)
     state.stock = type(module).forward
-    state.number = number(module) if state.fusion.is_one_op else None
+    state.handle = module_handle(module) if state.fusion.is_one_op else None
     if state.below is not None:
         state.had_instance_forward = state.below.had_instance_forward
         object.__setattr__(module, ATTRIBUTE, state)
@@ -417,7 +475,7 @@ def patch(module: nn.Module, state: PatchState) -> None:
 
 def unpatch(module: nn.Module) -> int:
     """Takes :func:`forward` out from under all hooks; returns how many patches that were."""
-    count = len(list(patches(module)))
+    stack = list(patches(module))
     state = module.__dict__.get(ATTRIBUTE)
     held = _held_forward(module)
     found = held is not None and hooks.replace(module, held, hooks.stock_forward(module)) > 0
@@ -426,11 +484,13 @@ def unpatch(module: nn.Module) -> int:
         del module.__dict__["forward"]
     # Last: until here another thread may be on its way through the patch.
     module.__dict__.pop(ATTRIBUTE, None)
+    for removed in stack:
+        removed.restored = True
     forget(module)
-    return count
+    return len(stack)
 
 
-def take_back(module: nn.Module, state: PatchState) -> bool:
+def remove_patch(module: nn.Module, state: PatchState) -> bool:
     """Takes one patch away, from over or under another one; returns whether it was there."""
     stack = list(patches(module))
     if state not in stack:
@@ -442,5 +502,6 @@ def take_back(module: nn.Module, state: PatchState) -> bool:
         object.__setattr__(module, ATTRIBUTE, state.below)
     else:
         stack[place - 1].below = state.below
+    state.restored = True
     forget(module)
     return True

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 
 #: Columns of a text that goes to a file or a notebook, and the most on a terminal.
 _WIDTH, _WIDEST = 100, 120
+#: Reasons for stock calls that a group of sites has lines for.
+_REASONS = 2
 
-_HEADINGS = ("state", "modules", "class", "op", "provider", "matched by", "error / stock")
+_HEADINGS = ("state", "modules", "class", "op", "provider", "matched by", "error / stock", "ran so far")
 _GAP = "  "
 
 
@@ -39,9 +42,10 @@ class Drawing:
         report = self.report
         yield Text(report.summary(), style="bold")
         states = (
-            ("planned" if report.dry_run else "patched", report.patched),
+            ("planned" if report.dry_run else "patched", report.active),
             ("skipped", report.skipped),
             ("failed", report.failed),
+            ("restored", report.restored),
         )
         groups = [(state, group) for state, sites in states for group in _groups(sites)]
         if groups:
@@ -53,6 +57,9 @@ class Drawing:
                 yield Padding(Text(f"at {_places(group)}"), indent)
                 if group[0].reason:
                     yield Padding(Text(f"why: {group[0].reason}"), indent)
+                stock = sum((site.stock_calls for site in group), Counter[str]())
+                for reason, count in stock.most_common(_REASONS):
+                    yield Padding(Text(f"ran stock: {reason} ({count} calls)"), indent)
         for note in report.notes:
             yield Text(f"note: {note}")
 
@@ -98,7 +105,16 @@ def _cells(group: list[Site]) -> tuple[str, ...]:
         first.provider or "",
         first.how or "",
         f"{worst[0]:.1e} / {worst[1]:.1e}" if worst else "",
+        _ran(group),
     )
+
+
+def _ran(group: list[Site]) -> str:
+    """Calls of the modules of a group, fused and stock; "" before the first."""
+    fused, stock = (
+        sum(counts) for counts in zip(*((s.fused_calls, s.stock_calls.total()) for s in group), strict=True)
+    )
+    return " ".join([f"{fused} fused"] * bool(fused) + [f"{stock} stock"] * bool(stock))
 
 
 def _align(rows: Sequence[Sequence[str]], width: int) -> list[str]:

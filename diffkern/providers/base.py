@@ -11,19 +11,39 @@ questions, both with a reason that a user can act on, and hands out callables:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 Kernel = Callable[..., torch.Tensor]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 #: The dtypes that every fused kernel of diffkern reads and writes. float64 is the reference's alone.
 KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 #: Those of rope and rope_3d, whose tables and arithmetic are float64 in some models.
 ROPE_DTYPES = KERNEL_DTYPES | {torch.float64}
+
+
+class KernelFileError(OSError):
+    """A kernel that is compiled at its first use could not be written to its cache, or read from there."""
+
+
+def mark_file_errors(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wraps a kernel that compiles itself, so that its file errors are told from those of hooks that load weights."""
+
+    @functools.wraps(kernel)
+    def marked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return kernel(*args, **kwargs)
+        except OSError as error:
+            raise KernelFileError(str(error)) from error
+
+    return marked
 
 
 @dataclass(frozen=True)

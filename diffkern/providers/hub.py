@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diffkern.providers import eager
-from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
+from diffkern.providers.base import KERNEL_DTYPES, Kernel, KernelFileError, Request, Support
 
 if TYPE_CHECKING:
     from diffkern.hub.adapters import Adapter
@@ -162,7 +162,10 @@ class KernelProvider:
         def call(*args: Any) -> Any:
             adapter, reason = served.choose(args)
             if adapter is not None:
-                return adapter.call(*args)
+                try:
+                    return adapter.call(*args)
+                except OSError as error:  # a kernel that is compiled at its first use
+                    raise KernelFileError(str(error)) from error
             if not self._falls_through or _refusals_raise.get():
                 from diffkern.providers.registry import NoProviderError
 

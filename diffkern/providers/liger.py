@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffkern.providers.base import mark_file_errors
 from diffkern.providers.triton.availability import unavailable_reason as triton_unavailable_reason
 
 #: The contract of :func:`fused_linear_cross_entropy` for gradients in float16 and bfloat16: their error against float64
@@ -97,6 +98,7 @@ def unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
+@mark_file_errors
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str) -> Tensor:
     """RMS norm over the last dimension.
 
@@ -112,23 +114,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str)
     return _package().rms_norm.LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)  # type: ignore[no-any-return]
 
 
+@mark_file_errors
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``."""
     kernels = _package().swiglu
     return _Gated.apply(gate, up, kernels.swiglu_forward, kernels.swiglu_backward)  # type: ignore[no-any-return]
 
 
+@mark_file_errors
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
     """``gelu_tanh(gate) * up``."""
     kernels = _package().geglu
     return _Gated.apply(gate, up, kernels.geglu_forward, kernels.geglu_backward)  # type: ignore[no-any-return]
 
 
+@mark_file_errors
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates halves of queries and keys ``[B, H, S, D]``, by angles ``[B or 1, S, D]``."""
     return _Rotated.apply(q, k, cos, sin)  # type: ignore[no-any-return]
 
 
+@mark_file_errors
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """Mean cross entropy of logits ``[N, V]`` in float32, to which they are copied; differentiable once.
 
@@ -142,6 +148,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     return _Once.apply(result[0])  # type: ignore[no-any-return]
 
 
+@mark_file_errors
 def fused_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
     """Mean cross entropy of ``x @ weight.T``, some rows at a time, without the logits; differentiable once.
 

@@ -119,7 +119,12 @@ def select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], provi
         NoProviderError: the named provider declined, or all of them did.
         ValueError: the name is no provider.
     """
-    return _select(op, device, dtypes, _normalise(provider) or override() or _environment())
+    return _select(op, device, dtypes, requested(provider))
+
+
+def requested(provider: str | None) -> str | None:
+    """The provider that must serve: ``provider``, else what :func:`use_provider` or the environment names, or None."""
+    return _normalise(provider) or override() or _environment()
 
 
 def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: torch.dtype | None) -> Kernel:

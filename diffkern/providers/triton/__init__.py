@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 
 import torch
 
-from diffkern.providers.base import ROPE_DTYPES, Kernel, Request, Support
+from diffkern.providers.base import ROPE_DTYPES, Kernel, Request, Support, mark_file_errors
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.providers.triton.availability import unavailable_reason
 
@@ -51,6 +52,11 @@ class _Fp8Support(Support):
         return reason
 
 
+@cache
+def _kernel(op: str) -> Kernel:
+    return mark_file_errors(getattr(import_module(f"{__name__}.{MODULES[op]}"), op))
+
+
 class TritonProvider:
     """Triton kernels for GPUs, and for the CPU when Triton's interpreter is on."""
 
@@ -67,7 +73,7 @@ class TritonProvider:
 
     def kernel(self, op: str, device: torch.device) -> Kernel:
         """Returns the function that is named like the op."""
-        return getattr(import_module(f"{__name__}.{MODULES[op]}"), op)  # type: ignore[no-any-return]
+        return _kernel(op)
 
 
 PROVIDER = TritonProvider()

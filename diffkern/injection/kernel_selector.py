@@ -14,7 +14,7 @@ from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.layer_fusion import LayerFusion
 from diffkern.injection.norm_fusion import NormFusion
-from diffkern.injection.state import LEFT_ALONE
+from diffkern.injection.state import STOCK
 from diffkern.providers import hub
 
 
@@ -33,7 +33,7 @@ class Option:
         return any(not choice.startswith(hub.WITH_HUB) for choice in choices)
 
 
-class Provision:
+class KernelSelector:
     """Turns the choices of a configuration into providers.
 
     Args:
@@ -61,7 +61,7 @@ class Provision:
         options = []
         # A layer that is a norm serves the op, on modules of any class; any other stands in for the module.
         serves_op = fusion is not None and (not layers or isinstance(fusion, NormFusion))
-        if fusion is not None and serves_op and any(choice != LEFT_ALONE for choice in served.choices()):
+        if fusion is not None and serves_op and any(choice != STOCK for choice in served.choices()):
             options.append(Option(fusion, served, how))
         if layers:
             options.append(Option(LayerFusion(served, layers[0]), served, "config"))
@@ -80,7 +80,7 @@ class Provision:
     def _provider(self, choice: str | None) -> str | None:
         """The name of the provider that a choice of the configuration means."""
         if choice is None:
-            return LEFT_ALONE
+            return STOCK
         if choice == "auto":
             return self._automatic
         return hub.tagged(choice, self._policy) if hub.is_kernel(choice) else choice

@@ -1,0 +1,305 @@
+"""select -> plan: which modules of a pipeline can run fused, how, and why the others are left alone."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from diffkern.blocks import OPS as BLOCK_OPS
+from diffkern.blocks import fingerprint, inner_recipe_for, recipe_for
+from diffkern.hub import KernelConfig
+from diffkern.hub.rule import Rule
+from diffkern.injection import hooks
+from diffkern.injection.block_fusion import BlockFusion
+from diffkern.injection.components import is_denoiser
+from diffkern.injection.fusion import Fusion
+from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
+from diffkern.injection.inner_fusion import InnerFusion
+from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
+from diffkern.injection.liger import loss_fusion, usable, with_liger
+from diffkern.injection.norm_fusion import NormFusion
+from diffkern.injection.report import InjectionReport, Site
+from diffkern.injection.state import PatchState, patch_state
+from diffkern.matching import full_name, match
+from diffkern.providers import KERNEL_DTYPES
+from diffkern.providers.eager.fp8 import fp8_unavailable_reason
+from diffkern.providers.liger import Flags
+
+#: What the headline adds where fp8 was asked for in vain.
+NO_FP8_FORM = "no module here has a form in fp8: all compute as numerics='fast'"
+#: Reasons for which a module is left alone, and which ``strict`` accepts.
+ALREADY_PATCHED, BY_CONFIG = "already patched by diffkern", "left alone by config"
+
+
+@dataclass
+class Candidate:
+    """A module that can be patched: what it computes, who shall do it, and where it may run."""
+
+    module: nn.Module
+    site: Site
+    options: list[Option]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+    state: PatchState = field(init=False)
+    choice_is_fallback: bool = False
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def fusion(self) -> Fusion:
+        """The best way that is left."""
+        return self.options[0].fusion
+
+    def provider(self, device: torch.device) -> str | None:
+        """Who shall compute it on ``device``."""
+        return self.options[0].rule.at(device, self.module.training)
+
+    def refuse(self, reason: str) -> bool:
+        """Gives up the best way; returns whether there is another."""
+        if reason not in self.refused:
+            self.refused.append(reason)
+        if len(self.options) == 1:
+            return False
+        del self.options[0]
+        self.choice_is_fallback = not self.options[0].names_kernel
+        return True
+
+
+def plan_modules(
+    modules: Mapping[str, nn.Module],
+    config: KernelConfig,
+    selector: KernelSelector,
+    flags: Flags | None,
+    verify: bool,
+    report: InjectionReport,
+) -> list[Candidate]:
+    """The modules that can run fused; the report hears why others that look like it are left alone.
+
+    Raises:
+        ValueError: ``config`` names something that is not there, or modules are patched with other numerics.
+    """
+    flags = usable(flags, modules, report)
+    candidates: list[Candidate] = []
+    seen: list[Site] = []
+    replicated = {
+        id(module)
+        for _, parallel in walk(modules)
+        if isinstance(parallel, nn.DataParallel)
+        for module in parallel.modules()
+    }
+    layers: set[str] = set()
+    for path, module in walk(modules):
+        matched = _match(module, verify, report.numerics, flags)
+        fusion = None if matched is None else matched.fusion
+        layer = layer_name(module, fusion)
+        rule = config.rule(path, type(module).__name__, "" if fusion is None else fusion.op, layer)
+        options = selector.options(rule, fusion, None if matched is None else matched.how)
+        already = patch_state(module) is not None
+        if matched is None and not options and not already:
+            continue
+        site = Site(path, full_name(type(module)), how=None if matched is None else matched.how)
+        site._module = weakref.ref(module)
+        seen.append(site)
+        layers |= {layer} if layer else set()
+        component = modules[path.partition(".")[0]] if "" not in modules else modules[""]
+        devices = _likely_devices(module, component)
+        if fusion is not None:
+            site.op = fusion.op
+        if already:
+            reason: str | None = ALREADY_PATCHED
+        elif matched is not None and fusion is None and not options:
+            reason = matched.reason
+        else:
+            reason = _reason_to_leave(module, options, report.numerics, devices[0])
+        if reason is None and id(module) in replicated:
+            reason = "inside nn.DataParallel, whose replicas would run on the original's weights"
+        if reason is not None:
+            site.reason = reason
+            report.skipped.append(site)
+            continue
+        candidates.append(
+            Candidate(
+                module,
+                site,
+                options,
+                options[0].fusion.likely_dtypes(module, _dtype(component)),
+                # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
+                devices[: 1 if isinstance(fusion, BlockFusion) else None],
+            )
+        )
+    candidates = _drop_covered(_apply_exclusions(candidates, report), report)
+    class_names = (site.class_name.rpartition(".")[2] for site in seen)
+    config.check((site.path for site in seen), class_names, BLOCK_OPS, layers)
+    if report.numerics == "fp8" and candidates and not any(candidate.fusion.allowance for candidate in candidates):
+        report.caveat = NO_FP8_FORM
+    _refuse_other_numerics(report)
+    report.already = sum(site.reason == ALREADY_PATCHED for site in report.skipped)
+    return candidates
+
+
+def plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[Candidate]:
+    """The denoisers whose steps can be captured, or at least may become so."""
+    candidates = []
+    for name, module in modules.items():
+        if not is_denoiser(name):
+            continue
+        site = Site(name, full_name(type(module)), op="cuda_graph", how="option")
+        site._module = weakref.ref(module)
+        dtypes, devices = (_dtype(module),), _likely_devices(module, module)[:1]
+        patched = patch_state(module)
+        reason = ALREADY_PATCHED if patched is not None and isinstance(patched.fusion, GraphFusion) else None
+        reason = reason or _reason_to_leave(module, [_GRAPH], report.numerics, devices[0]) or hooks_inside(module)
+        if reason is not None:
+            site.reason = reason
+            report.skipped.append(site)
+            continue
+        candidates.append(Candidate(module, site, [_GRAPH], dtypes, devices))
+    return candidates
+
+
+_GRAPH = Option(GraphFusion(), Rule(), "option")
+
+
+@dataclass(frozen=True)
+class _Match:
+    """How a module can be computed, or why it is left alone."""
+
+    fusion: Fusion | None
+    how: str | None
+    reason: str = ""
+
+
+def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) -> _Match | None:
+    """Looks a module up among the recipes and the norms; None if it is among neither."""
+    recipe = recipe_for(full_name(type(module)))
+    if recipe is not None:
+        recipe = recipe.exactly() if numerics == "exact" else recipe
+        if recipe is not None and numerics == "fp8":
+            recipe = recipe.in_8_bits() or recipe
+        if recipe is None:
+            return _Match(None, "recipe", "nobody computes it fused to the same bits as the stock forward")
+        if fingerprint(recipe.sources()) in recipe.fingerprints:
+            return _Match(BlockFusion(recipe), "recipe")
+        if not verify:
+            reason = f"its stock forward is not that of {recipe.versions}, and verify=False forbids to compare"
+            return _Match(None, "probe", reason)
+        return _Match(BlockFusion(recipe), "probe")
+    loss = None if flags is None else loss_fusion(module, flags)
+    if loss is not None:
+        return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")
+    inner = inner_recipe_for(type(module))
+    if inner is not None and inner.concerns(module):
+        inner = inner.exactly() if numerics == "exact" else inner
+        lacking = inner.lacks(module)
+        if lacking:
+            return _Match(None, "recipe", lacking)
+        return _Match(with_liger(InnerFusion(inner, sources=inner.sources(module)), flags), "recipe")
+    matched = match(module)
+    if matched is None:
+        return None
+    if matched.semantics is None:
+        return _Match(None, matched.how, matched.reason or "")
+    return _Match(with_liger(NormFusion(matched.semantics), flags), matched.how)
+
+
+def _refuse_other_numerics(report: InjectionReport) -> None:
+    """Refuses to leave modules patched under another contract than the one that the report will state."""
+    already = [site for site in report.skipped if site.reason == ALREADY_PATCHED]
+    other = {site.path: held for site in already if (held := _numerics_of(site)) not in (None, report.numerics)}
+    if other:
+        path, held = next(iter(other.items()))
+        raise ValueError(
+            f"numerics={report.numerics!r}, but {len(other)} modules, such as {path or 'the model itself'}, are "
+            f"already patched with numerics={held!r}: call restore() first, or inject with numerics={held!r}"
+        )
+
+
+def _numerics_of(site: Site) -> str | None:
+    module = None if site._module is None else site._module()
+    state = None if module is None else patch_state(module)
+    return None if state is None else state.numerics
+
+
+def _apply_exclusions(candidates: list[Candidate], report: InjectionReport) -> list[Candidate]:
+    """Leaves a block alone if config says of a part of it what the block, which computes it as well, would not do."""
+    spared = {site.path: "leaves it alone" for site in report.skipped if site.reason == BY_CONFIG}
+    spared |= {c.site.path: "names a kernel for it" for c in candidates if c.options[0].names_kernel}
+    kept = []
+    for candidate in candidates:
+        inside = next((path for path in spared if _computes(candidate, path)), None)
+        if inside is None or candidate.options[0].names_kernel:
+            kept.append(candidate)
+        else:
+            candidate.site.reason = f"{inside} is inside, and config {spared[inside]}"
+            report.skipped.append(candidate.site)
+    return kept
+
+
+def _computes(candidate: Candidate, path: str) -> bool:
+    """Whether a fused forward does itself what the module at another path does."""
+    prefix = f"{candidate.site.path}." if candidate.site.path else ""
+    if isinstance(candidate.fusion, InnerFusion):
+        return path in [prefix + name for name in candidate.fusion.recipe.children]
+    return isinstance(candidate.fusion, BlockFusion) and path.startswith(prefix)
+
+
+def _drop_covered(candidates: list[Candidate], report: InjectionReport) -> list[Candidate]:
+    """Drops what a block computes itself, and what would have a turn of its own only where the block runs stock."""
+    fusions = {candidate.site.path: candidate.fusion for candidate in candidates}
+    for site in report.skipped:
+        module = site._module() if site.reason == ALREADY_PATCHED and site._module is not None else None
+        state = None if module is None else patch_state(module)
+        if state is not None:
+            fusions[site.path] = state.fusion
+    covered = [
+        (f"{path}." if path else "", fusion.recipe.covers)
+        for path, fusion in fusions.items()
+        if isinstance(fusion, BlockFusion) and fusion.recipe.covers
+    ]
+    return [
+        candidate
+        for candidate in candidates
+        if candidate.options[0].names_kernel
+        or not any(candidate.site.path.startswith(path) and candidate.fusion.op in ops for path, ops in covered)
+    ]
+
+
+def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str, device: torch.device) -> str | None:
+    if not options:
+        return BY_CONFIG
+    if numerics == "fp8":
+        reason = fp8_unavailable_reason(device)
+        if reason is not None:
+            return f"{reason}: use numerics='fast' or 'exact' instead of 'fp8'"
+    return None if patch_state(module) is not None else hooks.foreign_forward(module)
+
+
+def walk(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields every module once, with its path from the component's name on."""
+    seen: set[int] = set()
+    for name, root in modules.items():
+        for path, module in root.named_modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield ".".join(part for part in (name, path) if part), module
+
+
+def _dtype(component: nn.Module) -> torch.dtype:
+    """The dtype that a component mostly has."""
+    return next((p.dtype for p in component.parameters() if p.dtype in KERNEL_DTYPES), torch.float32)
+
+
+def _likely_devices(module: nn.Module, component: nn.Module) -> tuple[torch.device, ...]:
+    """Devices the module will probably run on, the likeliest first.
+
+    Weights on the CPU or on meta may be offloaded, or not moved yet: then the GPU is likelier still.
+    """
+    tensors = itertools.chain(module.parameters(), component.parameters(), component.buffers())
+    home = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    if home.type == "cpu" and torch.cuda.is_available():
+        return (torch.device("cuda", torch.cuda.current_device()), home)
+    return (home,)
