@@ -103,7 +103,9 @@ class Route:
     _choices: dict[Hashable, tuple[Backend | None, str]] = field(default_factory=dict)
 
     def __call__(self, call: AttentionCall, stock: Compute) -> Tensor:
-        """Computes a call; ``stock`` is how it was computed before."""
+        """Computes a call; ``stock`` is how it was computed before. Programs that are exported hold that."""
+        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+            return stock(call)
         if torch.compiler.is_compiling():
             backend = None if call.unfit() else self._choices.get(call.signature(), (None, ""))[0]
             return stock(call) if backend is None else backend.compute(call)

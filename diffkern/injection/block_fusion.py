@@ -112,9 +112,9 @@ class BlockFusion(Fusion):
     def choose(
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
-        """The least preferred of the choices for its ops speaks for the block."""
+        """The least preferred of the choices for its ops speaks for the block. Without ops, it gains by what it keeps."""
         if not self.recipe.ops:
-            return Choice("eager", self.recipe.compute, ())
+            return Choice("cache", self.recipe.compute, ())
         choices = [select(op, device, dtypes[:1], provider) for op in self.recipe.ops]
         preferences = tuple(entry for choice in choices for entry in choice.preferences)
         return replace(max(choices, key=lambda choice: len(choice.declined)), preferences=preferences)

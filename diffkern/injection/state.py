@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from diffkern.blocks import forget
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.hub.rule import Rule
-from diffkern.injection import hooks
+from diffkern.injection import hooks, notes
 from diffkern.injection.counts import CallCounts
 from diffkern.injection.fusion import only_eager
 from diffkern.injection.layer_fusion import LayerFusion
 from diffkern.injection.one_op import is_compile_root, module_handle, op_that_runs
-from diffkern.injection.report import Site, find_report
+from diffkern.injection.report import Site
 from diffkern.providers import NoProviderError
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.hub import is_kernel
@@ -113,25 +113,7 @@ class PatchState:
         """The parts of this call that run stock, or None if all of it does. Counts it, and proves it the first time."""
         fusion = self.fusion
         if torch.compiler.is_compiling():
-            # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
-            if self._was_replaced(module):
-                return None
-            if self.rule.situations and self.rule.at(fusion.primary_input(call).device, module.training) == STOCK:
-                return None
-            if fusion.declines(module, call) is not None:
-                return None
-            x = fusion.primary_input(call)
-            if not self._is_proven(module, x):
-                if self.revoked is None:
-                    _note_traced_as_stock(self.report, type(module).__name__, x.device, x.dtype)
-                return None
-            if self._no_gradients(module, fusion.primary_input(call)) and gradients.wanted(
-                module, fusion.primary_input(call)
-            ):
-                return None
-            if fusion.allowance:
-                _note_traced_as_fast(self.report, type(module).__name__)
-            return fusion.stock_pieces(module, call)
+            return self._check_while_traced(module, call)
         reason = _REPLACED if self._was_replaced(module) else self.revoked or fusion.declines(module, call)
         if reason is None and self.rule.situations:
             reason = self._left_alone(module, fusion.primary_input(call).device)
@@ -151,6 +133,26 @@ class PatchState:
             self.counts.add_pieces(pieces)
         self.counts.add_fused()
         return pieces
+
+    def _check_while_traced(self, module: nn.Module, call: Any) -> tuple[str, ...] | None:
+        """The same without counters and proofs, which stay out of the graph; what is not proven yet is traced stock."""
+        fusion = self.fusion
+        if self._was_replaced(module):
+            return None
+        if self.rule.situations and self.rule.at(fusion.primary_input(call).device, module.training) == STOCK:
+            return None
+        if fusion.declines(module, call) is not None:
+            return None
+        x = fusion.primary_input(call)
+        if not self._is_proven(module, x):
+            if self.revoked is None:
+                notes.traced_as_stock(self.report, type(module).__name__, x.device, x.dtype)
+            return None
+        if self._no_gradients(module, x) and gradients.wanted(module, x):
+            return None
+        if fusion.allowance:
+            notes.traced_as_fast(self.report, type(module).__name__)
+        return fusion.stock_pieces(module, call)
 
     def as_one_op(self, module: nn.Module, call: Any) -> Tensor | None:
         """The result of a call that is traced, by the op that stands for a whole module; None if it has to be traced.
@@ -309,49 +311,6 @@ def _nothing() -> None:
     return None
 
 
-def _note_traced_as_stock(report: str, name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Says, once for all modules of a class, that a graph holds the stock forward because a proof has no room in it.
-
-    ``torch.compile`` runs this while it traces, and takes the result for a constant.
-    """
-    what = f"{name} in {str(dtype).removeprefix('torch.')} on {device}"
-    advice = "inject after casting, or run one call first"
-    return _note(report, f"torch.compile traced {what} as stock, not being proven yet: {advice}")
-
-
-def _note_traced_as_fast(report: str, name: str) -> str:
-    """The same for a graph that holds nothing in 8 bits, because copies of weights have no room in it."""
-    return _note(report, f"torch.compile traced {name} as numerics='fast' has it: its graphs hold nothing in 8 bits")
-
-
-def _note_exported_as_stock(report: str) -> str:
-    """Says that torch.export and torch.jit.trace see the stock forwards."""
-    return _note(report, "exported as stock: programs of torch.export and torch.jit.trace hold no op of diffkern")
-
-
-def _note_traced(report: str) -> str:
-    """Notes that a graph of ``torch.compile`` holds modules of a report, whose calls are not counted."""
-    found = find_report(report)
-    if found is not None:
-        found.traced = True
-    return report
-
-
-def _note(report: str, note: str) -> str:
-    found = find_report(report)
-    if found is not None and note not in found.notes:
-        found.notes.append(note)
-        warnings.warn(f"diffkern: {note}", stacklevel=3)
-    return note
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-_note_traced_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_note_traced_as_fast._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_note_exported_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs fused where the guards allow it, and the class's own forward everywhere else."""
     state: PatchState | None = getattr(self, ATTRIBUTE, None)
@@ -363,14 +322,14 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         # What is exported is to be loaded where there is no diffkern, and on other devices.
-        _note_exported_as_stock(state.report)
+        notes.exported_as_stock(state.report)
         return _run_below(state, module, args, kwargs)
     call = state.fusion.bind(args, kwargs)
     if torch.compiler.is_compiling():
         result = state.as_one_op(module, call) if call is not None else None
         if result is not None:
             return result
-        _note_traced(state.report)
+        notes.traced(state.report)
     stock = state.check_guards(module, call)
     if stock is None:
         return _run_below(state, module, args, kwargs)

@@ -24,7 +24,7 @@ _WIDTH, _WIDEST = 100, 120
 #: Reasons for stock calls that a group of sites has lines for.
 _REASONS = 2
 
-_HEADINGS = ("state", "modules", "class", "op", "provider", "matched by", "error / stock", "ran so far")
+_HEADINGS = ("state", "modules", "class", "op", "provider", "matched by", "error / stock")
 _GAP = "  "
 
 
@@ -54,12 +54,12 @@ class Drawing:
             yield Text(lines[0], style="bold")
             for line, (_, group) in zip(lines[1:], groups, strict=True):
                 yield Text(line)
-                yield Padding(Text(f"at {_places(group)}"), indent)
+                yield Padding(Text(f"at {_places(group)}{_ran(group)}"), indent)
                 if group[0].reason:
                     yield Padding(Text(f"why: {group[0].reason}"), indent)
                 stock = sum((site.stock_calls for site in group), Counter[str]())
                 for reason, count in stock.most_common(_REASONS):
-                    yield Padding(Text(f"ran stock: {reason} ({count} calls)"), indent)
+                    yield Padding(Text(f"ran stock {count}x: {reason}"), indent)
         for note in report.notes:
             yield Text(f"note: {note}")
 
@@ -105,16 +105,14 @@ def _cells(group: list[Site]) -> tuple[str, ...]:
         first.provider or "",
         first.how or "",
         f"{worst[0]:.1e} / {worst[1]:.1e}" if worst else "",
-        _ran(group),
     )
 
 
 def _ran(group: list[Site]) -> str:
-    """Calls of the modules of a group, fused and stock; "" before the first."""
-    fused, stock = (
-        sum(counts) for counts in zip(*((s.fused_calls, s.stock_calls.total()) for s in group), strict=True)
-    )
-    return " ".join([f"{fused} fused"] * bool(fused) + [f"{stock} stock"] * bool(stock))
+    """The calls so far of the modules of a group; nothing before the first."""
+    counts = {"fused": sum(s.fused_calls for s in group), "stock": sum(s.stock_calls.total() for s in group)}
+    ran = [f"{count} {how}" for how, count in counts.items() if count]
+    return f"; calls so far: {', '.join(ran)}" if ran else ""
 
 
 def _align(rows: Sequence[Sequence[str]], width: int) -> list[str]:

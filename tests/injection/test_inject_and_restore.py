@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import LTXVideoTransformer3DModel
-from torch import nn
+from torch import Tensor, nn
 
 import diffkern.injection.inject as inject_module
 from diffkern import (
@@ -23,6 +23,8 @@ from diffkern import (
     plan,
     restore,
 )
+from diffkern.providers import registry
+from diffkern.providers.base import mark_file_errors
 from tests.injection.models import all_fused, ltx_inputs, randomise, run, tiny_ltx
 
 
@@ -74,7 +76,7 @@ def test_a_second_call_adds_nothing_and_says_so() -> None:
     second = inject_optimized_kernels(model)
     assert not second.patched
     assert sum(site.reason == "already patched by diffkern" for site in second.skipped) == 18
-    assert any("patched before" in note for note in second.notes)
+    assert "patched 0 more modules" in second.summary() and "18 were patched before" in second.summary()
     assert second.restore() == 0
     assert first.restore() == 18
 
@@ -192,7 +194,7 @@ def test_the_report_speaks_to_people_and_machines() -> None:
     report = inject_optimized_kernels(model)
     text = str(report)
     assert "LayerNorm" in text and "GroupNorm" in text and "group normalisation" in text
-    assert "patched 1 modules of Sequential" in text
+    assert "patched 1 module of Sequential" in text
     data = json.loads(report.to_json())
     assert data["patched"][0]["path"] == "0" and data["patched"][0]["op"] == "layer_norm"
     assert data["patched"][0]["measurements"][0]["passed"] is True
@@ -372,7 +374,7 @@ def randomise_lora(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_dk69_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_the_run(
+def test_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_the_run(
     strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = tiny_ltx(layers=1), ltx_inputs()
@@ -381,11 +383,17 @@ def test_dk69_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_
     (site,) = [site for site in report.patched if site.op == "ltx_block"]
     run(model)
 
-    def unwritable(*args: object) -> None:
+    @mark_file_errors
+    def unwritable(*args: object) -> Tensor:
         raise PermissionError(13, "Permission denied", "/cache/triton/kernel.so.tmp")
 
     # Triton compiles at the first call of a kind, be that long after the proofs.
-    monkeypatch.setattr(type(site._state.fusion.recipe), "compute", unwritable)
+    real = registry.kernel_for
+    monkeypatch.setattr(
+        "diffkern.ops.registration.kernel_for",
+        lambda op, *args: unwritable if op == "qk_norm_rope" else real(op, *args),
+    )
+    registry.remembered.clear()
     if strict:
         site._state.strict = True
         with (
@@ -403,6 +411,27 @@ def test_dk69_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_
     assert "/cache/triton/kernel.so.tmp" in site.reason and site.revoked
     report.restore()
     assert torch.equal(run(model), stock)
+
+
+def test_a_file_error_of_a_users_hook_reaches_the_user_once_and_costs_no_kernel() -> None:
+    """A hook that reads offloaded weights from a disk that is gone is no kernel that could not be written."""
+    model, x = tiny_ltx(layers=1), ltx_inputs()
+    expected, calls, gone = run(model), [], OSError(5, "Input/output error", "/mnt/weights.safetensors")
+
+    def read_from_disk(module: nn.Module, args: object) -> None:
+        calls.append(module)
+        if len(calls) == 1:
+            raise gone
+
+    report = inject_optimized_kernels(model, strict=False)
+    handle = model.transformer_blocks[0].ff.net[2].register_forward_pre_hook(read_from_disk)
+    with pytest.raises(OSError) as raised, torch.no_grad():
+        model(**x)
+    assert raised.value is gone and len(calls) == 1 and raised.value.__context__ is None
+    assert not report.failed and not any(count["stock"] for count in report.calls().values())
+    torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2 and report.calls()["transformer_blocks.0"]["fused"] == 2
+    handle.remove()
 
 
 def test_a_file_that_a_layer_misses_is_no_fault_of_the_kernels() -> None:

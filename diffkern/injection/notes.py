@@ -1,0 +1,58 @@
+"""What ``torch.compile`` and ``torch.export`` made of patched modules, written into the report of the injection.
+
+They run these functions while they trace, and take the results for constants; hence reports by their keys.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from diffkern.injection.report import find_report
+
+
+def traced_as_stock(report: str, name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Says, once for all modules of a class, that a graph holds the stock forward because a proof has no room in it."""
+    what = f"{name} in {str(dtype).removeprefix('torch.')} on {device}"
+    advice = "inject after casting, or run one call first"
+    return _note(report, f"torch.compile traced {what} as stock, not being proven yet: {advice}")
+
+
+def traced_as_fast(report: str, name: str) -> str:
+    """Says the same of fp8: a graph has no room for copies of weights."""
+    return _note(report, f"torch.compile traced {name} as numerics='fast' has it: its graphs hold no fp8")
+
+
+def exported_as_stock(report: str) -> str:
+    """Says that torch.export and torch.jit.trace see the stock forwards."""
+    return _note(report, "exported as stock: programs of torch.export and torch.jit.trace hold no op of diffkern")
+
+
+def traced(report: str) -> str:
+    """Notes that a graph of ``torch.compile`` holds modules of a report, whose calls are not counted."""
+    found = find_report(report)
+    if found is not None:
+        found.traced = True
+    return report
+
+
+#: What was said aloud, by report, which may be gone by then.
+_warned: set[tuple[str, str]] = set()
+
+
+def _note(report: str, note: str) -> str:
+    found = find_report(report)
+    if found is not None and note not in found.notes:
+        found.notes.append(note)
+    if (report, note) not in _warned:
+        _warned.add((report, note))
+        warnings.warn(f"diffkern: {note}", stacklevel=4)
+    return note
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+traced_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]
+traced_as_fast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+exported_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,191 @@
+"""The headline of a report says what the model computes at that moment: contract, what ran fused, what stock and why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from diffkern import inject_optimized_kernels, plan, restore, use_provider
+from diffkern.providers import registry
+from diffkern.providers.compiled import PROVIDER as COMPILED
+from tests.injection.models import ltx_inputs, run, tiny_ltx
+
+
+def headline(report: object) -> str:
+    return " ".join(str(report).split("\nstate ")[0].split())
+
+
+@pytest.fixture
+def nothing_but_pytorch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As after ``pip install`` on a machine without a compiler and without a GPU."""
+    monkeypatch.setenv("DIFFKERN_KERNELS", str(tmp_path))
+    COMPILED.reset()
+    registry.reset()
+    yield
+    monkeypatch.undo()
+    COMPILED.reset()
+    registry.reset()
+
+
+def test_before_a_run_and_after_it() -> None:
+    model = tiny_ltx()
+    assert headline(plan(model)).startswith("would patch 18 modules of LTXVideoTransformer3DModel (")
+    report = inject_optimized_kernels(model)
+    assert "patched 18 modules" in headline(report) and "not run yet" in headline(report)
+    run(model)
+    assert "5 ran fused (" in headline(report) and "13 not called themselves" in headline(report)
+    assert "stock" not in headline(report) and "not run yet" not in headline(report)
+    assert "at transformer_blocks.*; calls so far: 2 fused" in str(report)
+    assert json.loads(report.to_json())["summary"] == report.summary()
+    for record in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+        assert record.summary() == report.summary() and record.calls() == report.calls()
+        assert record.restore() == 0
+    assert report.restore() == 18
+    assert headline(report) == "restored: all 18 modules of LTXVideoTransformer3DModel run stock again"
+
+
+def test_a_partial_restore_shows() -> None:
+    model = tiny_ltx()
+    report = inject_optimized_kernels(model)
+    restore(model.transformer_blocks[0])
+    gone = len(report.restored)
+    assert gone == 7 and f"patched {18 - gone} modules" in headline(report) and f"{gone} restored" in headline(report)
+    assert len(report.patched) == 18 and len(report.active) == 18 - gone
+
+
+def test_a_model_in_which_nothing_can_run_fused_shows_after_a_run() -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16)).double()
+    report = inject_optimized_kernels(model)
+    model(torch.randn(3, 16, dtype=torch.float64))
+    assert ": nothing ran fused, 2 ran stock (the input is float64; " in headline(report)
+    assert "(2 by compiled)" not in headline(report)
+    assert "ran stock 1x: the input is float64" in str(report)
+
+
+def test_a_model_under_autocast_shows_after_a_run() -> None:
+    model = nn.Sequential(nn.LayerNorm(16))
+    report = inject_optimized_kernels(model)
+    x = torch.randn(3, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x)
+    assert "nothing ran fused, 1 ran stock (autocast is on for cpu" in headline(report)
+    with torch.no_grad():
+        model(x)
+    assert "1 ran fused (1 by compiled), 1 of them stock at times (autocast is on for cpu" in headline(report)
+
+
+def test_a_graph_without_a_gpu_shows_after_a_run() -> None:
+    model = tiny_ltx(layers=1)
+    report = inject_optimized_kernels(model, cuda_graph=True)
+    run(model)
+    assert "1 ran stock (its inputs are not all on one GPU)" in headline(report)
+
+
+def test_compiled_calls_are_said_to_be_uncounted() -> None:
+    model = nn.Sequential(nn.LayerNorm(16))
+    report = inject_optimized_kernels(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(torch.randn(3, 16))
+    assert "run by torch.compile, which counts no calls" in headline(report) and "not run yet" not in headline(report)
+
+
+def test_another_contract_over_patches_is_refused_and_changes_nothing() -> None:
+    """Otherwise a report would say "exact" of a model that computes "fast"."""
+    model, x = tiny_ltx(), ltx_inputs()
+    first = inject_optimized_kernels(model)
+    fused = run(model)
+    for over in ({}, {"config": {"*": None}}, {"cuda_graph": True}):
+        for call in (inject_optimized_kernels, plan):
+            with pytest.raises(ValueError, match=r"already patched with numerics='fast': call restore\(\) first"):
+                call(model, numerics="exact", **over)
+    with pytest.raises(ValueError, match=r"numerics='fp8', but 18 modules"):
+        inject_optimized_kernels(model, numerics="fp8")
+    with torch.no_grad():
+        assert torch.equal(model(**x)[0], fused)
+    assert first.restore() == 18
+    assert inject_optimized_kernels(model, numerics="exact").patched
+
+
+def test_parts_may_be_injected_one_after_the_other() -> None:
+    model = tiny_ltx()
+    inject_optimized_kernels(model.transformer_blocks[0])
+    report = inject_optimized_kernels(model)
+    assert report.already == 7 and "patched 11 more modules" in headline(report)
+    assert headline(report).endswith("7 were patched before: restore() first to change them; numerics 'fast'")
+
+
+def test_what_was_not_verified_is_said() -> None:
+    report = inject_optimized_kernels(tiny_ltx(layers=1), verify=False)
+    assert headline(report).endswith("; numerics 'fast', not verified")
+
+
+def test_nothing_to_patch_says_what_is_looked_for() -> None:
+    text = headline(inject_optimized_kernels(nn.Linear(4, 4)))
+    assert text.startswith("patched 0 modules of Linear") and text.endswith("it runs stock")
+    assert "RMS and layer norms" in text and "diffusers and transformers" in text
+
+
+def test_fp8_without_a_gpu_that_has_it_is_said_first() -> None:
+    text = headline(inject_optimized_kernels(tiny_ltx(layers=1), numerics="fp8"))
+    assert text.startswith("patched 0 modules") and "compute capability 8.9" in text and text.endswith("it runs stock")
+
+
+@pytest.mark.parametrize("name", ["cuda_graph", "verify", "strict", "dry_run"])
+def test_switches_are_true_or_false(name: str) -> None:
+    model = tiny_ltx(layers=1)
+    before = dict(vars(model.norm_out))
+    for value in ("yes", 1, None):
+        with pytest.raises(TypeError, match=f"{name}={value!r}: expected True or False"):
+            inject_optimized_kernels(model, **{name: value})
+    assert vars(model.norm_out) == before
+
+
+def test_plain_pytorch_replaces_no_pytorch(nothing_but_pytorch: None) -> None:
+    model = tiny_ltx()
+    stock = run(model)
+    report = inject_optimized_kernels(model)
+    assert {site.op for site in report.patched} == {"caption", "ltx_rope"}, "those keep what they computed"
+    assert "16 stay stock: only plain PyTorch could serve it" in headline(report)
+    assert "run `diffkern build --cpu`" in headline(report)
+    assert torch.equal(run(model), stock)
+    report = inject_optimized_kernels(nn.Sequential(nn.LayerNorm(16)))
+    text = headline(report)
+    assert text.startswith("patched 0 modules") and "run `diffkern build --cpu`" in text and text.endswith("runs stock")
+
+
+def test_plain_pytorch_serves_whoever_asks_for_it(nothing_but_pytorch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def provider_of(config: dict[str, str] | None = None) -> list[str | None]:
+        model = nn.Sequential(nn.LayerNorm(16))
+        report = inject_optimized_kernels(model, config=config)
+        model(torch.randn(2, 16))
+        assert all(count["fused"] for count in report.calls().values())
+        return [site.provider for site in report.patched]
+
+    assert provider_of({"layer_norm": "eager"}) == ["eager"]
+    with use_provider("eager"):
+        assert provider_of() == ["eager"]
+    monkeypatch.setenv("DIFFKERN_PROVIDER", "eager")
+    registry.reset()
+    assert provider_of() == ["eager"]
+
+
+def test_plain_pytorch_is_no_choice_at_first_use_either() -> None:
+    """A module that was injected where kernels are, and is called where they are not."""
+    model = nn.Sequential(nn.LayerNorm(16))
+    report = inject_optimized_kernels(model)
+    (site,) = report.patched
+    site._state.proven.clear()
+    site._state.fusion = type(site._state.fusion)(site._state.fusion.semantics)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(COMPILED), "unavailable_reason", lambda self, device: "not built for cpu")
+        registry.reset()
+        model(torch.randn(2, 16))
+    registry.reset()
+    assert "only plain PyTorch could serve it" in next(iter(report.calls()["0"]["stock_reasons"]))
