@@ -112,7 +112,7 @@ class BlockFusion(Fusion):
     def choose(
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
-        """The least preferred of the choices for its ops speaks for the block. Without ops, it gains by what it keeps."""
+        """The least preferred of the choices for its ops speaks for the block; without ops, it gains by caching."""
         if not self.recipe.ops:
             return Choice("cache", self.recipe.compute, ())
         choices = [select(op, device, dtypes[:1], provider) for op in self.recipe.ops]

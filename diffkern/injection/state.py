@@ -270,15 +270,18 @@ class PatchState:
             return "gradients are not proven yet, and a proof cannot run while a CUDA graph is captured: run one call"
         if transforms_active():
             return None  # then the ops are plain PyTorch
-        provider = self.rule.at(x.device, module.training)
         with LOCK, torch.no_grad():
+            refused = self._no_gradients(module, x)
+            if refused is not None or key in self.proven_gradients:
+                return refused
+            provider = self.rule.at(x.device, module.training)
             measurement = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype)
-        if measurement is not None and self.site is not None:
-            self.site.measurements.append(measurement)
-        if measurement is None or measurement.passed:
-            self.proven_gradients.add(key)
-            return None
-        reason = self.no_gradients[provider] = f"runs stock wherever gradients are wanted: {measurement.reason}"
+            if measurement is not None and self.site is not None:
+                self.site.measurements.append(measurement)
+            if measurement is None or measurement.passed:
+                self.proven_gradients.add(key)
+                return None
+            reason = self.no_gradients[provider] = f"runs stock wherever gradients are wanted: {measurement.reason}"
         if self.site is not None:
             self.site.reason = reason
         warnings.warn(f"diffkern: {type(module).__name__} {reason}", stacklevel=4)

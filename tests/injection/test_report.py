@@ -1,4 +1,4 @@
-"""The headline of a report says what the model computes at that moment: contract, what ran fused, what stock and why."""
+"""The headline of a report says what the model computes now: its contract, what ran fused, what ran stock and why."""
 
 from __future__ import annotations
 
