@@ -1,8 +1,7 @@
-"""Linear layers of a block in 8 bits, and the copies of their weights.
+"""Linear layers of a block in fp8, and the fp8 copies of their weights.
 
-A copy is made at first use and kept beside the block. It is made anew when the weight is another one, or has changed
-(:mod:`diffkern.blocks.watch` says how that is known). Layers that read the same rows share one copy, and are one
-product.
+A weight is quantised at its first use, and the copy is kept beside the block for as long as it is valid
+(:mod:`diffkern.cache.derived`). Layers that read the same rows share one copy, and are one product.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import plain_linear, run_layer
-from diffkern.blocks.watch import Source, Store, are_still
+from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import layers
 
@@ -25,8 +23,8 @@ from diffkern.providers.cublaslt import layers
 MULTIPLE = 16
 
 
-class Rows(NamedTuple):
-    """Hidden states in rows of 8 bits."""
+class RowwiseFp8(NamedTuple):
+    """Hidden states in fp8 (e4m3), with one scale for each row."""
 
     values: Tensor
     scales: Tensor
@@ -38,7 +36,7 @@ class Rows(NamedTuple):
 
 
 def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a linear layer can be computed in 8 bits: torch's own, with sides that tensor cores take."""
+    """Whether a linear layer can be computed in fp8: torch's own, with sides that tensor cores take."""
     if layer is None or not plain_linear(layer, device, dtype):
         return False
     weight: Any = layer._parameters["weight"]
@@ -49,30 +47,30 @@ def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> b
     return torch.compiler.is_compiling() or version(weight) is not None
 
 
-def as_rows(x: Tensor | Rows, provider: str | None) -> Rows:
-    """The hidden states in rows of 8 bits."""
-    return x if isinstance(x, Rows) else Rows(*activation_fp8(x, provider=provider))
+def quantize_rowwise(x: Tensor | RowwiseFp8, provider: str | None) -> RowwiseFp8:
+    """Quantises hidden states unless they are in fp8 already."""
+    return x if isinstance(x, RowwiseFp8) else RowwiseFp8(*activation_fp8(x, provider=provider))
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """Weights in 8 bits, one below the other, and what they were made of.
+    """Weights in fp8, one below the other, and what they were computed from.
 
     Attributes:
-        made_of: The weights, and the biases where several of them are put together.
+        sources: The weights, and the biases where several of them are concatenated.
         values: ``[N, K]``.
         scales: Of the rows, ``[N, 1]``.
-        bias: The biases of several layers, put together.
+        bias: The biases of several layers, concatenated.
     """
 
-    made_of: tuple[Source, ...]
+    sources: tuple[TensorFingerprint, ...]
     values: Tensor
     scales: Tensor
     bias: Tensor | None
 
 
-class Weights(Store):
-    """The weights of one block in 8 bits."""
+class Fp8Weights(DerivedCache):
+    """The weights of one block in fp8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,12 +78,12 @@ class Weights(Store):
         self._made = 0
 
     @override
-    def sources(self) -> Iterable[Source]:
-        return [source for copy in tuple(self._copies.values()) for source in copy.made_of]
+    def fingerprints(self) -> Iterable[TensorFingerprint]:
+        return [source for copy in tuple(self._copies.values()) for source in copy.sources]
 
-    def run(self, name: str, layer: nn.Module, x: Tensor | Rows) -> Tensor:
-        """Calls a layer, which goes by ``name`` in this block, on hidden states in whatever form they have."""
-        if not isinstance(x, Rows):
+    def run(self, name: str, layer: nn.Module, x: Tensor | RowwiseFp8) -> Tensor:
+        """Calls a layer, which is known as ``name`` in this block, in fp8 if its input is."""
+        if not isinstance(x, RowwiseFp8):
             return run_layer(layer, x)
         parameters: Any = layer._parameters
         weight = parameters["weight"]
@@ -93,7 +91,7 @@ class Weights(Store):
         # Not the op, whose checks take half as long as the rest: nothing here has a gradient or is traced.
         return layers.linear_rows(x.values, x.scales, copy.values, copy.scales, parameters["bias"], weight.dtype)
 
-    def project(self, children: Mapping[str, Any], x: Rows, context: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, children: Mapping[str, Any], x: RowwiseFp8, context: RowwiseFp8) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of self-attention, whose context is ``x``: parts of the rows of one product."""
         parameters = [children[name]._parameters for name in ("to_q", "to_k", "to_v")]
         weights, biases = [layer["weight"] for layer in parameters], [layer["bias"] for layer in parameters]
@@ -111,61 +109,61 @@ class Weights(Store):
 
     def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
         copy = self._copies.get(name)
-        if copy is None or not are_still(copy.made_of, [*weights, *biases]):
+        if copy is None or not match_all(copy.sources, [*weights, *biases]):
             copy = self._copies[name] = _copied(weights, biases)
             self._made += 1
         return copy
 
     def drop(self, prefix: str) -> None:
-        """Forgets the copies of layers that are not as they were, whose adapters may be merged when they go."""
+        """Drops copies of layers that are not plain any more: an adapter may be merged when it is removed."""
         for name in tuple(self._copies):
             if name.startswith(prefix):
                 self._copies.pop(name, None)
 
     def copies(self) -> list[object]:
-        """All that there are now."""
+        """All copies that there are now."""
         return list(self._copies.values())
 
     def state(self) -> Hashable:
-        """Is another one as soon as a copy is made, or is out of date by the version of what it was made of."""
-        tensors = [source.tensor() for source in self.sources()]
+        """Changes as soon as a copy is made, or PyTorch counts a write into one of its sources."""
+        tensors = [source.tensor() for source in self.fingerprints()]
         return self._made, tuple([None if tensor is None else version(tensor) for tensor in tensors])
 
 
-def weights_of(block: nn.Module) -> Weights:
-    """The weights of a block in 8 bits, made as they are needed. Now and then they are compared."""
+def weights_of(block: nn.Module, device: torch.device) -> Fp8Weights:
+    """The weights of a block in fp8, quantised as they are needed, and checked: to be called once in each step."""
     known = memory(block)
     if "fp8" not in known:
-        known["fp8"] = Weights()
-    weights: Weights = known["fp8"]
-    weights.tick()
+        known["fp8"] = Fp8Weights()
+    weights: Fp8Weights = known["fp8"]
+    weights.on_call(device)
     return weights
 
 
 def state_of(block: nn.Module) -> Hashable:
-    """What a recording of a block depends on: which copies it read, and that they are up to date."""
-    weights: Weights | None = memory(block).get("fp8")
+    """What a CUDA graph of a block depends on: which copies it read, and that they are valid."""
+    weights: Fp8Weights | None = memory(block).get("fp8")
     return None if weights is None else weights.state()
 
 
 def copies_of(block: nn.Module) -> list[object]:
-    """The copies there are now, for whoever reads them later."""
-    weights: Weights | None = memory(block).get("fp8")
+    """The copies that there are now: a CUDA graph reads them, and has to keep them alive."""
+    weights: Fp8Weights | None = memory(block).get("fp8")
     return [] if weights is None else weights.copies()
 
 
 @torch.no_grad()
 def _copied(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
-    made_of = tuple(map(Source.of, (*weights, *biases)))
+    sources = tuple([TensorFingerprint.of(source, rotates=True) for source in (*weights, *biases)])
     whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
     values, scales = activation_fp8(whole)
-    return _Copy(made_of, values, scales, torch.cat(list(biases)) if biases else None)
+    return _Copy(sources, values, scales, torch.cat(list(biases)) if biases else None)
 
 
-def gelu_feed_forward(weights: Weights, feed_forward: nn.Module, rows: Rows, provider: str | None) -> Tensor:
-    """Diffusers' ``FeedForward`` with a tanh GELU and silent dropouts, both products in 8 bits."""
+def gelu_feed_forward(weights: Fp8Weights, feed_forward: nn.Module, rows: RowwiseFp8, provider: str | None) -> Tensor:
+    """Diffusers' ``FeedForward`` with a tanh GELU and dropouts that drop nothing, both products in fp8."""
     net: Any = feed_forward._modules["net"]
     first, *rest = net._modules.values()
     x = weights.run("ff.0", first._modules["proj"], rows)
     (last,) = (layer for layer in rest if type(layer) is nn.Linear)
-    return weights.run("ff.1", last, Rows(*activation_fp8(x, "gelu_tanh", provider=provider)))
+    return weights.run("ff.1", last, RowwiseFp8(*activation_fp8(x, "gelu_tanh", provider=provider)))

@@ -28,8 +28,8 @@ class InnerRecipe(ABC):
 
     op: str
 
-    def exactly(self) -> InnerRecipe:
-        """Returns the recipe that aims at the bits of the stock forward; this one, if it may."""
+    def for_numerics(self, numerics: str) -> InnerRecipe:
+        """Returns the recipe of a tier, see :meth:`diffkern.blocks.recipe.BlockRecipe.for_numerics`."""
         return self
 
     def concerns(self, module: nn.Module) -> bool:

@@ -30,10 +30,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks import fp8, packing
-from diffkern.blocks.fp8 import Weights, as_rows, fits, weights_of
-from diffkern.blocks.ltx_chain import follower_of, leave, modulation_of, remember_last, take
+from diffkern.blocks.fp8 import Fp8Weights, fits, quantize_rowwise, weights_of
+from diffkern.blocks.ltx_chain import (
+    modulation_of,
+    next_block,
+    pop_prefetched_norm,
+    remember_last,
+    store_prefetched_norm,
+)
 from diffkern.blocks.ltx_rope import TracedTables, axial_tables
-from diffkern.blocks.memory import version
 from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.rms_pieces import (
@@ -49,6 +54,7 @@ from diffkern.blocks.rms_pieces import (
 )
 from diffkern.blocks.steps import EXACT, FAST, FP8, FastSteps
 from diffkern.blocks.text import TextAttention, text_attention
+from diffkern.cache import version
 from diffkern.providers import KERNEL_DTYPES
 
 Tables = tuple[Tensor, Tensor]
@@ -79,12 +85,8 @@ class LTXBlock(BlockRecipe):
         self.allowance = FP8_ALLOWANCE if steps.in_8_bits else 0.0
 
     @override
-    def exactly(self) -> LTXBlock:
-        return LTXBlock(EXACT)
-
-    @override
-    def in_8_bits(self) -> LTXBlock:
-        return LTXBlock(FP8)
+    def for_numerics(self, numerics: str) -> LTXBlock:
+        return LTXBlock({"fast": FAST, "exact": EXACT, "fp8": FP8}[numerics])
 
     @staticmethod
     @override
@@ -175,7 +177,7 @@ class LTXBlock(BlockRecipe):
             and version(x) is not None
         )
 
-        weights = weights_of(block) if steps.in_8_bits and not torch.compiler.is_compiling() else None
+        weights = weights_of(block, x.device) if steps.in_8_bits and not torch.compiler.is_compiling() else None
         attn1 = weights if weights is not None and "attn1" not in stock and _ATTN1 not in stock else None
         ff = weights if weights is not None and "ff" not in stock and _FF not in stock else None
         if weights is not None and attn1 is None:
@@ -183,9 +185,9 @@ class LTXBlock(BlockRecipe):
         if weights is not None and ff is None:
             weights.drop("ff.")
 
-        left = take(block, x, temb, attn1 is not None) if chained else None
-        y: Any = None if left is None else left.y
-        modulation = modulation_of(block, temb, x.size(0)) if left is None else left.modulation
+        prefetched = pop_prefetched_norm(block, x, temb, attn1 is not None) if chained else None
+        y: Any = None if prefetched is None else prefetched.y
+        modulation = modulation_of(block, temb, x.size(0)) if prefetched is None else prefetched.modulation
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
         if "norm1" in stock:
             y = steps.modulate(block.norm1(x), scale_msa, shift_msa, provider)
@@ -205,8 +207,8 @@ class LTXBlock(BlockRecipe):
             y = block.attn2(x, encoder_hidden_states=text, image_rotary_emb=None, attention_mask=mask)
         else:
             stock_norms = "attn2.norm_q and norm_k" in stock
-            kept = None if stock_norms else text_attention(block, "attn2", text)
             stock_norms |= not steps.fuses_norms
+            kept = None if stock_norms else text_attention(block, "attn2", text)
             y = _attention(block.attn2, x, text, None, mask, stock_norms, provider, kept=kept)
 
         if "norm2" in stock:
@@ -217,20 +219,20 @@ class LTXBlock(BlockRecipe):
             x, y = sum_and_norm(block.norm2, x, y, None, scale_mlp, shift_mlp, provider)
 
         if ff is not None:
-            y = fp8.gelu_feed_forward(ff, block.ff, as_rows(y, provider), provider)
+            y = fp8.gelu_feed_forward(ff, block.ff, quantize_rowwise(y, provider), provider)
         else:
             plain_ff = "ff" in stock or not steps.fuses_norms
             y = block.ff(y) if plain_ff else gelu_feed_forward(block.ff, y)
-        follower = follower_of(block, x) if chained else None
-        if follower is None:
+        following = next_block(block, x) if chained else None
+        if following is None:
             x = steps.gate_residual(x, y, gate_mlp, provider)
         else:
-            modulation = modulation_of(follower, temb, x.size(0))
+            modulation = modulation_of(following, temb, x.size(0))
             shift, scale, *_ = modulation
-            # The follower is a block like this one: if it differs, it does its norm itself.
+            # The next block is one like this: if it differs, it computes its norm itself.
             sum_and_norm = steps.gate_residual_norm_modulate if attn1 is None else FP8.gate_residual_norm_modulate_rows
-            x, y = sum_and_norm(follower.norm1, x, y, gate_mlp, scale, shift, provider)
-            leave(follower, x, temb, modulation, y)
+            x, y = sum_and_norm(following.norm1, x, y, gate_mlp, scale, shift, provider)
+            store_prefetched_norm(following, x, temb, modulation, y)
         if chained:
             remember_last(block, x)
         return x
@@ -293,7 +295,7 @@ def _rotation(tables: Tables | None, heads: int) -> Rotation:
 
 def _attention(
     attention: Any, x: Any, context: Any, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
-    provider: str | None, weights: Weights | None = None, kept: TextAttention | None = None,
+    provider: str | None, weights: Fp8Weights | None = None, kept: TextAttention | None = None,
     project: Project | None = None,
 ) -> Tensor:  # fmt: skip
     """``LTXVideoAttnProcessor``, its products in 8 bits where there are weights for them."""
@@ -307,9 +309,9 @@ def _attention(
     if weights is None:
         y = attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider, project or project_each)
         return project_out(attention, y)
-    rows = as_rows(x, provider)  # of self-attention, whose context is x
+    rows = quantize_rowwise(x, provider)  # of self-attention, whose context is x
     y = attend(attention, rows, rows, rotation, mask, stock_norms, dispatch, provider, weights.project)
-    return project_out(attention, as_rows(y, provider), weights.run)
+    return project_out(attention, quantize_rowwise(y, provider), weights.run)
 
 
 def _wide_pieces(children: Any, device: torch.device, dtype: torch.dtype, stock: tuple[str, ...]) -> tuple[str, ...]:

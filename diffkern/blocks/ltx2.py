@@ -128,8 +128,8 @@ class LTX2Block(BlockRecipe):
         self._steps = steps
 
     @override
-    def exactly(self) -> LTX2Block:
-        return LTX2Block(EXACT)
+    def for_numerics(self, numerics: str) -> LTX2Block:
+        return LTX2Block(EXACT if numerics == "exact" else FAST)
 
     @staticmethod
     @override

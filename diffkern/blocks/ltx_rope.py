@@ -2,7 +2,8 @@
 
 Stock, the denoiser builds ``[B, S, D]`` float32 tables of cosines and sines at every step, and every block reads
 them twice. A table is the product of a grid: its columns depend on the frame, on the line or on the column alone.
-Where that holds for the very tables at hand, the blocks read one small table per axis instead.
+Where that holds for the very tables at hand, the blocks read one small table per axis instead. Attention processors get
+the full tables, may write into them, and would find what another step wrote: ``exact`` keeps none.
 
 A graph of ``torch.compile`` cannot look at tables. There the tables by axis are those of three thin grids, one for each
 axis, by the stock formula as well; the full ones are in the graph for whoever reads them, and gone if nobody does.
@@ -10,7 +11,8 @@ axis, by the stock formula as well; the full ones are in the graph for whoever r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import untouched
 from diffkern.blocks.recipe import BlockRecipe
+from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import expand_axes
 from diffkern.providers.onlookers import modes_active
 
@@ -50,29 +52,74 @@ class AxialTables:
 
 
 class TracedTables(tuple[Tensor, Tensor]):
-    """Full tables in a graph of ``torch.compile``: a pair for everybody but the blocks, who find the axes with them.
+    """Full tables in a graph of ``torch.compile``: a pair for all but the blocks, which find the axes with them.
 
     Attributes:
-        axes: The same tables by axis; None in a pair that somebody else made of this one, and once somebody may
-            have written into it.
+        axes: The same tables by axis; None in a pair that was made of this one, and once it may have been written.
     """
 
     axes: AxialTables | None = None
 
 
-#: Tables of cosines that are known to be products of a grid -> (their version, the sines and theirs, the axes).
-_axial: Any = WeakIdKeyDictionary()
+@dataclass(frozen=True, eq=False)
+class _KeptTables:
+    """Full tables, what they were computed from, and what the blocks read in their place.
+
+    Attributes:
+        key: The numbers.
+        coords: The coordinates of the video; None without.
+        results: The fingerprints of the tables, which others are given.
+        tables: The tables.
+        axes: The same by axis; None if they are no products of a grid.
+    """
+
+    key: Hashable
+    coords: TensorFingerprint | None
+    results: tuple[TensorFingerprint, ...]
+    tables: Tables
+    axes: AxialTables | None
+
+    def is_valid(self) -> bool:
+        """Whether nothing was written into the tables."""
+        return match_all(self.results, self.tables)
+
+    def holds(self, key: Hashable, coords: Tensor | None) -> bool:
+        """Whether these are the tables of a call."""
+        if self.key != key or (self.coords is None) != (coords is None):
+            return False
+        return (self.coords is None or self.coords.matches(coords)) and self.is_valid()  # type: ignore[arg-type]
+
+
+class _RotaryTables(DerivedCache):
+    """The tables that a module returned last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: _KeptTables | None = None
+
+    @override
+    def fingerprints(self) -> Iterable[TensorFingerprint]:
+        kept = self.kept
+        coords = () if kept is None or kept.coords is None else (kept.coords,)
+        return () if kept is None else (*coords, *kept.results)
+
+    @override
+    def results(self) -> Iterable[TensorFingerprint]:
+        kept = self.kept
+        return () if kept is None else kept.results
+
+
+#: Tables of cosines that are kept -> all that is kept with them, weakly.
+_kept: Any = WeakIdKeyDictionary()
 
 
 def axial_tables(tables: Tables) -> AxialTables | None:
-    """Returns the axes of full tables that :data:`RECIPE` made, as long as nobody wrote into them."""
+    """Returns the axes of full tables that :data:`RECIPE` returned and still keeps, unless they were written."""
     if torch.compiler.is_compiling():
         return tables.axes if type(tables) is TracedTables else None
-    known = _axial.get(tables[0])
-    if known is None:
-        return None
-    versions, sin, axes = known
-    return axes if sin is tables[1] and versions == (version(tables[0]), version(sin)) else None
+    reference = _kept.get(tables[0])
+    kept: _KeptTables | None = None if reference is None else reference()
+    return kept.axes if kept is not None and kept.tables[1] is tables[1] and kept.is_valid() else None
 
 
 class LTXRotaryEmbedding(BlockRecipe):
@@ -82,6 +129,10 @@ class LTXRotaryEmbedding(BlockRecipe):
     ops = ()
     fingerprints = frozenset({"100bb1261b00b56b"})
     versions = "diffusers 0.42"
+
+    @override
+    def for_numerics(self, numerics: str) -> BlockRecipe | None:
+        return None if numerics == "exact" else self
 
     @staticmethod
     @override
@@ -101,7 +152,7 @@ class LTXRotaryEmbedding(BlockRecipe):
         if type(x) is not Tensor or x.is_meta or x.ndim < 1:
             return "the hidden states are not a plain tensor with data"
         if coords is not None and torch.compiler.is_compiling():
-            return None  # nothing is remembered in a graph, and versions cannot be asked for there
+            return None  # nothing is kept in a graph, and versions cannot be asked for there
         if coords is not None:
             if type(coords) is not Tensor or coords.requires_grad or version(coords) is None:
                 return "its coordinates are not a plain tensor without gradient whose changes torch counts"
@@ -120,24 +171,29 @@ class LTXRotaryEmbedding(BlockRecipe):
         owner: Any = module
         if torch.compiler.is_compiling():
             return _traced(owner, *call)
-        # Whoever hears of the tables could write into them, and a mode may make them of something else than memory.
-        if not untouched(owner, LTXVideoRotaryPosEmbed) or modes_active():
+        known = memory(module)
+        if "tables" not in known:
+            known["tables"] = _RotaryTables()
+        cache: _RotaryTables = known["tables"]
+        cache.on_call(call[0].device)
+        # A hook could write into the tables, and a mode may make them of something else than memory.
+        if cache.is_disabled or not untouched(owner, LTXVideoRotaryPosEmbed) or modes_active():
+            cache.kept = None
             return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]
         x, *rest, coords = call
         bases = (owner.base_num_frames, owner.base_height, owner.base_width, owner.patch_size, owner.patch_size_t)
-        key = (x.shape[0], x.device, owner.dim, owner.theta, bases, *rest, None if coords is None else version(coords))
-        key += (torch.is_inference_mode_enabled(),)  # tables made there must not meet autograd
-        remembered = memory(module)
-        last = remembered.get("tables")
-        # Coordinates are compared as objects, and kept for that: an address alone may be given to another tensor.
-        if last is not None and last[0] == key and last[1] is coords and last[2] == _versions(last[3]):
-            return last[3]  # type: ignore[no-any-return]
-        tables = _shared(LTXVideoRotaryPosEmbed.forward(owner, *call))
-        remembered["tables"] = key, coords, _versions(tables), tables
-        if coords is None:
-            axes = _axes(tables, call[1:4], owner.dim % 6 // 2)
-            if axes is not None:
-                _axial[tables[0]] = (version(tables[0]), version(tables[1])), tables[1], axes
+        key = (x.shape[0], x.device, owner.dim, owner.theta, bases, *rest)
+        if cache.kept is not None and cache.kept.holds(key, coords):
+            return cache.kept.tables
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]  # into the graph's memory
+        # Tables made in inference mode could not be used in training, and would not count writes.
+        with torch.inference_mode(False), torch.no_grad():
+            source = None if coords is None else TensorFingerprint.of(coords)
+            tables: Tables = LTXVideoRotaryPosEmbed.forward(owner, *call)
+            axes = _axes(tables, call[1:4], owner.dim % 6 // 2) if coords is None else None
+            kept = _KeptTables(key, source, tuple(map(TensorFingerprint.of, tables)), tables, axes)
+        cache.kept, _kept[tables[0]] = kept, weakref.ref(kept)
         return tables
 
     @override
@@ -160,7 +216,7 @@ class LTXRotaryEmbedding(BlockRecipe):
 def _traced(owner: Any, x: Tensor, frames: Any, height: Any, width: Any, scale: Any, coords: Tensor | None) -> Tables:
     """The stock tables in a graph of ``torch.compile``, with their axes where all that is known."""
     tables: Tables = LTXVideoRotaryPosEmbed.forward(owner, x, frames, height, width, scale, coords)
-    # Who hears of the tables could write into them, which does not show in a graph.
+    # A hook could write into the tables, which does not show in a graph.
     if coords is not None or owner.dim % 2 or torch.is_grad_enabled() or not untouched(owner, LTXVideoRotaryPosEmbed):
         return tables
     one = x.new_empty(1)
@@ -184,24 +240,9 @@ def _computed_once(table: Tensor) -> Tensor:
     return table.as_strided(table.shape, table.stride())
 
 
-def _versions(tables: Tables) -> tuple[int | None, ...]:
-    return tuple(version(table) for table in tables)
-
-
-def _shared(tables: Tables) -> Tables:
-    """The tables of the first sample for all, where they are alike: half the memory under guidance."""
-    if tables[0].shape[0] == 1 or _is_capturing(tables[0]):
-        return tables
-    if not all(torch.equal(table[:1].expand_as(table), table) for table in tables):
-        return tables
-    cos, sin = (table[:1].clone().expand_as(table) for table in tables)
-    return cos, sin
-
-
 def _axes(tables: Tables, grid: tuple[int, int, int], front_pad: int) -> AxialTables | None:
-    """Takes tables apart by axis; None if putting them together again does not give the same to the bit."""
-    shared = tables[0].shape[0] == 1 or tables[0].stride(0) == 0
-    if not shared or 0 in tables[0].shape or _is_capturing(tables[0]):
+    """Takes tables apart by axis; None if putting them together again does not return the same to the bit."""
+    if 0 in tables[0].shape or not all(torch.equal(table[:1].expand_as(table), table) for table in tables):
         return None
     frames, height, width = grid
     pairs = [table[0, :, ::2] for table in tables]
@@ -216,11 +257,6 @@ def _axes(tables: Tables, grid: tuple[int, int, int], front_pad: int) -> AxialTa
     if not all(torch.equal(again, own) for again, own in zip(whole, pairs, strict=True)):
         return None
     return AxialTables(cos, sin, grid, front_pad)
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    """Whether data cannot be looked at, since a CUDA graph is being captured."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 RECIPE = LTXRotaryEmbedding()

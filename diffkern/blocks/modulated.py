@@ -47,8 +47,8 @@ class ModulatedNorms(InnerRecipe):
     op = "norm_modulate"
 
     @override
-    def exactly(self) -> ModulatedNorms:
-        return replace(self, exact=True)
+    def for_numerics(self, numerics: str) -> ModulatedNorms:
+        return replace(self, exact=numerics == "exact")
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:

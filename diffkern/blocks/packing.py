@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffkern.blocks.memory import UNDO, memory
 from diffkern.blocks.pieces import plain_linear, untouched
 from diffkern.blocks.rms_pieces import Project
+from diffkern.cache import UNDO, memory
 from diffkern.ops import packed_linear
 from diffkern.providers.cublaslt import serves
 from diffkern.providers.cublaslt.layers import linear, together
@@ -29,9 +29,9 @@ NOTE = "weights of q, k and v moved to lie together in memory, for one product"
 NAMES = ("to_q", "to_k", "to_v")
 
 #: What memory knows of each attention: where the weights lay at the last call; what was moved, and where to.
-_ADDRESSES, _MOVED = "addresses of projections", "packed"
+_ADDRESSES, _MOVED = "addresses of projections", f"{UNDO}: packed"
 #: ... and the hook that parts them before they are saved.
-_HOOK = "hook for saving"
+_HOOK = f"{UNDO}: hook for saving"
 
 
 def projection(block: Any, attention: str, x: Tensor) -> Project | None:

@@ -45,7 +45,7 @@ class BlockRecipe(ABC):
     """How the block of one class is computed fused, and when it may be.
 
     A recipe reads the block at every call, so that one object serves all blocks of a class. What it remembers of a
-    block stands in :mod:`diffkern.blocks.memory`.
+    block stands in :mod:`diffkern.cache.memory`.
     A *piece* is a child, or what stands around it, that the fused forward computes itself as long as nobody
     watches or replaces the child; else the child is called as the stock forward calls it.
 
@@ -69,13 +69,13 @@ class BlockRecipe(ABC):
     is_one_op: bool = False
     allowance: float = 0.0
 
-    def exactly(self) -> BlockRecipe | None:
-        """Returns the recipe that aims at the bits of the stock forward, this one if it may; None if there is none."""
-        return self
+    def for_numerics(self, numerics: str) -> BlockRecipe | None:
+        """Returns the recipe of a tier: this one, unless it has another; None if there is none.
 
-    def in_8_bits(self) -> BlockRecipe | None:
-        """Returns the recipe that computes matrix products in 8 bits; None if there is none."""
-        return None
+        Args:
+            numerics: ``"fast"``; ``"exact"``, which aims at the bits of the stock forward; or ``"fp8"``.
+        """
+        return self
 
     @staticmethod
     @abstractmethod
@@ -109,7 +109,7 @@ class BlockRecipe(ABC):
     def prepare(self, module: nn.Module) -> str | None:
         """Prepares a block for its first call, its weights being where they are.
 
-        What it does to the block itself is taken back by a function under :data:`diffkern.blocks.memory.UNDO`.
+        What it does to the block itself is taken back by a function under :data:`diffkern.cache.UNDO`.
 
         Returns:
             What that was, for the report; None for nothing, as here.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from diffkern.blocks.fp8 import Rows
+from diffkern.blocks.fp8 import RowwiseFp8
 from diffkern.ops import (
     gate_residual,
     gate_residual_norm_modulate,
@@ -82,17 +82,19 @@ class Fp8Steps(FastSteps):
 
     in_8_bits: ClassVar[bool] = True
 
-    def norm_modulate_rows(self, norm: Any, x: Tensor, scale: _Operand, shift: _Operand, provider: str | None) -> Rows:
+    def norm_modulate_rows(
+        self, norm: Any, x: Tensor, scale: _Operand, shift: _Operand, provider: str | None
+    ) -> RowwiseFp8:
         """As :meth:`norm_modulate`."""
-        return Rows(*norm_modulate_fp8(x, scale, shift, eps=norm.eps, provider=provider))
+        return RowwiseFp8(*norm_modulate_fp8(x, scale, shift, eps=norm.eps, provider=provider))
 
     def gate_residual_norm_modulate_rows(
         self, norm: Any, residual: Tensor, x: Tensor, gate: _Operand, scale: _Operand, shift: _Operand,
         provider: str | None,
-    ) -> tuple[Tensor, Rows]:  # fmt: skip
+    ) -> tuple[Tensor, RowwiseFp8]:  # fmt: skip
         """As :meth:`gate_residual_norm_modulate`."""
         new, *rows = gate_residual_norm_modulate_fp8(residual, x, gate, scale, shift, eps=norm.eps, provider=provider)
-        return new, Rows(*rows)
+        return new, RowwiseFp8(*rows)
 
 
 FAST, EXACT, FP8 = FastSteps(), ExactSteps(), Fp8Steps()

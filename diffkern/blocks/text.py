@@ -1,7 +1,8 @@
 """What a denoiser computes from its text: the same at every step of a run, so computed once.
 
 The projection of the caption, and in each block the keys and values of the attention to it, depend on the text and on
-weights alone. They are kept while both stay what they were (:mod:`diffkern.blocks.watch` says how that is known).
+weights alone. They are kept as long as both are valid (:mod:`diffkern.cache.derived`). To check a weight at every step
+costs about as much as its product with a text, so ``exact``, which must find every write in time, keeps none of this.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from diffusers.models.embeddings import PixArtAlphaTextProjection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.memory import memory, version
 from diffkern.blocks.pieces import calls_are_watched, plain_linear, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.blocks.watch import Source, Store, are_still
+from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.providers.onlookers import modes_active, transforms_active
 
@@ -34,8 +34,8 @@ _ACTIVATIONS = (nn.GELU, nn.SiLU, FP32SiLU)
 Pair = tuple[Tensor, Tensor]
 
 
-def counts(tensor: Tensor) -> bool:
-    """Whether what is computed from ``tensor`` may be kept: torch counts its writes, and nobody looks at the call."""
+def is_cacheable(tensor: Tensor) -> bool:
+    """Whether what is computed from ``tensor`` may be kept: PyTorch counts writes, and nothing traces the call."""
     return (
         not torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
@@ -51,27 +51,25 @@ class _Projected:
     """A caption that was projected.
 
     Attributes:
-        made_of: The caption, the weights, and the result, which others are given.
+        caption: The caption.
+        weights: The weights of both layers.
+        result: The result, which others are given.
         activation: What is between the two layers.
-        states: The result. It is kept, so that no other tensor can have its address.
-        written: How often that had been written.
+        states: The result itself. It is kept, so that no other tensor can have its address.
     """
 
-    made_of: tuple[Source, ...]
+    caption: TensorFingerprint
+    weights: tuple[TensorFingerprint, ...]
+    result: TensorFingerprint
     activation: Hashable
     states: Tensor
-    written: int
 
     def holds(self, activation: Hashable, weights: Sequence[Tensor]) -> bool:
-        """Whether nothing but the caption could be another one now."""
-        return (
-            self.activation == activation
-            and self.written == version(self.states)
-            and are_still(self.made_of[1:], [*weights, self.states])
-        )
+        """Whether it is valid, for its own caption."""
+        return self.activation == activation and self.result.matches(self.states) and match_all(self.weights, weights)
 
-    def gives(self, states: Tensor) -> bool:
-        """Whether these states are the result, as it was made, maybe by another view of the same shape."""
+    def produced(self, states: Tensor) -> bool:
+        """Whether these states are the result, unchanged, maybe another view of the same shape."""
         own = self.states
         return (
             own.data_ptr() == states.data_ptr()
@@ -79,7 +77,7 @@ class _Projected:
             and own.stride() == states.stride()
             and own.dtype == states.dtype
             and not states.is_neg()
-            and self.written == version(own) == version(states)
+            and self.result.version == version(own) == version(states)
         )
 
 
@@ -87,7 +85,7 @@ class _Projected:
 _projected: WeakValueDictionary[int, _Projected] = WeakValueDictionary()
 
 
-class _Caption(Store):
+class _Caption(DerivedCache):
     """The projections of the captions that a module was called with last."""
 
     def __init__(self) -> None:
@@ -95,28 +93,35 @@ class _Caption(Store):
         self._kept: list[_Projected] = []
 
     @override
-    def sources(self) -> Iterable[Source]:
-        return [source for kept in self._kept for source in kept.made_of]
+    def fingerprints(self) -> Iterable[TensorFingerprint]:
+        return [one for kept in self._kept for one in (kept.caption, *kept.weights, kept.result)]
+
+    @override
+    def results(self) -> Iterable[TensorFingerprint]:
+        return [kept.result for kept in self._kept]
 
     def projected(self, module: Any, caption: Tensor) -> Tensor:
-        """Returns the projection of a caption, the kept one if it still holds."""
+        """Returns the projection of a caption, the kept one if it is valid."""
         layers = module.linear_1._parameters, module.linear_2._parameters
-        given = [caption, *(layer[name] for layer in layers for name in ("weight", "bias") if layer[name] is not None)]
+        weights = [layer[name] for layer in layers for name in ("weight", "bias") if layer[name] is not None]
         activation = type(module.act_1), getattr(module.act_1, "approximate", None)
-        still = [kept for kept in self._kept if kept.holds(activation, given[1:])]
-        for kept in still:
-            if kept.made_of[0].is_still(caption):
+        valid = [kept for kept in self._kept if kept.holds(activation, weights)]
+        for kept in valid:
+            if kept.caption.matches(caption):
                 return kept.states.detach()  # a view: nobody's requires_grad and grad are another's
         if caption.is_cuda and torch.cuda.is_current_stream_capturing():
             return _project(module, caption)  # into memory of the graph, which each replay writes again
-        # All of the caption is compared: graphs that others captured write without a sign as well.
-        made_of = Source.of(caption, whole=True), *map(Source.of, given[1:])
+        sources = TensorFingerprint.of(caption), tuple(map(_of_weight, weights))
         y = _project(module, caption).detach()
-        kept = _Projected((*made_of, Source.of(y, whole=True)), activation, y, y._version)
-        others = [other for other in still if other.made_of[0].tensor() is not None]
+        kept = _Projected(*sources, TensorFingerprint.of(y), activation, y)
+        others = [other for other in valid if other.caption.tensor() is not None]
         self._kept = [*others[1 - MAX_TEXTS :], kept]
         _projected[y.data_ptr()] = kept
         return y.detach()
+
+
+def _of_weight(weight: Tensor) -> TensorFingerprint:
+    return TensorFingerprint.of(weight, rotates=True)
 
 
 def _project(module: Any, caption: Tensor) -> Tensor:
@@ -132,18 +137,20 @@ class _Text:
         text: The projection of its caption.
         eps: Of the norm of the keys.
         signs: What could be seen of the weights.
-        made_of: The weights, where something is kept.
+        sources: The weights, where something is kept.
         pair: Keys, normalised, and values; None until the text comes a second time.
+        versions: Of the pair. Attention backends get it, and may write into it.
     """
 
     text: weakref.ref[_Projected]
     eps: float
     signs: Hashable
-    made_of: tuple[Source, ...] = ()
+    sources: tuple[TensorFingerprint, ...] = ()
     pair: Pair | None = None
+    versions: tuple[int | None, ...] = ()
 
 
-class TextAttention(Store):
+class TextAttention(DerivedCache):
     """The keys and values of the texts that one attention was called with last."""
 
     def __init__(self) -> None:
@@ -151,11 +158,11 @@ class TextAttention(Store):
         self._texts: list[_Text] = []
 
     @override
-    def sources(self) -> Iterable[Source]:
-        return [source for text in self._texts for source in text.made_of]
+    def fingerprints(self) -> Iterable[TensorFingerprint]:
+        return [source for text in self._texts for source in text.sources]
 
     def keys_and_values(self, children: Mapping[str, Any], states: Tensor, compute: Callable[[], Pair]) -> Pair:
-        """Returns those of a text: the kept ones, or what ``compute`` gives.
+        """Returns those of a text: the kept ones, or what ``compute`` returns.
 
         Args:
             children: Of the attention: plain layers and norms.
@@ -163,20 +170,25 @@ class TextAttention(Store):
             compute: Computes keys, normalised, and values.
         """
         projected = _projected.get(states.data_ptr())
-        if projected is None or not projected.gives(states):
-            return compute()  # of a text whose changes nobody watches
+        if projected is None or not projected.produced(states):
+            return compute()  # of a text that is no kept projection
         texts, weights, eps = self._texts, _weights(children), children["norm_k"].eps
         known = next((text for text in texts if text.text() is projected), None)
-        if known is not None and known.pair is not None and known.eps == eps and are_still(known.made_of, weights):
-            return known.pair
+        if known is not None and known.pair is not None and known.eps == eps and match_all(known.sources, weights):
+            if known.versions == tuple(map(version, known.pair)):
+                return known.pair
+            self.is_disabled = True
+        if self.is_disabled:
+            return compute()
         signs = tuple([(id(weight), version(weight), weight.data_ptr()) for weight in weights])
         again = known is not None and known.eps == eps and known.signs == signs
         if states.is_cuda and torch.cuda.is_current_stream_capturing():
             return compute()
         # Kept at the second time only: texts that are others at every call, and weights that come and go, are not.
-        made_of = tuple(map(Source.of, weights)) if again else ()
+        sources = tuple(map(_of_weight, weights)) if again else ()
         pair = compute()
-        text = _Text(weakref.ref(projected), eps, signs, made_of, pair if again else None)
+        kept = (pair, tuple(map(version, pair))) if again else ()
+        text = _Text(weakref.ref(projected), eps, signs, sources, *kept)
         others = [other for other in texts if other is not known and other.text() is not None]
         self._texts = [*others[1 - MAX_TEXTS :], text]
         return pair
@@ -198,14 +210,14 @@ def text_attention(block: nn.Module, name: str, states: Tensor) -> TextAttention
         # An adapter, say: what it leaves behind when it goes may be merged.
         memory(block).get("texts", {}).pop(name, None)
         return None
-    if not counts(states):
+    if not is_cacheable(states):
         return None
-    stores = memory(block).setdefault("texts", {})
-    if name not in stores:
-        stores[name] = TextAttention()
-    store: TextAttention = stores[name]
-    store.tick()
-    return store
+    caches = memory(block).setdefault("texts", {})
+    if name not in caches:
+        caches[name] = TextAttention()
+    cache: TextAttention = caches[name]
+    cache.on_call(device)
+    return cache
 
 
 def _weights(children: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -221,6 +233,10 @@ class TextProjection(BlockRecipe):
     ops = ()
     fingerprints = frozenset({"35e6748325cb9cda"})
     versions = "diffusers 0.42"
+
+    @override
+    def for_numerics(self, numerics: str) -> BlockRecipe | None:
+        return None if numerics == "exact" else self
 
     @staticmethod
     @override
@@ -249,7 +265,7 @@ class TextProjection(BlockRecipe):
         """The layers that somebody watches or has changed: they are called every time, and so is what follows."""
         (caption,) = call
         children: Any = module._modules
-        # Whoever hears of the result could write into it.
+        # A hook on the module could write into the result.
         stock: tuple[str, ...] = () if untouched(module, PixArtAlphaTextProjection) else ("what is kept",)
         for name in ("linear_1", "linear_2"):
             if not plain_linear(children[name], caption.device, caption.dtype):
@@ -262,16 +278,16 @@ class TextProjection(BlockRecipe):
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         (caption,) = call
-        if stock or not counts(caption):
+        if stock or not is_cacheable(caption):
             if not torch.compiler.is_compiling():
                 memory(module).pop("caption", None)
             return _project(module, caption)
         known = memory(module)
         if "caption" not in known:
             known["caption"] = _Caption()
-        store: _Caption = known["caption"]
-        store.tick()
-        return store.projected(module, caption)
+        cache: _Caption = known["caption"]
+        cache.on_call(caption.device)
+        return _project(module, caption) if cache.is_disabled else cache.projected(module, caption)
 
     @override
     def sources(self) -> tuple[Callable[..., Any], ...]:

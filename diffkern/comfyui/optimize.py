@@ -153,7 +153,7 @@ def _plan(
         reason = found.reason or conflict(model, path, module)
         if found.recipe is not None and not reason:
             site.op = found.recipe.op
-            recipe = found.recipe.exactly() if exact else found.recipe
+            recipe = found.recipe.for_numerics("exact" if exact else "fast")
             patch = _first_that_passes(recipe.of(families), module, provider, verifier, dtype, device, site)
             if patch is not None:
                 site._state = patch  # it counts its calls as a patch state does

@@ -48,8 +48,8 @@ class ComfyRecipe(BlockRecipe):
     words: ClassVar[frozenset[str]]
 
     @override
-    def exactly(self) -> ComfyRecipe:
-        return replace(self, exact=True)
+    def for_numerics(self, numerics: str) -> ComfyRecipe:
+        return replace(self, exact=numerics == "exact")
 
     def of(self, families: frozenset[str]) -> Iterator[ComfyRecipe]:
         """Yields the recipe for those of ``families`` that it has, and then for each of them alone."""

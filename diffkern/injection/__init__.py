@@ -1,6 +1,6 @@
 """select -> plan -> verify -> patch -> report -> restore."""
 
-from diffkern.injection.inject import inject_optimized_kernels, optimized, plan, restore
+from diffkern.injection.inject import forget, inject_optimized_kernels, optimized, plan, restore
 from diffkern.injection.proving import InjectionError
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import StrictModeError
@@ -12,6 +12,7 @@ __all__ = [
     "Measurement",
     "Site",
     "StrictModeError",
+    "forget",
     "inject_optimized_kernels",
     "optimized",
     "plan",

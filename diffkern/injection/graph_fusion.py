@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
-from diffkern.blocks import fp8, watch
-from diffkern.blocks.memory import memory
+from diffkern import cache
+from diffkern.blocks import fp8
 from diffkern.blocks.pieces import calls_are_watched, untouched
+from diffkern.cache import memory
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.state import ATTRIBUTE, patches, run_below
 from diffkern.providers import Choice
@@ -220,20 +221,21 @@ class GraphFusion(Fusion):
     @override
     def compute(self, module: nn.Module, call: _Call, provider: str | None, stock: tuple[str, ...]) -> Any:
         graphs = _graphs(module)
+        if isinstance(graphs.get(call.signature), _Graph):
+            cache.start_round(call.tensors[0].device)  # a replay calls no block that would
         signature, now = call.signature, fingerprint(call.parts or Parts(module))
         known = graphs.pop(signature, None)
         if isinstance(known, _Graph) and known.fingerprint == now:
             graphs[signature] = known
-            watch.compare_next()
             started, result = call.started or (None, None)
             return result if started is known else known.replay(call.tensors)
         if not isinstance(known, _Graph) and known == now:
             captured = graphs[signature] = _capture(module, call, now)
             return captured.replay(call.tensors)
         # Its first call, or the first after a change: proofs, caches and libraries set themselves up.
-        generation = watch.generation()
+        generation = cache.generation()
         result = self.stock(module, call)
-        if watch.generation() == generation:  # else the next call still has copies of weights to make
+        if cache.generation() == generation:  # else the next call still has copies of weights to make
             graphs[signature] = fingerprint(Parts(module))
             while len(graphs) > MAX_GRAPHS:
                 graphs.popitem(last=False)
@@ -316,7 +318,7 @@ def fingerprint(parts: Parts) -> Fingerprint:
     modules, states = parts.modules, parts.states
     adaptable = {cls for cls in set(map(type, modules)) if not cls.__module__.startswith(_WITHOUT_ADAPTERS)}
     return (
-        watch.generation(),
+        cache.generation(),
         # Addresses alone would not do: once a module is gone, another one may get its address.
         [weakref.ref(child) for child in modules],
         [id(child) for child in parts.children],

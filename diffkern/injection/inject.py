@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from diffkern.attention import Route
+from diffkern.cache import drop
 from diffkern.hub import KernelConfig
 from diffkern.hub.policy import Policy
 from diffkern.injection.attention import Plan as AttentionPlan
@@ -148,6 +149,24 @@ def restore(pipe_or_module: Any) -> int:
     modules = all_components(pipe_or_module)
     with LOCK:
         return sum(unpatch(module) for _, module in walk(modules)) + restore_attention(modules)
+
+
+def forget(pipe_or_module: Any) -> int:
+    """Drops every tensor that diffkern keeps for a pipeline or model: fp8 weights, text, rotary tables, CUDA graphs.
+
+    Call it after a write into a weight that PyTorch does not count (``tensor.data``, NumPy, DLPack). Patches stay, and
+    the next step computes everything from the tensors as they are then.
+
+    Args:
+        pipe_or_module: A pipeline (all its components), a model, or a part of a model.
+
+    Returns:
+        For how many modules something was kept.
+
+    Raises:
+        TypeError: the target is neither a pipeline nor a module.
+    """
+    return sum(drop(module) for _, module in walk(all_components(pipe_or_module)))
 
 
 @contextmanager

@@ -177,9 +177,7 @@ def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) 
     """Looks a module up among the recipes and the norms; None if it is among neither."""
     recipe = recipe_for(full_name(type(module)))
     if recipe is not None:
-        recipe = recipe.exactly() if numerics == "exact" else recipe
-        if recipe is not None and numerics == "fp8":
-            recipe = recipe.in_8_bits() or recipe
+        recipe = recipe.for_numerics(numerics)
         if recipe is None:
             return _Match(None, "recipe", "nobody computes it fused to the same bits as the stock forward")
         if fingerprint(recipe.sources()) in recipe.fingerprints:
@@ -193,7 +191,7 @@ def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) 
         return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")
     inner = inner_recipe_for(type(module))
     if inner is not None and inner.concerns(module):
-        inner = inner.exactly() if numerics == "exact" else inner
+        inner = inner.for_numerics(numerics)
         lacking = inner.lacks(module)
         if lacking:
             return _Match(None, "recipe", lacking)

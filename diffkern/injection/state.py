@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from diffkern.blocks import forget
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
+from diffkern.cache import forget
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks, notes
 from diffkern.injection.counts import CallCounts

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from diffkern import inject_optimized_kernels, restore
 from diffkern.bench.arms import compiler_unavailable_reason
 from diffkern.bench.measure import relative_error
-from diffkern.blocks import fingerprint, forget
+from diffkern.blocks import fingerprint
 from diffkern.blocks.ltx import RECIPE
 from diffkern.blocks.ltx_rope import axial_tables
-from diffkern.blocks.memory import memory
 from diffkern.blocks.native_attention import is_native, native
+from diffkern.cache import forget, memory
 from tests.injection.models import all_fused, ltx_inputs, randomise, run, tiny_ltx
 
 DIM, TEXT = 32, 16
@@ -643,20 +643,20 @@ def _denoise(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
 
 
 def _without_chain(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
-    """One run in which no block knows its follower."""
+    """One run in which no block knows the next one."""
     for layer in model.transformer_blocks:
         forget(layer)
     return _denoise(model, arguments)
 
 
-def test_a_block_leaves_the_first_norm_of_the_next_one_bit_for_bit() -> None:
+def test_a_block_prefetches_the_first_norm_of_the_next_one_bit_for_bit() -> None:
     model, arguments = tiny_ltx(layers=4), ltx_inputs(batch=2)
     report = inject_optimized_kernels(model)
     first = _without_chain(model, arguments)
     blocks = list(model.transformer_blocks)
-    assert [memory(layer).get("follower", lambda: None)() for layer in blocks] == [*blocks[1:], None]
+    assert [memory(layer).get("next", lambda: None)() for layer in blocks] == [*blocks[1:], None]
     assert torch.equal(_denoise(model, arguments), first)
-    assert not any("norm1" in memory(layer) for layer in blocks)  # all were taken
+    assert not any("norm1" in memory(layer) for layer in blocks)  # all were used
     # The chain is that of the call, not of the list.
     model.transformer_blocks = nn.ModuleList([blocks[i] for i in (2, 0, 3, 1)])
     shuffled = _denoise(model, arguments)

@@ -472,7 +472,7 @@ def test_modulations_in_half_precision_beside_float32(numerics: str, wide: bool)
     """As models are that were cast as a whole, and such as keep some parameters in float32."""
     recipe = inner_recipe_for(WanTransformerBlock if wide else AdaLayerNormZero)
     assert recipe is not None
-    recipe = recipe.exactly() if numerics == "exact" else recipe
+    recipe = recipe.for_numerics(numerics)
     norm = nn.LayerNorm(D, elementwise_affine=False)
     dtypes = [torch.bfloat16, torch.float32]
     for x_dtype, dtype in ((one, other) for one in dtypes for other in dtypes):

@@ -295,8 +295,8 @@ def test_the_fingerprint_sees_copies_in_8_bits() -> None:
     inject_optimized_kernels(model)
     block = model.transformer_blocks[0]
     facts = [fingerprint(model)]
-    weights = fp8.weights_of(block)
-    x = fp8.Rows(*activation_fp8(torch.randn(4, 32)))
+    weights = fp8.weights_of(block, torch.device("cpu"))
+    x = fp8.RowwiseFp8(*activation_fp8(torch.randn(4, 32)))
     for name in ("to_q", "to_k"):
         weights.run(name, block.attn1._modules[name], x)
         facts.append(fingerprint(model))

@@ -24,9 +24,9 @@ class AutoencoderRecipe(BlockRecipe):
     versions = "diffusers 0.42"
 
     @override
-    def exactly(self) -> None:
-        """None: a convolution in another memory order adds up in another order."""
-        return None
+    def for_numerics(self, numerics: str) -> BlockRecipe | None:
+        """None for ``"exact"``: a convolution in another memory order adds up in another order."""
+        return None if numerics == "exact" else self
 
     @override
     def make_plain(self, module: nn.Module) -> None:

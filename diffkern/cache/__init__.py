@@ -1,0 +1,17 @@
+"""Tensors that are computed from other tensors and kept between calls, and the one rule of how long they are valid."""
+
+from diffkern.cache.derived import DerivedCache, TensorFingerprint, generation, match_all, start_round, version
+from diffkern.cache.memory import UNDO, drop, forget, memory
+
+__all__ = [
+    "UNDO",
+    "DerivedCache",
+    "TensorFingerprint",
+    "drop",
+    "forget",
+    "generation",
+    "match_all",
+    "memory",
+    "start_round",
+    "version",
+]

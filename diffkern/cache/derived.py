@@ -1,0 +1,239 @@
+"""Tensors computed from others (keys and values of a text, rotary tables, fp8 weights), and how long they are valid.
+
+What was computed from a tensor is valid while that is the same tensor, at the same address, and not written since.
+PyTorch counts most writes. It does not count those through ``tensor.data`` (an adapter merge, an EMA swap), NumPy or
+DLPack; a checksum over the whole tensor finds these:
+
+- On the CPU, and on every device but CUDA, a cache compares the checksums of all its sources at every call, before it
+  returns anything. The first call after a write is right.
+- On CUDA the comparison is a *round*: one for all caches of a device, which begins when a cache is called that was
+  called since the last round began, so once in each step of a model. A round enqueues checksums of every small source
+  (texts, vectors, tables) and of every ``ROUNDS``-th weight matrix. The next round reads the answer: by then a whole
+  step lies between, and the GPU does not run dry while the host waits.
+
+A write that is found warns, and invalidates everything that is kept anywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from diffkern.providers.onlookers import modes_active
+
+#: On CUDA a weight matrix is part of one round in so many. With the step in which the answer is read: within 20 steps.
+ROUNDS = 16
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often PyTorch counted a write into ``tensor``; None where it does not count (inference tensors)."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def checksum(tensor: Tensor) -> tuple[Tensor, ...]:
+    r"""The checksum of a whole tensor, as parts that are equal if, and for all practical purposes only if, it is.
+
+    Of the elements as integers :math:`v_{i j}`, where :math:`j` is the last dimension, it has :math:`\sum_j v_{i j}`
+    and :math:`\sum_i v_{i j}` in int64: changed elements show, and so do rows or columns that were permuted. Integers,
+    because NaN differs from itself. A vector is its own checksum, and not copied.
+    """
+    values = tensor.detach().resolve_neg().view(_INTEGERS[tensor.element_size()])
+    if values.ndim < 2:
+        return (values.reshape(-1),)
+    others = tuple(range(values.ndim - 1))
+    return values.sum(-1, dtype=torch.int64).reshape(-1), values.sum(others, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorFingerprint:
+    """A tensor as it was when something was computed from it. It does not keep the tensor alive.
+
+    Attributes:
+        tensor: The tensor.
+        version: How often PyTorch had counted a write.
+        address: Where its data was.
+        strides: How the data was laid out.
+        generation: How often everything that is kept had been invalidated.
+        checksum: See :func:`checksum`.
+        turn: The round, modulo :data:`ROUNDS`, that compares it on CUDA; None for every round.
+    """
+
+    tensor: weakref.ref[Tensor]
+    version: int | None
+    address: int
+    strides: tuple[int, ...]
+    generation: int
+    checksum: tuple[Tensor, ...]
+    turn: int | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, tensor: Tensor, rotates: bool = False) -> Self:
+        """Takes the fingerprint of a plain tensor. Call it before you read the tensor: a write in between must show.
+
+        Args:
+            tensor: The tensor.
+            rotates: Whether rounds take turns with it, if it is a matrix.
+        """
+        turn = next(_rounds.turns) % ROUNDS if rotates and tensor.ndim > 1 else None
+        signs = version(tensor), tensor.data_ptr(), tensor.stride(), _rounds.generation
+        parts = checksum(tensor)
+        return cls(weakref.ref(tensor), *signs, parts if tensor.ndim > 1 else (parts[0].clone(),), turn)
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the same one, unchanged as far as can be told without its data."""
+        return (
+            self.tensor() is tensor
+            and self.version is not None  # where PyTorch counts no writes, nothing can be told
+            and self.version == version(tensor)
+            and self.address == tensor.data_ptr()
+            and self.strides == tensor.stride()
+            and self.generation == _rounds.generation
+        )
+
+    def pairs(self, device: torch.device | None = None) -> list[tuple[Tensor, Tensor]]:
+        """The parts of the checksum now and then; none where :meth:`matches` is False already, or on other devices."""
+        tensor = self.tensor()
+        if tensor is None or not self.matches(tensor) or (device is not None and tensor.device != device):
+            return []
+        return list(zip(checksum(tensor), self.checksum, strict=True))
+
+    def was_overwritten(self) -> bool:
+        """Whether the tensor was written and PyTorch did not count it. Waits for the device."""
+        return not all(torch.equal(now, then) for now, then in self.pairs())
+
+
+def match_all(fingerprints: Sequence[TensorFingerprint], tensors: Sequence[Tensor]) -> bool:
+    """Whether ``tensors`` match ``fingerprints`` one by one."""
+    return len(fingerprints) == len(tensors) and all(map(TensorFingerprint.matches, fingerprints, tensors))
+
+
+class DerivedCache(ABC):
+    """Keeps what was computed from other tensors.
+
+    Attributes:
+        is_disabled: Whether a result was overwritten by whoever it was given to. That will happen again at each call,
+            so from then on every call computes its own.
+    """
+
+    def __init__(self) -> None:
+        self.is_disabled = False
+        self._round: tuple[torch.device, int] | None = None
+        _rounds.add(self)
+
+    @abstractmethod
+    def fingerprints(self) -> Iterable[TensorFingerprint]:
+        """Those of all sources and results, as a snapshot: other threads may add to the cache meanwhile."""
+
+    def results(self) -> Iterable[TensorFingerprint]:
+        """Those of results that others can write into."""
+        return ()
+
+    def on_call(self, device: torch.device) -> None:
+        """To be called once in each step on ``device``, before anything that is kept is used: checks the sources."""
+        if modes_active():
+            return  # fake tensors have no data, and a counter of operations would count the check
+        if device.type != "cuda":
+            if any(map(TensorFingerprint.was_overwritten, self.fingerprints())):
+                _rounds.invalidate()
+        elif not torch.cuda.is_current_stream_capturing():
+            now = device, _rounds.number(device)
+            if self._round == now:
+                start_round(device)
+                now = device, _rounds.number(device)
+            self._round = now
+
+
+class _Rounds:
+    """The caches that there are, and the rounds on each device. Models may run in several threads."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.turns = count()
+        self._lock = threading.RLock()
+        self._caches: weakref.WeakSet[DerivedCache] = weakref.WeakSet()
+        self._numbers: dict[torch.device, int] = {}
+        self._answers: dict[torch.device, tuple[Tensor, torch.cuda.Event | None]] = {}
+
+    def add(self, cache: DerivedCache) -> None:
+        with self._lock:
+            self._caches.add(cache)
+
+    def number(self, device: torch.device) -> int:
+        return self._numbers.get(device, 0)
+
+    @torch.no_grad()
+    def start(self, device: torch.device) -> None:
+        with self._lock:
+            self._numbers[device] = number = self.number(device) + 1
+            flag, event = self._answers.pop(device, (None, None))
+            if event is not None:
+                event.synchronize()
+            if flag is not None and flag.item():
+                self.invalidate()
+            pairs = [
+                pair
+                for cache in tuple(self._caches)
+                for fingerprint in cache.fingerprints()
+                if fingerprint.turn is None or fingerprint.turn == number % ROUNDS
+                for pair in fingerprint.pairs(device)
+            ]
+            if pairs:
+                self._answers[device] = _answer(pairs, device)
+
+    def invalidate(self) -> None:
+        with self._lock:
+            for cache in tuple(self._caches):
+                cache.is_disabled |= any(map(TensorFingerprint.was_overwritten, cache.results()))
+            self.generation += 1
+            self._answers.clear()
+        warnings.warn(
+            "diffkern: a tensor was written in a way that PyTorch does not count, as tensor.data, NumPy and adapter "
+            "merges write. What diffkern keeps (fp8 weights, keys and values of the text, rotary tables) is computed "
+            "again; on a GPU the last steps may have used old values: call diffkern.forget(model) after such a write",
+            stacklevel=3,
+        )
+
+
+def _answer(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Whether any pair differs, as a flag on the host that holds once the event has passed."""
+    kinds = {now.dtype for now, _ in pairs}
+    differ = [
+        torch.cat([now for now, _ in pairs if now.dtype is kind]).ne(
+            torch.cat([then for _, then in pairs if then.dtype is kind])
+        )
+        for kind in kinds
+    ]
+    found = torch.cat(differ).any()
+    if device.type != "cuda":
+        return found, None
+    flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+    event = torch.cuda.Event()
+    with torch.cuda.device(device):
+        flag.copy_(found, non_blocking=True)
+        event.record()
+    return flag, event
+
+
+def start_round(device: torch.device) -> None:
+    """Reads the answer of the last round on ``device``, and begins the next; for steps that call no cache."""
+    _rounds.start(device)
+
+
+def generation() -> int:
+    """How often everything that is kept was invalidated."""
+    return _rounds.generation
+
+
+_rounds = _Rounds()
