@@ -33,7 +33,7 @@ from diffkern.providers.onlookers import modes_active
 #: On CUDA a weight matrix is part of one round in so many. With the step in which the answer is read: within 20 steps.
 ROUNDS = 16
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def version(tensor: Tensor) -> int | None:
@@ -46,9 +46,14 @@ def checksum(tensor: Tensor) -> tuple[Tensor, ...]:
 
     Of the elements as integers :math:`v_{i j}`, where :math:`j` is the last dimension, it has :math:`\sum_j v_{i j}`
     and :math:`\sum_i v_{i j}` in int64: changed elements show, and so do rows or columns that were permuted. Integers,
-    because NaN differs from itself. A vector is its own checksum, and not copied.
+    because NaN differs from itself; of 32 bits at most, because sums of larger ones overflow, and two changed signs
+    would cancel. A vector is its own checksum, and not copied.
     """
-    values = tensor.detach().resolve_neg().view(_INTEGERS[tensor.element_size()])
+    values = tensor.detach().resolve_neg()
+    if tensor.element_size() in _INTEGERS:
+        values = values.view(_INTEGERS[tensor.element_size()])
+    else:
+        values = (values if values.ndim else values.reshape(1)).contiguous().view(torch.int32)
     if values.ndim < 2:
         return (values.reshape(-1),)
     others = tuple(range(values.ndim - 1))
