@@ -30,7 +30,7 @@ from typing_extensions import Self
 
 from diffkern.providers.onlookers import modes_active
 
-#: On CUDA a weight matrix is part of one round in so many. With the step in which the answer is read: within 20 steps.
+#: On CUDA a weight matrix is part of one round in so many.
 ROUNDS = 16
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
