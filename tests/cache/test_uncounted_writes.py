@@ -269,7 +269,7 @@ def test_a_prefetched_norm_that_is_not_used_is_dropped_with_its_hidden_states() 
 @pytest.mark.parametrize("through_data", [False, True])
 def test_a_hook_that_writes_into_the_result_of_a_block_reaches_the_next_block(through_data: bool) -> None:
     def scale(module: nn.Module, args: Any, result: Tensor) -> None:
-        (result.data if through_data else result).mul_(1.5)
+        (result.data if through_data else result)[..., :5] += 1.5
 
     model, stock = twins("fast", layers=3)
     assert_steps_alike(model, stock, ltx_inputs(), "fast", 2)
