@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffkern.cache import version
 from diffkern.providers import KERNEL_DTYPES
 
 Tables = tuple[Tensor, Tensor]
@@ -23,7 +24,7 @@ Tables = tuple[Tensor, Tensor]
 _FORMS = ("interleaved", "half")
 
 #: Tables by the identity of the matrices they are from: all blocks of a step share one tensor. An entry dies with it,
-#: and holds as long as the state of the matrices is the same.
+#: and is valid in one call of the model, as long as PyTorch counts no write into the matrices.
 _tables: dict[tuple[int, str], tuple[weakref.ref[Tensor], object, Tables]] = {}
 
 #: Stands for the call of a model that is running in this context.
@@ -32,7 +33,7 @@ _call: ContextVar[object | None] = ContextVar("_call", default=None)
 
 @contextmanager
 def one_model_call() -> Iterator[None]:
-    """Remembers the tables of inference tensors until the call of a model that runs inside is over."""
+    """Keeps tables until the call of a model that runs inside is over."""
     token = _call.set(object())
     try:
         yield
@@ -43,8 +44,8 @@ def one_model_call() -> Iterator[None]:
 def rotary_tables(matrices: Tensor, pairing: str) -> Tables:
     """Returns cosines and sines ``[..., D]`` for matrices ``[..., D/2, 2, 2]``.
 
-    They are remembered for the next caller until somebody writes into the matrices. Inference tensors do not count how
-    often they are written, so theirs are remembered only inside :func:`one_model_call`, in which nobody may write.
+    They are kept for the other blocks inside of :func:`one_model_call`, and no longer: between two calls the matrices
+    may be written in a way that PyTorch does not count. It counts no writes into inference tensors at all.
 
     Args:
         matrices: On the device of what they will rotate.
@@ -52,9 +53,10 @@ def rotary_tables(matrices: Tensor, pairing: str) -> Tables:
     """
     if torch.compiler.is_compiling():  # a graph computes them once anyway
         return _compute(matrices, pairing)
-    state = _call.get() if matrices.is_inference() else matrices._version
-    if state is None:
+    call = _call.get()
+    if call is None:
         return _compute(matrices, pairing)
+    state = call, version(matrices)
     key = id(matrices), pairing
     known = _tables.get(key)
     if known is not None and known[0]() is matrices and known[1] == state:
