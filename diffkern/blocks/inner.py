@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffkern.blocks.pieces import calls_are_watched
+from diffkern.blocks.pieces import unfit_surroundings
 from diffkern.providers import KERNEL_DTYPES
 
 #: Computes the inside of a forward from its inputs; the module is None where they say everything.
@@ -101,6 +101,4 @@ def unfit(x: Any) -> str | None:
     # The first question is quick, and almost always enough: the name of a device takes long to form.
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         return f"autocast is on for {x.device.type}, and the stock forward follows its rules"
-    if calls_are_watched():
-        return "global hooks watch the calls of all modules"
-    return None
+    return unfit_surroundings()

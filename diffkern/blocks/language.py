@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from types import FunctionType
 from typing import Any
 
 from diffkern.blocks.gated_mlp import GatedMLP
 from diffkern.blocks.inner import InnerRecipe
-from diffkern.blocks.rotary import ROTATE, Rotary
+from diffkern.blocks.rotary import ROTATE, Rotary, rotating
 from diffkern.blocks.source import body, calls, normalised
 
 #: Names under which configurations and reports know what is fused inside of forwards.
@@ -104,7 +103,6 @@ _ROTATE_HALF = normalised(
 )
 
 
-@cache
 def inside_of(module: str, decorated: Callable[..., Any]) -> InnerRecipe | None:
     """Returns what is fused inside the forward of a class in this module, or None."""
     if not module.startswith("transformers.models."):
@@ -128,7 +126,7 @@ def _rotary(forward: FunctionType, decorated: Callable[..., Any]) -> Rotary | No
     if any(len(call.args) != 4 for call in calls(forward, ROTATE)):
         return None
     renamed = _renamed(decorated)
-    return None if renamed is None else Rotary(forward, renamed)
+    return None if renamed is None or rotating(forward) is None else Rotary(forward, renamed)
 
 
 def _renamed(function: Callable[..., Any]) -> frozenset[str] | None:

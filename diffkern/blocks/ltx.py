@@ -75,7 +75,7 @@ class LTXBlock(BlockRecipe):
 
     op = "ltx_block"
     ops = ("norm_modulate", "qk_norm_rope", "rms_norm", "gate_residual", "gate_residual_norm_modulate")
-    fingerprints = frozenset({"1b0382b484c33ee5"})
+    fingerprints = frozenset({"c846e58e0ac2885e"})
     versions = "diffusers 0.42"
     is_one_op = True
 
@@ -246,6 +246,7 @@ class LTXBlock(BlockRecipe):
             stock_module.apply_rotary_emb,
             FeedForward.forward,
             GELU.forward,
+            GELU.gelu,
         )
 
     @override

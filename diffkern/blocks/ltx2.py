@@ -121,7 +121,7 @@ class LTX2Block(BlockRecipe):
 
     op = "ltx2_block"
     ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
-    fingerprints = frozenset({"d5a797a414e68f9d"})
+    fingerprints = frozenset({"8d19f9d577c550e5"})
     versions = "diffusers 0.42"
 
     def __init__(self, steps: FastSteps = FAST) -> None:
@@ -252,6 +252,7 @@ class LTX2Block(BlockRecipe):
             stock_module.apply_split_rotary_emb,
             FeedForward.forward,
             GELU.forward,
+            GELU.gelu,
         )
 
     @override

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
+from diffkern.matching.genuine import functional_is_torchs, is_own
 from diffkern.ops import linear_gelu
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.providers.cublaslt import layers
@@ -20,7 +21,7 @@ EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()
 
 
 def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
-    """Whether ``module`` is exactly a ``cls`` that runs its own forward, with nobody watching the call.
+    """Whether ``module`` is exactly a ``cls`` that runs the forward it was written with, with nobody watching the call.
 
     Hooks of accelerate and diffusers stand in ``module.forward``; torch's have their own dictionaries.
     """
@@ -32,6 +33,7 @@ def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
+        or not is_own(cls.forward, cls)
     ):
         return False
     if "forward" not in state:
@@ -53,6 +55,15 @@ def calls_are_watched() -> bool:
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
     )
+
+
+def unfit_surroundings() -> str | None:
+    """Why calls of modules and functions must be made as they are written, whatever they are called with; or None."""
+    if calls_are_watched():
+        return "global hooks watch the calls of all modules"
+    if not functional_is_torchs():
+        return "a function of torch.nn.functional was replaced"
+    return None
 
 
 def plain(parameter: Any, device: torch.device) -> bool:
@@ -106,9 +117,7 @@ def unfit_input(x: Any) -> str | None:
     # The first question is quick, and almost always enough: the name of a device takes long to form.
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         return f"autocast is on for {x.device.type}, and the stock forward follows its rules"
-    if calls_are_watched():
-        return "global hooks watch the calls of all modules"
-    return None
+    return unfit_surroundings()
 
 
 def per_head(tables: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:

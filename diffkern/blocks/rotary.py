@@ -1,13 +1,15 @@
 """Attention of language models whose queries and keys are rotated by one function of their module.
 
 The function stands in the globals of the file that defines the class. It is not replaced there, where all models
-would see it: a patched module runs the same code with other globals.
+would see it: a patched module runs the same code, with another name in the place of this one.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -16,10 +18,22 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks.inner import InnerRecipe, Inside, unfit
+from diffkern.blocks.weave import INSIDE, Pattern
 from diffkern.ops import rope
 
 #: Name of the function that rotates.
 ROTATE = "apply_rotary_pos_emb"
+
+
+@cache
+def rotating(function: FunctionType) -> Pattern | None:
+    """Returns a forward that calls what is put into it in the place of :data:`ROTATE`; None without a source."""
+    pattern = Pattern.of(function)
+    if pattern is not None:
+        for node in ast.walk(pattern.tree):
+            if isinstance(node, ast.Name) and node.id == ROTATE:
+                node.id = INSIDE
+    return pattern
 
 
 @dataclass(frozen=True)
@@ -56,18 +70,21 @@ class Rotary(InnerRecipe):
         return None
 
     @override
+    def sources(self, module: nn.Module) -> tuple[Callable[..., Any], ...]:
+        scope = self.function.__globals__
+        return scope[ROTATE], scope["rotate_half"]
+
+    @override
     def forward(self, inside: Inside) -> Callable[..., Any]:
         def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
             return inside(None, (q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)))
 
-        stock = self.function
-        scope = {**stock.__globals__, ROTATE: rotate}
-        del scope["__name__"]  # torch.compile would look the globals up in the module of that name
-        rebound = FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
-        rebound.__kwdefaults__ = stock.__kwdefaults__
+        pattern = rotating(self.function)
+        assert pattern is not None
+        woven = pattern.weave(rotate)
 
         def forward(module: Any, x: Tensor, tables: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return rebound(module, *args, **kwargs)
+            return woven(module, *args, **kwargs)
 
         return forward
 

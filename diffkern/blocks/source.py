@@ -45,6 +45,7 @@ def _text(tree: ast.FunctionDef) -> str:
     return "\n".join(ast.unparse(_Plain(renamed).visit(statement)) for statement in statements)
 
 
+@cache
 def calls(function: Callable[..., Any], name: str) -> list[ast.Call]:
     """Returns the calls of the function called ``name`` in the source of ``function``."""
     try:

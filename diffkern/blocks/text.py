@@ -19,7 +19,7 @@ from diffusers.models.embeddings import PixArtAlphaTextProjection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.pieces import calls_are_watched, plain_linear, untouched
+from diffkern.blocks.pieces import plain_linear, unfit_surroundings, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.providers import KERNEL_DTYPES
@@ -252,8 +252,9 @@ class TextProjection(BlockRecipe):
             return f"the caption is {str(caption.dtype).removeprefix('torch.')}"
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(caption.device.type):
             return f"autocast is on for {caption.device.type}, and the stock forward follows its rules"
-        if calls_are_watched():
-            return "global hooks watch the calls of all modules"
+        reason = unfit_surroundings()
+        if reason is not None:
+            return reason
         first = module._modules["linear_1"]
         weight = first._parameters.get("weight") if untouched(first, nn.Linear) else None  # type: ignore[union-attr]
         if weight is not None and weight.dtype != caption.dtype:

@@ -70,7 +70,7 @@ class ComfyFusion(BlockFusion):
         return super().choose(module, provider, device, (self.dtype,))
 
     @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return shell(module, device, self.dtype)
 
     @override
@@ -80,7 +80,7 @@ class ComfyFusion(BlockFusion):
 
     @override
     def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
-        wide = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64)
+        wide = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64, torch.float64)
         with plain_arithmetic():
             return self.stock(wide, _mapped(_doubled, call))
 

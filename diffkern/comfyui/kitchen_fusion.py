@@ -94,7 +94,7 @@ class KitchenFusion(Fusion):
         return select(self.op, device, dtypes, provider)
 
     @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return module
 
     @override

@@ -14,12 +14,9 @@ from diffkern.blocks import BlockRecipe
 from diffkern.injection.fusion import Fusion
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select
+from diffkern.verify.contract import EXACT_TOKENS, FEW_TOKENS, TOKENS
+from diffkern.verify.gradients import with_gradients
 from diffkern.verify.samples import clone_tree
-
-#: Tokens of each sample, of which there are two per call.
-TOKENS = 45
-#: Tokens of each sample of a proof of bit identity.
-EXACT_TOKENS = 400
 
 
 @dataclass(frozen=True)
@@ -126,9 +123,11 @@ class BlockFusion(Fusion):
         return (own,)
 
     @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
-        dtype = self.likely_dtypes(module, torch.float32)[0]
-        copy = clone_tree(module, device, lambda tensor: tensor.dtype if tensor.dtype in KERNEL_DTYPES else dtype)
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        dtype = dtype if dtype in KERNEL_DTYPES else torch.float32
+        copy = clone_tree(
+            module, device, lambda tensor: tensor.dtype if tensor.dtype in KERNEL_DTYPES else dtype, dtype
+        )
         self.recipe.make_plain(copy)
         return copy
 
@@ -142,6 +141,10 @@ class BlockFusion(Fusion):
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool
     ) -> Sequence[tuple[Any, ...]]:
         return self.recipe.samples(module, EXACT_TOKENS if exact else TOKENS, device, dtype)
+
+    @override
+    def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[tuple[Any, ...]]:
+        return self.recipe.samples(module, FEW_TOKENS, device, dtype)[:1]
 
     @override
     def first_call_sample(self, call: tuple[Any, ...]) -> None:
@@ -159,9 +162,20 @@ class BlockFusion(Fusion):
 
     @override
     def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
-        copy = clone_tree(module, call[0].device, lambda tensor: torch.float64)
+        return self.stock(self._in_float64(module, call), _doubled(call))
+
+    @override
+    def exact_training(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        """By autograd through the stock forward; None for what computes nothing that gradients go through."""
+        if not self.recipe.ops:
+            return None
+        wide, exact = self._in_float64(module, call), _doubled(call)
+        return with_gradients(lambda: self.stock(wide, exact), (self.primary_input(exact), *wide.parameters()))
+
+    def _in_float64(self, module: nn.Module, call: tuple[Any, ...]) -> nn.Module:
+        copy = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64, torch.float64)
         self.recipe.make_plain(copy)
-        return self.stock(copy, _doubled(call))
+        return copy
 
 
 def settings(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:

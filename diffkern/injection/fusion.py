@@ -96,14 +96,18 @@ class Fusion(Protocol):
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
         """Dtypes that calls will probably have in a model of dtype ``whole``, the likeliest first."""
 
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
-        """Returns a copy to try things on, which shares nothing that a run could change."""
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Returns a copy to try things on with calls of ``dtype``, which shares nothing that a run could change."""
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
         """Returns a copy with weights of ``dtype``, to prove ahead what a cast model will do; None if too large."""
 
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Any]:
         """Random calls; large ones where a proof of bit identity needs them."""
+
+    def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[Any]:
+        """Random calls of few rows, which kernels may compute in another way; they decide, and do not count."""
+        return ()
 
     def first_call_sample(self, call: Any) -> Any | None:
         """What of a real call is tried at first use besides the samples; None for nothing."""

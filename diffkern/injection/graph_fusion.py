@@ -263,7 +263,7 @@ class GraphFusion(Fusion):
         return (whole,)
 
     @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return module
 
     @override

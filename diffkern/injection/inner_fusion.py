@@ -13,14 +13,10 @@ from typing_extensions import override
 from diffkern.blocks.inner import InnerRecipe, Inside
 from diffkern.injection.fusion import Fusion
 from diffkern.providers import Choice, select
+from diffkern.verify.contract import EXACT_ROWS, INNER_TOLERANCE, ROWS
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.measures import relative_error
 from diffkern.verify.samples import bare
-
-#: Rows of the random proofs, and of those of bit identity.
-ROWS, EXACT_ROWS = 64, 1024
-#: Relative error up to which the stock inside, in float32, computes what it is known to compute.
-SANE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ class InnerFusion(Fusion):
         return (whole,)
 
     @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """What the inside is given, without its layers, of which it needs only those that have no parameters."""
         module = self.recipe.part(module)
         copy = bare(module)
@@ -123,11 +119,15 @@ class InnerFusion(Fusion):
 
     @override
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        return self.clone_for_verification(module, torch.device("cpu"))
+        return self.clone_for_verification(module, torch.device("cpu"), dtype)
 
     @override
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Sample]:
         return [Sample(self.recipe.samples(module, EXACT_ROWS if exact else ROWS, device, dtype))]
+
+    @override
+    def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[Sample]:
+        return [Sample(self.recipe.samples(module, 2, device, dtype))]
 
     @override
     def first_call_sample(self, call: Any) -> None:
@@ -141,7 +141,11 @@ class InnerFusion(Fusion):
         with torch.no_grad():
             stock = _as_one(self.recipe.stock(module, inputs))
             error = relative_error(stock, _as_one(self.recipe.reference(module, _doubled(inputs))))
-        return None if error <= SANE else f"the stock inside is {error:.1e} away from what it is known to compute"
+        return (
+            None
+            if error <= INNER_TOLERANCE
+            else f"the stock inside is {error:.1e} away from what it is known to compute"
+        )
 
     @override
     def stock(self, module: nn.Module, call: Sample) -> Tensor:

@@ -108,8 +108,8 @@ class LayerFusion(Fusion):
         return (next((p.dtype for p in module.parameters() if p.dtype in KERNEL_DTYPES), whole),)
 
     @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
-        return clone_tree(module, device, lambda tensor: tensor.dtype)
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return clone_tree(module, device, lambda tensor: tensor.dtype, dtype)
 
     @override
     def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -145,7 +145,7 @@ class LayerFusion(Fusion):
 
     @override
     def reference(self, module: nn.Module, call: Call) -> Any:
-        copy = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64)
+        copy = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64, torch.float64)
         return self.stock(copy, pytree.tree_map(_double, call))
 
     def _layer(self, module: nn.Module, device: torch.device) -> type[nn.Module]:

@@ -139,8 +139,8 @@ class LigerLossFusion(InnerFusion):
         return Choice(OP, self.recipe.fused, ())
 
     @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
-        copy = super().clone_for_verification(module, device)
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        copy = super().clone_for_verification(module, device, dtype)
         copy.__dict__["_sampled"] = self.weight_dtype(module)
         return copy
 

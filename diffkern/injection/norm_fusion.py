@@ -15,16 +15,10 @@ from typing_extensions import override
 from diffkern.injection.fusion import Fusion
 from diffkern.matching import NormSemantics, apply, declines, full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
+from diffkern.verify.contract import EXACT_ELEMENTS, ROWS, SEMANTIC_TOLERANCE
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.measures import relative_error
 from diffkern.verify.samples import clone_leaf, random_input, sample_shape
-
-#: Rows of the random proofs.
-ROWS = 64
-#: Elements of the random proofs of bit identity, where one differing element decides.
-EXACT_ELEMENTS = 1 << 18
-#: How far the stock forward may be from the semantics in float32, relative.
-SEMANTIC_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ class NormFusion(Fusion):
         return tuple(dict.fromkeys(dtype for dtype in (*own, whole, torch.float32) if dtype in KERNEL_DTYPES))
 
     @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device) -> nn.Module:
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return clone_leaf(module, device)
 
     @override
@@ -103,6 +97,10 @@ class NormFusion(Fusion):
         if exact:
             rows = max(ROWS, EXACT_ELEMENTS // max(sample_shape(self.semantics, module, 1).numel(), 1))
         return [random_input(sample_shape(self.semantics, module, rows), device, dtype)]
+
+    @override
+    def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[Tensor]:
+        return [random_input(sample_shape(self.semantics, module, 1), device, dtype)]
 
     @override
     def first_call_sample(self, call: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import PatchState, patch_state
 from diffkern.matching import full_name, match
+from diffkern.matching.genuine import replaced_function, replacement
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.providers.liger import Flags
@@ -176,7 +177,13 @@ class _Match:
 def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) -> _Match | None:
     """Looks a module up among the recipes and the norms; None if it is among neither."""
     recipe = recipe_for(full_name(type(module)))
+    replaced = replacement(type(module))
+    if replaced is not None and (recipe or inner_recipe_for(type(module)) or match(module)):
+        return _Match(None, None, f"the forward of its class was replaced by {replaced}")
     if recipe is not None:
+        replaced = replaced_function(recipe.sources())
+        if replaced is not None:
+            return _Match(None, "recipe", f"a function that its class calls was replaced by {replaced}")
         recipe = recipe.for_numerics(numerics)
         if recipe is None:
             return _Match(None, "recipe", "nobody computes it fused to the same bits as the stock forward")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffkern.matching.genuine import functional_is_torchs
 from diffkern.matching.semantics import NormSemantics
 from diffkern.ops import layer_norm, rms_norm
 from diffkern.providers import KERNEL_DTYPES
@@ -101,6 +102,9 @@ def declines(semantics: NormSemantics, module: torch.nn.Module, x: Any) -> str |
     # The first question is quick, and almost always enough: the name of a device takes long to form.
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
         return f"autocast is on for {device.type}, and the stock forward follows its rules"
+
+    if not functional_is_torchs():
+        return "a function of torch.nn.functional was replaced"
 
     eps = getattr(module, semantics.eps, "missing") if isinstance(semantics.eps, str) else semantics.eps
     if type(eps) is not float and type(eps) is not int and not (eps is None and semantics.optional_eps):

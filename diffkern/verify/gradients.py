@@ -14,17 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.attention.measure import unobserved
-from diffkern.verify.measures import relative_error
+from diffkern.verify.contract import ENOUGH, RATIO, SANE
+from diffkern.verify.isolation import Copy, snapshot
+from diffkern.verify.measures import as_one, relative_error
 
 if TYPE_CHECKING:
     from diffkern.injection.fusion import Fusion
-
-#: How far the stock result and gradients may be from the exact ones, relative. More means that the exact ones are of
-#: something else.
-_SANE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-
-#: Numbers from which on the ratio of two errors means something.
-ENOUGH = 4096
 
 
 @dataclass(frozen=True)
@@ -38,6 +33,7 @@ class TrainingErrors:
             numbers are compared; ``ratio`` is that of every proof, or of gradients the fusion's own.
         identical: Whether all are equal bit for bit.
         alien: Whether not even the stock ones are near the exact ones.
+        wrote: Whether the fused forward wrote into its inputs or weights.
     """
 
     fused: float
@@ -45,6 +41,7 @@ class TrainingErrors:
     margin: float
     identical: bool
     alien: bool
+    wrote: bool
 
 
 def wanted(module: nn.Module, x: Tensor) -> bool:
@@ -54,7 +51,7 @@ def wanted(module: nn.Module, x: Tensor) -> bool:
     return x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
 
 
-def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, ratio: float) -> TrainingErrors | None:
+def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any) -> TrainingErrors | None:
     """Compares a call on a stand-in, and its gradients; None for a fusion whose gradients are not proven apart.
 
     Args:
@@ -62,27 +59,28 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
         module: A stand-in, whose parameters may be made to require gradients.
         provider: Who computes it.
         call: A sample.
-        ratio: What fused errors may be of stock errors.
     """
     exact = fusion.exact_training(module, call)
     if exact is None:
         return None
     pieces = fusion.stock_pieces(module, call)
+    before, weights = Copy(call), snapshot(module)
     grad_inputs = (*fusion.grad_inputs(call), *module.parameters())
     stock = with_gradients(lambda: fusion.stock(module, call), grad_inputs)
     fused = with_gradients(lambda: fusion.compute(module, call, provider, pieces), grad_inputs)
     triples = list(zip(fused, stock, exact, strict=True))
     errors = [(_error(f, s, e), relative_error(s, e)) for f, s, e in triples]
-    ratios = (ratio, *(fusion.gradient_ratio(gradient.dtype) or ratio for gradient in fused[1:]))
+    ratios = (RATIO, *(fusion.gradient_ratio(gradient.dtype) or RATIO for gradient in fused[1:]))
     margins = [own * s + _luck(y) - f for own, (f, s), y in zip(ratios, errors, fused, strict=True)]
     _, worst = min(zip(margins, errors, strict=True), key=lambda place: (place[0] >= 0, place[1][1] - place[1][0]))
     # The gradient of a float32 tensor may come of work in half precision.
-    sane = max(_SANE.get(tensor.dtype, 1e-3) for tensor in (*stock, *grad_inputs))
+    sane = max(SANE.get(tensor.dtype, 1e-3) for tensor in (*stock, *grad_inputs))
     return TrainingErrors(
         *worst,
         min(margins),
         all(torch.equal(f, s) for f, s, _ in triples),
         any(stock_error > sane for _, stock_error in errors),
+        any(before.written()) or any(weights.written()),
     )
 
 
@@ -97,14 +95,15 @@ def _luck(y: Tensor) -> float:
     return torch.finfo(y.dtype).eps if y.numel() < ENOUGH else 0.0
 
 
-def with_gradients(run: Callable[[], Tensor], grad_inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def with_gradients(run: Callable[[], Any], grad_inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Runs, and returns the result and the gradients of ``grad_inputs``."""
     try:
         for leaf in grad_inputs:
             leaf.requires_grad_()
         with torch.enable_grad(), unobserved():
-            y = run()
-            return (y.detach(), *torch.autograd.grad(y, grad_inputs, cotangent(y)))
+            y = as_one(run())
+            gradients = torch.autograd.grad(y, grad_inputs, cotangent(y), materialize_grads=True)
+            return (y.detach(), *gradients)
     finally:
         for leaf in grad_inputs:
             leaf.requires_grad_(False)

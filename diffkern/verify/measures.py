@@ -52,3 +52,8 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
     difference = torch.where(finite, y - reference, 0.0)
     length = torch.linalg.vector_norm(torch.where(finite, reference, 0.0))
     return float(torch.linalg.vector_norm(difference) / length.clamp_min(1e-30))
+
+
+def as_one(result: Any) -> Tensor:
+    """The elements of several results as one tensor, of rows of a single element."""
+    return result if isinstance(result, Tensor) else torch.cat([part.reshape(-1, 1) for part in result])

@@ -58,7 +58,12 @@ def clone_leaf(module: nn.Module, device: torch.device, dtype: torch.dtype | Non
     return _copy(module, lambda tensor: _place(tensor, device, dtype))
 
 
-def clone_tree(module: nn.Module, device: torch.device, dtype_of: Callable[[Tensor], torch.dtype]) -> nn.Module:
+def clone_tree(
+    module: nn.Module,
+    device: torch.device,
+    dtype_of: Callable[[Tensor], torch.dtype],
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
     """Returns a copy of a block on ``device``, child by child, as :func:`clone_leaf` does for a leaf.
 
     A linear layer that is not torch's own, with adapters or quantised weights, is replaced by a random one of
@@ -68,16 +73,16 @@ def clone_tree(module: nn.Module, device: torch.device, dtype_of: Callable[[Tens
         module: The block.
         device: Where the copy will be.
         dtype_of: The dtype of the copy of a floating point parameter or buffer.
+        dtype: The dtype of the replaced layers, which their own weights need not have: that of the calls.
     """
     if not _is_ordinary(module):
         linear: Any = module
-        module = nn.Linear(
-            linear.in_features, linear.out_features, getattr(linear, "bias", None) is not None, device="meta"
-        )
+        biased = getattr(linear, "bias", None) is not None
+        module = nn.Linear(linear.in_features, linear.out_features, biased, device="meta", dtype=dtype)
     copy = _copy(module, lambda tensor: _place(tensor, device, dtype_of(tensor)))
     copy.__dict__ |= {"training": False, "_modules": {}}
     for name, child in module._modules.items():
-        copy._modules[name] = None if child is None else clone_tree(child, device, dtype_of)
+        copy._modules[name] = None if child is None else clone_tree(child, device, dtype_of, dtype)
     return copy
 
 
@@ -106,7 +111,8 @@ def _copy(module: nn.Module, place: Callable[[Tensor], Tensor]) -> nn.Module:
 
 def _is_ordinary(module: nn.Module) -> bool:
     """Whether a module's own parameters are what its class computes with, in some floating point dtype."""
-    if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    if not all(isinstance(size, int) for size in sizes):  # PEFT's wrappers of norms have them too, as None
         return True
     return type(module) is nn.Linear and all(
         p is None

@@ -1,0 +1,129 @@
+"""What keeps a proof apart from everything around it: the state of torch, the inputs, and the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.verify.measures import relative_error
+
+
+@contextmanager
+def preserved_state(device: torch.device) -> Iterator[None]:
+    """Leaves torch's global state as it is, however the body ends.
+
+    That is the default dtype and device, grad mode, autocast, deterministic mode, the precision of float32 products,
+    and the random numbers of the CPU and of ``device``.
+    """
+    kinds = dict.fromkeys(("cpu", device.type)) if device.type != "meta" else ("cpu",)
+    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    cached = torch.is_autocast_cache_enabled()
+    default_device = _default_device()
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    cards = [device] if device.type == "cuda" else []
+    # The grad mode is set back by leaving the context.
+    with torch.set_grad_enabled(torch.is_grad_enabled()), torch.random.fork_rng(cards):
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            if _default_device() != default_device:
+                torch.set_default_device(default_device)
+            for kind, (enabled, autocast_dtype) in autocast.items():
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, autocast_dtype)
+            torch.set_autocast_cache_enabled(cached)
+            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+            if torch.get_float32_matmul_precision() != precision:
+                torch.set_float32_matmul_precision(precision)
+
+
+def _default_device() -> torch.device | None:
+    """The device that the user chose for new tensors, or None."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+class Copy:
+    """A call whose tensors share no memory with the original, at the same strides and offsets.
+
+    Tensors that share a storage in the original share one in the copy.
+
+    Attributes:
+        call: The copy.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._storages: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tensors: list[Tensor] = []
+        self._index: list[int] = []
+        self.call = map_tensors(self._copied, call)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+        if not plain or tensor.is_meta or tensor.is_neg() or tensor.is_conj():
+            return tensor.detach().clone()
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            original = _bytes(tensor)
+            self._storages[storage._cdata] = original, original.clone()
+        copy = self._storages[storage._cdata][1].untyped_storage()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._tensors.append(empty.set_(copy, tensor.storage_offset(), tensor.shape, tensor.stride()))
+        self._index.append(list(self._storages).index(storage._cdata))
+        return self._tensors[-1]
+
+    def written(self) -> list[bool]:
+        """Whether each of the copied storages differs from the original by now; also beside the tensors in it."""
+        return [not torch.equal(original, copy) for original, copy in self._storages.values()]
+
+    def difference(self, other: Copy) -> float:
+        """The largest relative difference between what two runs wrote into the same place; 0 if both wrote nothing."""
+        changed = [index for index, written in enumerate(self.written()) if written]
+        pairs = zip(self._tensors, other._tensors, self._index, strict=True)
+        return max((relative_error(y, x.double()) for x, y, index in pairs if index in changed), default=0.0)
+
+    def shared_with(self, result: Any) -> set[int]:
+        """Which of the copied storages the tensors of a result lie in."""
+        places = {copy.untyped_storage().data_ptr(): i for i, (_, copy) in enumerate(self._storages.values())}
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors_of(result) if tensor.numel()]
+        return {places[address] for address in addresses if address in places}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All of the memory that a tensor lies in: bytes, so that NaN is equal to itself."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same value with every tensor in it changed, in tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(change, item) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(change, item) for item in value)
+    if type(value) is dict:
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: map_tensors(change, getattr(value, f.name)) for f in fields(value) if f.init})
+    return value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a value, as :func:`map_tensors` finds them."""
+    found: list[Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
+def snapshot(module: nn.Module) -> Copy:
+    """Returns a copy of the parameters and buffers of a module, to say later whether they were written."""
+    return Copy((*module.parameters(), *module.buffers()))

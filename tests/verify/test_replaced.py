@@ -1,0 +1,144 @@
+"""What is put in the place of a class's forward or a function takes effect, before the injection and after it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models import activations, attention, normalization
+from diffusers.models.transformers import transformer_ltx
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from diffkern import inject_optimized_kernels
+from diffkern.blocks.pieces import run_layer, unfit_surroundings, untouched
+from diffkern.matching.genuine import replaced_function, replacement
+from tests.injection.models import run, tiny_ltx
+from tests.transformers.models import build, inputs, logits
+
+
+def scaled(old: Callable[..., Any], wraps: bool = False) -> Callable[..., Any]:
+    """The same function, its results multiplied; ``wraps`` gives it the name and module of the old one."""
+
+    def new(*args: Any, **kwargs: Any) -> Any:
+        result = old(*args, **kwargs)
+        return tuple(part * 1.5 for part in result) if isinstance(result, tuple) else result * 1.5
+
+    return functools.wraps(old)(new) if wraps else new
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch, model_of: Callable[[], Any], run: Callable[[Any], Any], owner: Any, name: str,
+    before: bool, wraps: bool = False,
+) -> None:  # fmt: skip
+    """Replaces something, before the injection or between two calls, and puts it back."""
+    stock, model = model_of(), model_of()
+    plain = run(stock)
+    if not before:
+        inject_optimized_kernels(model)
+        run(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, scaled(getattr(owner, name), wraps))
+        if before:
+            inject_optimized_kernels(model)
+        expected = run(stock)
+        assert (expected - plain).norm() > 1e-3 * plain.norm()
+        for _ in range(2):
+            torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run(model), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (nn.Linear, "forward"),
+        (nn.RMSNorm, "forward"),
+        (normalization.RMSNorm, "forward"),
+        (activations.GELU, "gelu"),
+        (attention.FeedForward, "forward"),
+        (transformer_ltx, "apply_rotary_emb"),
+        (F, "scaled_dot_product_attention"),
+        (F, "gelu"),
+        (F, "rms_norm"),
+    ],
+)
+def test_in_a_fused_block(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool) -> None:
+    check(monkeypatch, lambda: tiny_ltx(1), run, owner, name, before)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (modeling_llama, "apply_rotary_pos_emb"),
+        (modeling_llama, "rotate_half"),
+        (modeling_llama, "eager_attention_forward"),
+        (modeling_llama.LlamaMLP, "forward"),
+    ],
+)
+def test_inside_of_the_forwards_of_language_models(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool
+) -> None:
+    batch = inputs("llama")
+
+    def model_of() -> Any:
+        model = build("llama").eval()
+        model.set_attn_implementation("eager")
+        return model
+
+    def run(model: Any) -> Any:
+        with torch.no_grad():
+            return logits(model, batch)
+
+    check(monkeypatch, model_of, run, owner, name, before)
+
+
+def test_a_replacement_under_the_name_of_the_old_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, lambda: tiny_ltx(1), run, nn.Linear, "forward", True, wraps=True)
+
+
+def test_the_report_names_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.LayerNorm, "forward", scaled(nn.LayerNorm.forward))
+    report = inject_optimized_kernels(nn.Sequential(nn.LayerNorm(8)))
+    assert report.skipped[0].reason == f"the forward of its class was replaced by {__name__}.new"
+
+
+def test_forwards_of_libraries_are_their_own_decorators_and_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls in (nn.Linear, nn.ModuleList, transformer_ltx.LTXVideoTransformer3DModel, modeling_llama.LlamaAttention):
+        assert replacement(cls) is None
+    assert replaced_function((transformer_ltx.apply_rotary_emb, attention.FeedForward.forward)) is None
+    assert replaced_function((attention.FeedForward.forward, scaled)) == f"{__name__}.scaled"
+
+    layer = nn.Linear(2, 2)
+    assert untouched(layer, nn.Linear) and unfit_surroundings() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", scaled(nn.Linear.forward, wraps=True))
+        assert not untouched(layer, nn.Linear)
+    assert untouched(layer, nn.Linear)
+
+
+def test_a_graph_hears_of_it_and_is_not_compiled_again_for_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def backend(graph: Any, samples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    expected = layer(x)
+    compiled = torch.compile(lambda x: run_layer(layer, x), backend=backend, fullgraph=True)
+    assert torch.equal(compiled(x), expected)
+
+    class Another(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    assert untouched(Another(2, 2), Another) and untouched(nn.Tanh(), nn.Tanh)
+    assert torch.equal(compiled(x), expected) and len(graphs) == 1
+    monkeypatch.setattr(nn.Linear, "forward", scaled(nn.Linear.forward))
+    assert torch.equal(compiled(x), expected * 1.5) and len(graphs) == 2
