@@ -41,6 +41,19 @@ def test_components_by_name_and_the_note_about_the_rest() -> None:
         inject_optimized_kernels(pipe, components=["transfomer"])
 
 
+def test_an_empty_list_of_components_is_refused() -> None:
+    pipe, _ = build("dit")
+    for call in (inject_optimized_kernels, plan):
+        with pytest.raises(
+            ValueError, match=r"components=\[\] names nothing to work on: name some of transformer, vae"
+        ):
+            call(pipe, components=[])
+    with pytest.raises(ValueError, match="leave components out"):
+        inject_optimized_kernels(pipe.transformer, components=[])
+    pipe.components.clear()
+    assert restore(pipe) == 0
+
+
 def test_a_modular_pipeline_that_is_partly_loaded() -> None:
     pipe = FluxAutoBlocks().init_pipeline()
     pipe.update_components(

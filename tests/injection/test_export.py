@@ -69,3 +69,21 @@ def test_a_jit_trace_holds_the_stock_model_and_says_so() -> None:
             traced = torch.jit.trace(model, x)
         assert torch.equal(traced(x), stock)
     assert "diffkern" not in str(traced.inlined_graph) and sum(NOTE in note for note in report.notes) == 1
+
+
+def test_attention_that_has_a_route_is_exported_as_stock() -> None:
+    """Whatever kernel a route chose for calls of a kind, a program may be loaded where there is none."""
+    model, inputs = tiny_ltx(layers=1), ltx_inputs()
+    report = inject_optimized_kernels(model, attention="_native_math", config={"ltx_block": None})
+    with torch.no_grad():
+        model(**inputs)
+        (route,) = [site._state for site in report.patched if site.op == "attention"]
+        served: list[object] = []
+        for backend in route.backends:
+            compute = backend.compute
+            object.__setattr__(backend, "compute", lambda call, compute=compute: served.append(call) or compute(call))
+        with pytest.warns(UserWarning, match=NOTE):
+            torch.export.export(model, (), inputs)
+        assert not served
+        model(**inputs)
+    assert served
