@@ -8,6 +8,10 @@ import torch
 from diffusers import LTXVideoTransformer3DModel
 from torch import Tensor, nn
 
+from diffkern.graph.derived import derived_state
+from diffkern.graph.snapshot import ModuleSnapshot
+from diffkern.injection.state import patch_state, patches
+
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     """Gives every parameter random values; ones and zeros would hide a wrong weight or gate."""
@@ -54,6 +58,12 @@ def ltx_inputs(batch: int = 1, seed: int = 1, dtype: torch.dtype = torch.float32
         "width": 4,
         "return_dict": False,
     }
+
+
+def replay_dependencies(model: nn.Module) -> tuple[ModuleSnapshot, list[Any]]:
+    """What replays of a model's CUDA graphs depend on, to be compared with that at another time."""
+    modules = [module for module in model.modules() if patch_state(module)]
+    return ModuleSnapshot(model, patches(model)), derived_state(modules)
 
 
 def run(model: nn.Module, **options: object) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -18,19 +17,17 @@ from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, plan, restore
 from diffkern.blocks import fp8
+from diffkern.graph import MAX_GRAPHS, ModuleSnapshot
+from diffkern.graph.capture import CapturedStep
+from diffkern.graph.steps import FIRST_CALL
 from diffkern.injection import graph_fusion, inject
-from diffkern.injection.graph_fusion import MAX_GRAPHS, Fingerprint, Parts
 from diffkern.injection.state import patch_state, patches, run_below
 from diffkern.ops import activation_fp8
-from tests.injection.models import ltx_inputs, run, tiny_ltx
-
-
-def fingerprint(model: nn.Module) -> Fingerprint:
-    return graph_fusion.fingerprint(Parts(model))
+from tests.injection.models import ltx_inputs, replay_dependencies, run, tiny_ltx
 
 
 def unsafe(model: nn.Module) -> str | None:
-    return graph_fusion.unsafe(Parts(model))
+    return graph_fusion.unsafe(model, ModuleSnapshot(model, patches(model)))
 
 
 def step(model: torch.nn.Module, arguments: dict[str, Any]) -> Tensor:
@@ -139,13 +136,13 @@ def test_accelerate_unwraps_a_model_to_its_patches() -> None:
         assert report.restore() == len(report.patched) and module.forward.__func__ is cls.forward
 
 
-def test_a_fingerprint_sees_classes_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_sees_classes_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_ltx()
-    seen = [fingerprint(model)]
+    seen = [replay_dependencies(model)]
     for cls, name in ((type(model), "forward"), (LTXVideoAttnProcessor, "__call__"), (nn.Linear, "forward")):
         stock = getattr(cls, name)
         monkeypatch.setattr(cls, name, lambda *args, stock=stock, **kwargs: stock(*args, **kwargs))
-        seen.append(fingerprint(model))
+        seen.append(replay_dependencies(model))
     assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
 
 
@@ -207,20 +204,21 @@ def test_one_walk_finds_each_module_and_each_tensor() -> None:
     model.norm_out.register_buffer("offset", torch.zeros(1))
     model.norm_out.register_module("nothing", None)
     model.norm_out.register_parameter("none", None)
-    parts = Parts(model)
-    assert set(parts.modules) == set(model.modules()) and len(parts.modules) == len(set(parts.modules))
+    found = ModuleSnapshot(model)
+    modules = [reference() for reference in found.modules]
+    assert set(modules) == set(model.modules()) and len(modules) == len(set(modules))
     expected = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    assert {id(tensor) for tensor in parts.tensors} == expected
+    assert {id(reference()) for reference, _ in found.tensors} == expected
 
 
-def test_weights_written_in_place_leave_the_fingerprint_as_it_is() -> None:
+def test_weights_written_in_place_leave_the_snapshot_as_it_is() -> None:
     model = tiny_ltx()
     inject_optimized_kernels(model)
-    now = fingerprint(model)
+    now = replay_dependencies(model)
     with torch.no_grad():
         model.proj_in.weight.mul_(2)  # read again at every replay
     run(model)
-    assert fingerprint(model) == now
+    assert replay_dependencies(model) == now
 
 
 def copy_data(tensor: Tensor) -> None:
@@ -253,69 +251,69 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_fingerprint_sees(change: str) -> None:
+def test_the_snapshot_sees(change: str) -> None:
     model = tiny_ltx()
     model.norm_out.register_buffer("offset", torch.zeros(1))
     inject_optimized_kernels(model)
-    now = fingerprint(model)
-    assert fingerprint(model) == now
+    now = replay_dependencies(model)
+    assert replay_dependencies(model) == now
     CHANGES[change](model)
-    assert fingerprint(model) != now
+    assert replay_dependencies(model) != now
 
 
-def test_the_fingerprint_sees_a_module_at_the_address_of_one_that_is_gone() -> None:
+def test_the_snapshot_sees_a_module_at_the_address_of_one_that_is_gone() -> None:
     model = tiny_ltx(layers=1)
     net = model.transformer_blocks[0].ff.net
-    now, address = fingerprint(model), id(net[1])
+    now, address = replay_dependencies(model), id(net[1])
     net[1] = nn.Identity()
     others = [nn.Dropout(0.0) for _ in range(1000)]
     net[1] = next((other for other in others if id(other) == address), others[0])
-    assert fingerprint(model) != now
+    assert replay_dependencies(model) != now
 
 
-def test_the_fingerprint_sees_adapters_and_what_they_are_set_to() -> None:
+def test_the_snapshot_sees_adapters_and_what_they_are_set_to() -> None:
     peft = pytest.importorskip("peft")
     model = tiny_ltx()
-    facts = [fingerprint(model)]
+    facts = [replay_dependencies(model)]
     for name in ("one", "two"):
         model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights="gaussian"), name)
-        facts.append(fingerprint(model))
+        facts.append(replay_dependencies(model))
     model.set_adapters("one", 1.0)
-    facts.append(fingerprint(model))
+    facts.append(replay_dependencies(model))
     model.set_adapters("one", 0.25)
-    facts.append(fingerprint(model))
+    facts.append(replay_dependencies(model))
     model.disable_adapters()
-    facts.append(fingerprint(model))
-    assert fingerprint(model) == facts[-1]
+    facts.append(replay_dependencies(model))
+    assert replay_dependencies(model) == facts[-1]
     assert all(facts[i] != facts[j] for i in range(len(facts)) for j in range(i))
 
 
-def test_the_fingerprint_sees_copies_in_8_bits() -> None:
+def test_the_snapshot_sees_copies_in_8_bits() -> None:
     model = tiny_ltx(layers=1)
     inject_optimized_kernels(model)
     block = model.transformer_blocks[0]
-    facts = [fingerprint(model)]
+    facts = [replay_dependencies(model)]
     weights = fp8.weights_of(block, torch.device("cpu"))
     x = fp8.RowwiseFp8(*activation_fp8(torch.randn(4, 32)))
     for name in ("to_q", "to_k"):
         weights.run(name, block.attn1._modules[name], x)
-        facts.append(fingerprint(model))
+        facts.append(replay_dependencies(model))
     with torch.no_grad():
         block.attn1.to_q.weight.mul_(2)
-    facts.append(fingerprint(model))
-    assert fingerprint(model) == facts[-1]
+    facts.append(replay_dependencies(model))
+    assert replay_dependencies(model) == facts[-1]
     assert all(facts[i] != facts[j] for i in range(len(facts)) for j in range(i))
 
 
-def test_the_fingerprint_sees_a_block_that_was_restored_and_injected_otherwise() -> None:
+def test_the_snapshot_sees_a_block_that_was_restored_and_injected_otherwise() -> None:
     model = tiny_ltx(layers=1)
     inject_optimized_kernels(model)
-    fused = fingerprint(model)
+    fused = replay_dependencies(model)
     restore(model.transformer_blocks[0])
-    stock = fingerprint(model)
+    stock = replay_dependencies(model)
     restore(model)
     inject_optimized_kernels(model, numerics="exact")
-    exact = fingerprint(model)
+    exact = replay_dependencies(model)
     assert fused != stock != exact != fused
 
 
@@ -328,7 +326,7 @@ def test_replays_give_the_bits_of_the_calls(numerics: str) -> None:
     expected = [step(model, arguments) for arguments in inputs]
     report = inject_optimized_kernels(model, numerics=numerics, cuda_graph=True)
     results = [step(model, arguments) for arguments in inputs]
-    assert report.calls()[""]["fused"] == 5
+    assert (report.calls()[""]["fused"], report.calls()[""]["stock_reasons"]) == (4, {FIRST_CALL: 1})
     for result, other in zip(results, expected, strict=True):
         assert torch.equal(result, other)
     report.restore()
@@ -347,7 +345,7 @@ def test_each_shape_has_a_graph_of_its_own_and_the_oldest_go() -> None:
         for kind, other in zip(kinds, expected, strict=True):
             for _ in range(3):
                 torch.testing.assert_close(step(model, kind), other, rtol=0, atol=0)
-    assert report.calls()[""]["stock"] == 0
+    assert all("its kind" in reason for reason in report.calls()[""]["stock_reasons"])
 
 
 @pytest.mark.gpu
@@ -383,27 +381,24 @@ def test_weights_written_in_place_and_adapters_have_their_effect() -> None:
 
 
 def test_a_replay_needs_all_the_memory_that_it_reads() -> None:
-    tensors = [torch.zeros(3), torch.zeros(4)]
-    weights = [weakref.ref(tensor) for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
-    graph = graph_fusion._Graph(None, [], [], None, (), weights, [], free=None)  # type: ignore[arg-type]
-    assert graph.can_run()
-    data = tensors[1].data
-    tensors[1].data = torch.zeros(4)
-    assert not graph.can_run()
-    tensors[1].data = data
-    assert graph.can_run()
-    tensors.pop()
-    assert not graph.can_run()
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 3, bias=False))
+    found = ModuleSnapshot(model)
+    assert found.is_there()
+    data = model[1].weight.data
+    model[1].weight.data = torch.zeros(3, 4)
+    assert not found.is_there()
+    model[1].weight.data = data
+    assert found.is_there()
+    model[1].weight = None
+    assert not found.is_there()
 
 
 @pytest.mark.gpu
 def test_a_replay_that_was_started_for_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     model, arguments = tiny_ltx().to("cuda"), arguments_on("cuda")
     started = []
-    replay = graph_fusion._Graph.replay
-    monkeypatch.setattr(
-        graph_fusion._Graph, "replay", lambda self, tensors: (started.append(1), replay(self, tensors))[1]
-    )
+    replay = CapturedStep.replay
+    monkeypatch.setattr(CapturedStep, "replay", lambda self, tensors: (started.append(1), replay(self, tensors))[1])
     report = inject_optimized_kernels(model, cuda_graph=True)
     for _ in range(4):
         before = step(model, arguments)
@@ -417,7 +412,7 @@ def test_a_replay_that_was_started_for_nothing_is_dropped(monkeypatch: pytest.Mo
     assert not torch.equal(expected, before)
     model.train()
     step(model, arguments)
-    assert report.calls()["(cuda_graph)"]["stock_reasons"] == {"it is in training mode": 1}
+    assert report.calls()["(cuda_graph)"]["stock_reasons"]["it is in training mode"] == 1
     model.eval()
     del old
     layer.weight = nn.Parameter(layer.weight.detach() / 2, requires_grad=False)
@@ -481,24 +476,24 @@ def test_a_hook_added_later_and_gradients_run_as_they_are() -> None:
     model(**arguments)[0].sum().backward()
     assert arguments["hidden_states"].grad is not None
     reasons = set(report.calls()["(cuda_graph)"]["stock_reasons"])
-    assert len(reasons) == 2 and torch.equal(step(model, arguments), stock)
+    assert len(reasons) == 4 and torch.equal(step(model, arguments), stock)
 
 
-def test_a_fingerprint_sees_names_and_strides() -> None:
+def test_a_snapshot_sees_names_and_strides() -> None:
     model = tiny_ltx()
-    seen = [fingerprint(model)]
+    seen = [replay_dependencies(model)]
     children = model.transformer_blocks[0].attn1._modules
     children["to_q"], children["to_k"] = children["to_k"], children["to_q"]
-    seen.append(fingerprint(model))
+    seen.append(replay_dependencies(model))
     renamed = {
         ("to_k" if name == "to_q" else "to_q" if name == "to_k" else name): child for name, child in children.items()
     }
     children.clear()
     children.update(renamed)
-    seen.append(fingerprint(model))
+    seen.append(replay_dependencies(model))
     weight = model.transformer_blocks[0].attn1.to_q.weight
     weight.data = weight.data.t()
-    seen.append(fingerprint(model))
+    seen.append(replay_dependencies(model))
     assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
 
 

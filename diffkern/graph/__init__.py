@@ -1,0 +1,7 @@
+"""Whole steps as CUDA graphs: what a replay depends on, how one is captured, and when."""
+
+from diffkern.graph.capture import CONSTANTS
+from diffkern.graph.snapshot import ModuleSnapshot
+from diffkern.graph.steps import MAX_GRAPHS, StepCall, StepGraphs
+
+__all__ = ["CONSTANTS", "MAX_GRAPHS", "ModuleSnapshot", "StepCall", "StepGraphs"]

@@ -1,0 +1,198 @@
+"""Which steps of a module are captured, and which capture is replayed.
+
+A call is captured if everything it depends on is as it was at the last call of its kind; before that it runs as it is,
+and so do proofs, caches and libraries that set themselves up. A kind of call that cannot be captured runs as it is for
+good, with a reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from diffkern.graph.capture import CapturedStep, CaptureError, capture
+from diffkern.graph.derived import check_sources, derived_state, derived_tensors
+from diffkern.graph.snapshot import ModuleSnapshot
+
+#: Kinds of calls that a module keeps, the most recently used ones; each graph holds the activations of a step.
+MAX_GRAPHS = 4
+#: A kind of call before which something changed so often in a row is not captured.
+MAX_CHANGES = 4
+#: After so many kinds of calls that could not be captured no other one is tried.
+MAX_FAILURES = 8
+
+FIRST_CALL = "the first call of its kind runs as it is, the next one is captured"
+
+
+@dataclass
+class StepCall:
+    """The arguments of a call, flattened.
+
+    Attributes:
+        leaves: The arguments.
+        spec: How they were nested.
+        speculative: The graph that was replayed for it, and the result, before it is known whether it may be used.
+        kind: What is known of calls like this one, once it is to be captured or replayed.
+    """
+
+    leaves: list[Any]
+    spec: TreeSpec
+    speculative: tuple[CapturedStep, Any] | None = None
+    kind: _Kind | None = None
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @cached_property
+    def signature(self) -> Hashable:
+        """Calls with the same one differ in the contents of their tensors alone."""
+        return self.spec, tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            if isinstance(leaf, Tensor)
+            else (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
+            for leaf in self.leaves
+        )
+
+    def arguments(self, leaves: list[Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they were, or others nested like them."""
+        args, kwargs = tree_unflatten(self.leaves if leaves is None else leaves, self.spec)
+        return args, kwargs
+
+
+@dataclass
+class _Kind:
+    """Calls of one signature.
+
+    Attributes:
+        snapshot: The state of the module at the last of them.
+        derived: Its derived tensors then.
+        changes: How often in a row one of the two had changed.
+        step: The graph, once there is one.
+    """
+
+    snapshot: ModuleSnapshot
+    derived: list[Hashable]
+    changes: int = 0
+    step: CapturedStep | None = None
+
+
+@dataclass
+class StepGraphs:
+    """The graphs of one module.
+
+    Attributes:
+        kinds: What is known of the calls by signature, the most recent last.
+        failures: Why calls of a signature are not captured.
+    """
+
+    kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict)
+    failures: dict[Hashable, str] = field(default_factory=dict)
+    _latest: ModuleSnapshot | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def failure(self, call: StepCall) -> str | None:
+        """Why calls like this one are not captured any more, or None."""
+        reason = self.failures.get(call.signature)
+        if reason is None and len(self.failures) >= MAX_FAILURES:
+            first = next(iter(self.failures.values()))
+            reason = f"none of {MAX_FAILURES} kinds of calls could be captured, so no more are tried: {first}"
+        return reason
+
+    def speculate(self, call: StepCall) -> None:
+        """Starts the replay of a call if that does no harm, so that the GPU works while the host compares."""
+        kind = self.kinds.get(call.signature)
+        if kind is not None and kind.step is not None and kind.snapshot.is_there():
+            call.speculative = kind.step, kind.step.replay(call.tensors)
+
+    def snapshot(self, module: nn.Module, patches: Iterable[object]) -> ModuleSnapshot:
+        """The state of the module now; the one found last, if that holds still."""
+        patches = [*patches]
+        latest = self._latest
+        if latest is None or not latest.is_of(patches) or not latest.holds():
+            latest = ModuleSnapshot(module, patches)
+            # What cannot be compared is not kept: it might hold the module itself.
+            self._latest = None if latest.opaque else latest
+        return latest
+
+    def admit(self, call: StepCall, now: ModuleSnapshot, patched: Iterable[nn.Module]) -> str | None:
+        """Why a call is neither replayed nor captured, or None; notes the state of the module for the next one."""
+        kind = self.kinds.pop(call.signature, None)
+        if kind is not None and kind.step is not None:
+            check_sources(call.tensors[0].device)  # a replay calls no block that would
+        derived = derived_state(patched)
+        if kind is None:
+            reason, kind = FIRST_CALL, _Kind(now, derived)
+        else:
+            change = None if kind.snapshot is now else kind.snapshot.difference(now)
+            changed = change or ("what is computed ahead from the weights" if kind.derived != derived else None)
+            if changed is None:
+                kind.snapshot = now  # of which the quick comparison is true
+                self.kinds[call.signature] = call.kind = kind
+                return None
+            reason = f"{changed} changed since the last call of its kind"
+            kind = _Kind(now, derived, kind.changes + (change is not None))
+            if kind.changes >= MAX_CHANGES:
+                reason = self.failures[call.signature] = f"{change} changes from call to call"
+                return reason
+        self.kinds[call.signature] = kind
+        while len(self.kinds) > MAX_GRAPHS:
+            self.kinds.popitem(last=False)
+        return reason
+
+    def run(
+        self,
+        call: StepCall,
+        module: nn.Module,
+        patches: Iterable[object],
+        patched: Callable[[ModuleSnapshot], Iterable[nn.Module]],
+        forward: Callable[[StepCall, list[Any]], Any],
+    ) -> Any:
+        """Replays a call that was admitted, or captures it first.
+
+        Args:
+            call: The call.
+            module: The module.
+            patches: Its patches, see :class:`ModuleSnapshot`.
+            patched: Finds the modules in it that have derived tensors.
+            forward: Runs the step on flattened arguments.
+
+        Raises:
+            CaptureError: it cannot be captured, nor will calls like it be. Nothing was computed.
+        """
+        kind = call.kind
+        assert kind is not None
+        if kind.step is not None:
+            speculated, result = call.speculative or (None, None)
+            return result if speculated is kind.step else kind.step.replay(call.tensors)
+        with self._lock:  # two threads may meet here
+            if kind.step is not None:
+                return kind.step.replay(call.tensors)
+            try:
+                step = capture(lambda leaves: forward(call, leaves), call.leaves)
+            except CaptureError as error:
+                self._fail(call, f"cannot be captured: {error}")
+                raise
+            step.kept.extend(derived_tensors(child for child in module.modules() if child is not module))
+            after = self.snapshot(module, patches)
+            derived = derived_state(patched(after))
+            change = kind.snapshot.difference(after)
+            if change is not None:  # which replays would not do; this once it was done
+                self._fail(call, f"its forward keeps state: {change}")
+            elif derived == kind.derived:
+                kind.snapshot, kind.step = after, step
+            else:
+                kind.derived = derived
+            return step.replay(call.tensors)
+
+    def _fail(self, call: StepCall, reason: str) -> None:
+        self.failures[call.signature] = reason
+        self.kinds.pop(call.signature, None)
