@@ -37,7 +37,8 @@ _MAX_ELEMENTS = 4096
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_MODULES = ("_modules", "_parameters", "_buffers")
 #: What torch keeps in every module for itself.
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training", *_OF_MODULES}
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_PATHS_INSIDE = tuple(f".{name}" for name in _OF_MODULES)
 _END = object()
 _dtype_of = attrgetter("dtype")
 
@@ -84,6 +85,8 @@ class ModuleSnapshot:
         self._owners: list[Callable[[], Any]] = []
         self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
         self._containers: list[Any] = []
+        self._inner: list[tuple[int, str]] = []
+        self._slots: list[tuple[Callable[[], Any], str]] = []
         self._empty: list[Any] = []
         self._on_cpu: list[tuple[weakref.ref[Tensor], Tensor]] = []
         self._arrays: list[tuple[Any, bytes]] = []
@@ -176,11 +179,16 @@ class ModuleSnapshot:
     def _look(self) -> Iterator[Any]:
         """Everything that is compared by identity, in one order."""
         states = [owner().__dict__ for owner in self._owners]
+        # Not kept: through its children almost everything can be reached, the module itself as well.
+        inner = [states[i][name] for i, name in self._inner]
         return chain(
             map(len, states),  # small numbers are one object each
             chain.from_iterable([values_of(state) for values_of, state in zip(self._getters, states, strict=True)]),
+            chain.from_iterable(inner),
+            chain.from_iterable(map(dict.values, inner)),
             chain.from_iterable(self._containers),
             chain.from_iterable(map(dict.values, self._dicts)),
+            [getattr(owner(), name, _END) for owner, name in self._slots],
             [getattr(patch, "below", None) for patch in self._patches],
             (_END,),
         )
@@ -210,7 +218,10 @@ class ModuleSnapshot:
             else:
                 self._facts.append(self._look_into(path, thing))
                 continue
-            (self._containers if thing else self._empty).append(thing)
+            if not thing:
+                self._empty.append(thing)
+            elif not path.endswith(_PATHS_INSIDE):
+                self._containers.append(thing)
             if len(thing) > MAX_ENTRIES:
                 self.opaque = self.opaque or f"{path} has {len(thing)} entries, too many to compare at every step"
                 items = ()
@@ -226,26 +237,36 @@ class ModuleSnapshot:
 
     def _look_into(self, path: str, thing: Any) -> tuple[Any, ...]:
         """The facts of an object with attributes."""
+        reference = _reference(thing)
         self._seen_classes.update(type(thing).__mro__[:-1])
+        slots = [name for cls in type(thing).__mro__ for name in _slots(cls)]
+        self._slots += [(reference, name) for name in slots]
+        values = [self._fact(f"{path}.{name}", getattr(thing, name, _END)) for name in slots]
+        if not hasattr(thing, "__dict__"):
+            return path, _Same(thing), slots, values
         state = thing.__dict__
         own = state
         if isinstance(thing, nn.Module):
             self.modules.append(weakref.ref(thing))
+            own = {key: value for key, value in state.items() if key not in _OF_TORCH}
             if "_modules" not in state or "training" not in state:
                 name = type(thing).__name__
                 self.opaque = self.opaque or f"there is a {name} in it, whose state cannot be looked at"
-            elif thing is not self._root:
+            else:
+                self._inner += [(len(self._owners), name) for name in _OF_MODULES if state[name]]
+                values += [self._fact(f"{path}.{name}", state[name]) for name in _OF_MODULES]
                 hooks = [state[name] for name in _HOOKS]
-                self._empty += [hook for hook in hooks if not hook]
-                if "forward" in state or any(hooks):
-                    self.hooked.append((_shown(path), weakref.ref(thing)))
-            own = {key: value for key, value in state.items() if key not in _OF_TORCH}
+                if thing is not self._root:
+                    self._empty += [hook for hook in hooks if not hook]
+                    if "forward" in state or any(hooks):
+                        self.hooked.append((_shown(path), weakref.ref(thing)))
         # Two keys at least: with one there is no tuple. A key that is gone raises, one that is new changes the size.
         keys = [*own] if len(own) > 1 else [*own, *own] if own else []
-        self._owners.append(_reference(thing))
+        self._owners.append(reference)
         self._getters.append(itemgetter(*keys) if keys else tuple)
-        values = [self._fact(f"{path}.{key}", value) for key, value in own.items()]
-        return path, _Same(thing), list(own), values
+        inside = _OF_MODULES if len(values) > len(slots) else ()
+        values += [self._fact(f"{path}.{key}", value) for key, value in own.items()]
+        return path, _Same(thing), [*slots, *inside, *own], values
 
     def _fact(self, path: str, value: Any, weight: bool = False) -> Any:
         cls = type(value)
@@ -262,7 +283,9 @@ class ModuleSnapshot:
                 self._arrays.append((value, value.tobytes()))
             return cls, value.dtype.str, value.tobytes()
         descend = isinstance(value, (*_CONTAINERS, nn.Module)) or (
-            hasattr(value, "__dict__") and not cls.__module__.startswith(_OPAQUE) and cls.__module__ != "builtins"
+            (hasattr(value, "__dict__") or hasattr(cls, "__slots__"))
+            and not cls.__module__.startswith(_OPAQUE)
+            and cls.__module__ != "builtins"
         )
         if not descend:
             return _Same(value)
@@ -297,6 +320,12 @@ def _place(tensor: Tensor | None) -> tuple[Any, ...]:
     except RuntimeError:  # a subclass without memory of its own: its parts have it
         address = 0
     return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _slots(cls: type) -> Iterable[str]:
+    slots = vars(cls).get("__slots__", ())
+    named = (slots,) if isinstance(slots, str) else slots
+    return [name for name in named if name not in ("__dict__", "__weakref__")]
 
 
 def _reference(value: Any) -> Callable[[], Any]:
@@ -342,20 +371,13 @@ _read: weakref.WeakKeyDictionary[type, tuple[tuple[dict[str, Any], str], ...]] =
 def _globals_read(cls: type) -> tuple[tuple[dict[str, Any], str], ...]:
     """The globals that the methods of a class may read, such as the functions they call."""
     if cls not in _read:
-        names = set()
+        pairs = {}
         for method in vars(cls).values():
-            function = getattr(method, "__wrapped__", getattr(method, "__func__", method))
-            if isinstance(function, FunctionType):
-                names |= {(id(function.__globals__), name) for name in function.__code__.co_names}
-                spaces = {id(function.__globals__): function.__globals__}
-                for wrapped in (method, function):
-                    if isinstance(wrapped, FunctionType):
-                        spaces[id(wrapped.__globals__)] = wrapped.__globals__
-                _read.setdefault(cls, ())
-                found = [(spaces[space], name) for space, name in sorted(names) if space in spaces]
-                _read[cls] += tuple((space, name) for space, name in found if name in space)
-                names.clear()
-        _read.setdefault(cls, ())
+            for function in (method, getattr(method, "__func__", None), getattr(method, "__wrapped__", None)):
+                if isinstance(function, FunctionType):
+                    space = function.__globals__
+                    pairs |= {(id(space), name): (space, name) for name in function.__code__.co_names if name in space}
+        _read[cls] = tuple(pairs.values())
     return _read[cls]
 
 
