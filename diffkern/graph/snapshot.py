@@ -371,7 +371,7 @@ _read: weakref.WeakKeyDictionary[type, tuple[tuple[dict[str, Any], str], ...]] =
 def _globals_read(cls: type) -> tuple[tuple[dict[str, Any], str], ...]:
     """The globals that the methods of a class may read, such as the functions they call."""
     if cls not in _read:
-        pairs = {}
+        pairs: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         for method in vars(cls).values():
             for function in (method, getattr(method, "__func__", None), getattr(method, "__wrapped__", None)):
                 if isinstance(function, FunctionType):

@@ -354,10 +354,14 @@ def test_what_changed_is_named() -> None:
     assert before.difference(ModuleSnapshot(model)) == "0.bias"
 
 
+def returns(model: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: model
+
+
 def test_a_snapshot_keeps_neither_modules_nor_weights_alive() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
     model.forward = model.forward  # a bound method in its own attributes
-    model[1].callback = lambda: model
+    model[1].callback = returns(model)
     model[1].owner = Config(model)
     found = ModuleSnapshot(model)
     weight, root = weakref.ref(model[0].weight), weakref.ref(model)

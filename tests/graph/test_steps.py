@@ -6,6 +6,7 @@ from inputs that are copied in, as a graph does; the real thing is tested on GPU
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from diffkern.graph import capture as capture_module
 from diffkern.graph import steps
 from diffkern.graph.capture import CaptureError, describe
 from diffkern.graph.steps import FIRST_CALL, MAX_CHANGES, MAX_FAILURES, MAX_GRAPHS, StepCall, StepGraphs
+from tests.graph.test_snapshot import returns
 
 
 class Model(nn.Module):
@@ -160,7 +162,7 @@ def test_a_kind_that_cannot_be_captured_runs_as_it_is_and_is_not_tried_again(mon
 
     monkeypatch.setattr(steps, "capture", fails)
     graphs, model = StepGraphs(), Model()
-    for n in range(5):
+    for _ in range(5):
         result, reason = call(graphs, model, torch.ones(2))
         assert torch.equal(result, torch.full((2,), 2.0))
     assert len(tried) == 1 and reason == (
@@ -183,7 +185,7 @@ def test_what_is_known_of_a_model_does_not_keep_it_alive() -> None:
     memory: weakref.WeakKeyDictionary[nn.Module, StepGraphs] = weakref.WeakKeyDictionary()
     model = nn.Sequential(Model(), nn.Linear(2, 2)).requires_grad_(False)
     model[0].parent = SimpleNamespace(names=["x"])
-    model[0].callback = lambda: model
+    model[0].callback = returns(model)
     model.scale = 1.0
     graphs = memory[model] = StepGraphs()
     call(graphs, model, torch.ones(2))
@@ -238,10 +240,8 @@ class Device:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            log = self.log
-            monkeypatch.setattr(
-                torch._C, name, lambda index, pool, name=name: log.append(f"{name} {pool}"), raising=False
-            )
+            end = functools.partial(lambda name, index, pool: self.log.append(f"{name} {pool}"), name)
+            monkeypatch.setattr(torch._C, name, end, raising=False)
         monkeypatch.setattr(torch, "zeros", lambda size, device: torch.ones(size))
 
 
@@ -254,7 +254,7 @@ def test_a_capture_that_fails_is_ended_everywhere(monkeypatch: pytest.MonkeyPatc
         torch.rand(3)
         raise RuntimeError("\nCannot copy between CPU and CUDA tensors\nmore")
 
-    with pytest.raises(CaptureError, match="^RuntimeError: Cannot copy between CPU and CUDA tensors$") as raised:
+    with pytest.raises(CaptureError, match=r"^RuntimeError: Cannot copy between CPU and CUDA tensors$") as raised:
         capture_module._capture(run, torch.device("cpu"))
     assert raised.value.__context__ is None  # whose frames would hold the memory of the step
     assert torch.equal(torch.get_rng_state(), before)
