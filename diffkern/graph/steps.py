@@ -28,6 +28,9 @@ MAX_CHANGES = 4
 #: After so many kinds of calls that could not be captured no other one is tried.
 MAX_FAILURES = 8
 
+#: While weights come and go, or cannot be looked at, it is only seen after so many calls that they stay.
+RESTING_CALLS = 16
+
 FIRST_CALL = "the first call of its kind runs as it is, the next one is captured"
 
 
@@ -97,15 +100,24 @@ class StepGraphs:
     kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict)
     failures: dict[Hashable, str] = field(default_factory=dict)
     _latest: ModuleSnapshot | None = None
+    _resting: tuple[int, str] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def failure(self, call: StepCall) -> str | None:
         """Why calls like this one are not captured any more, or None."""
-        reason = self.failures.get(call.signature)
-        if reason is None and len(self.failures) >= MAX_FAILURES:
+        if self._resting is not None:
+            calls, reason = self._resting
+            self._resting = (calls - 1, reason) if calls > 1 else None
+            return reason
+        failure = self.failures.get(call.signature)
+        if failure is None and len(self.failures) >= MAX_FAILURES:
             first = next(iter(self.failures.values()))
-            reason = f"none of {MAX_FAILURES} kinds of calls could be captured, so no more are tried: {first}"
-        return reason
+            failure = f"none of {MAX_FAILURES} kinds of calls could be captured, so no more are tried: {first}"
+        return failure
+
+    def rest(self, reason: str) -> None:
+        """Has the next calls run as they are without a look at the module, which takes longer than it is worth."""
+        self._resting = RESTING_CALLS, reason
 
     def speculate(self, call: StepCall) -> None:
         """Starts the replay of a call if that does no harm, so that the GPU works while the host compares."""

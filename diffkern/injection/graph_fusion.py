@@ -58,6 +58,9 @@ class GraphFusion(Fusion):
             return reason
         graphs.speculate(call)
         now = graphs.snapshot(module, patches(module))
+        reason = now.unfit()
+        if reason is not None:
+            graphs.rest(reason)
         return unsafe(module, now) or graphs.admit(call, now, _patched(now))
 
     @override

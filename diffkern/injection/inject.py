@@ -69,7 +69,8 @@ def inject_optimized_kernels(
             times the error of stock's.
         cuda_graph: Whether the steps of the denoisers are captured as CUDA graphs, one for each kind of call (shapes,
             dtypes, plain arguments), and replayed. A call of a new kind runs as it is, the second one is captured.
-            Anything that changes what a step does, an adapter or a hook, say, is noticed. Steps run as they are while
+            Anything that changes what a step does, an adapter, a hook or any plain attribute, is noticed. A step that
+            cannot be captured runs as it is, and ``report.calls()`` says why. So do steps while
             gradients are enabled, weights are offloaded, or hooks sit inside of the denoiser.
         verify: Whether every kind of site is proven before it is patched, and again at first use on a device
             or dtype that was not there yet. Without it nothing is measured.

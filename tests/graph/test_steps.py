@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_flatten
 from diffkern.graph import capture as capture_module
 from diffkern.graph import steps
 from diffkern.graph.capture import CaptureError, describe
-from diffkern.graph.steps import FIRST_CALL, MAX_CHANGES, MAX_FAILURES, MAX_GRAPHS, StepCall, StepGraphs
+from diffkern.graph.steps import (
+    FIRST_CALL,
+    MAX_CHANGES,
+    MAX_FAILURES,
+    MAX_GRAPHS,
+    RESTING_CALLS,
+    StepCall,
+    StepGraphs,
+)
 from tests.graph.test_snapshot import returns
 
 
@@ -173,6 +181,17 @@ def test_a_kind_that_cannot_be_captured_runs_as_it_is_and_is_not_tried_again(mon
             call(graphs, model, torch.ones(size))
     assert len(tried) == len(graphs.failures) == MAX_FAILURES
     assert "no more are tried" in str(call(graphs, model, torch.ones(99))[1])
+
+
+def test_a_module_that_cannot_be_replayed_is_not_looked_at_before_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, model = StepGraphs(), Model()
+    call(graphs, model, torch.ones(2))
+    graphs.rest("its weights are elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "snapshot", None)
+        reasons = [call(graphs, model, torch.ones(2))[1] for _ in range(RESTING_CALLS)]
+    assert set(reasons) == {"its weights are elsewhere"}
+    assert call(graphs, model, torch.ones(2))[1] is None
 
 
 def test_errors_of_the_user_reach_the_user() -> None:
