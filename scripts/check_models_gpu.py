@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from diffkern import inject_optimized_kernels
-from scripts.check_models.denoisers import DENOISERS, Denoiser, Draw
+from scripts.check_models.denoisers import DENOISERS
+from scripts.check_models.model import Denoiser, Draw
 
 #: The sizes of the eight calls.
 SIZES = (8, 8, 8, 8, 12, 12, 12, 8)
@@ -78,7 +79,7 @@ class Model:
 
     def __init__(self, name: str, denoiser: Denoiser, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self.denoiser, self.device, self.dtype = name, denoiser, device, dtype
-        self.module = denoiser.build().to(device, dtype)
+        self.module = denoiser.in_dtype(device, dtype)
         self.stock = self.outputs(copy.deepcopy(self.module))
         try:
             self.reference: list[list[Tensor]] | None = self.outputs(copy.deepcopy(self.module).double(), torch.float64)

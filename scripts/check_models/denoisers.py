@@ -2,76 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-
-@dataclass
-class Draw:
-    """Draws the inputs of one call, the same on every device."""
-
-    generator: torch.Generator
-    device: torch.device
-    dtype: torch.dtype
-
-    def __call__(self, *shape: int) -> Tensor:
-        """Normal numbers."""
-        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
-
-    def time(self, scale: float = 1000.0) -> Tensor:
-        """One time step in float32, between 0 and ``scale``."""
-        return (torch.rand(1, generator=self.generator) * scale).to(self.device)
-
-    def integers(self, *shape: int, below: int = 10) -> Tensor:
-        """Integers, such as tokens or classes."""
-        return torch.randint(below, shape, generator=self.generator).to(self.device)
-
-    def mask(self, *shape: int) -> Tensor:
-        """A mask that hides the last token."""
-        mask = torch.ones(shape, dtype=torch.int64)
-        mask[..., -1] = 0
-        return mask.to(self.device)
-
-    def ids(self, count: int, axes: int = 3) -> Tensor:
-        """Positions of tokens."""
-        return torch.arange(count).remainder(5)[:, None].expand(count, axes).float().to(self.device)
-
-
-Inputs = Callable[[Draw, int], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Denoiser:
-    """One tiny model.
-
-    Attributes:
-        cls: Its class in diffusers.
-        config: The arguments of the constructor.
-        inputs: Draws the arguments of a call, at a size of 8 or 12.
-    """
-
-    cls: str
-    config: dict[str, Any]
-    inputs: Inputs
-
-    def build(self) -> nn.Module:
-        """The model in float32 on the CPU, with weights behind which no wrong kernel could hide."""
-        torch.manual_seed(0)
-        model: nn.Module = getattr(diffusers, self.cls)(**self.config)
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.75 * module.in_features**-0.5)
-        for parameter in model.parameters():
-            values = parameter.data
-            if values.numel() > 1 and bool((values == values.flatten()[0]).all()):
-                values.add_(torch.randn_like(values), alpha=0.1)
-        return model.eval().requires_grad_(False)
-
+from scripts.check_models.model import Denoiser, Draw, Inputs
 
 _IMAGE: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
 _WAN: dict[str, Any] = {
@@ -132,6 +68,11 @@ def _sample(**more: Any) -> Inputs:
 
 def _guidance(draw: Draw, n: int) -> Tensor:
     return draw.time(5.0)
+
+
+def _rounded_time(draw: Draw, n: int) -> Tensor:
+    """A time step in the dtype of the model, for those that embed it as it comes."""
+    return draw.time().to(draw.dtype)
 
 
 def _pooled(width: int = 32) -> Any:
@@ -228,7 +169,7 @@ def _hunyuan_dit(draw: Draw, n: int) -> dict[str, Any]:
     angles = torch.rand(16, 16, generator=draw.generator).to(draw.device)
     batch = n // 8 + n % 8 // 4
     return {
-        "hidden_states": draw(batch, 4, 8, 8), "timestep": draw.time().expand(batch), "image_meta_size": None,
+        "hidden_states": draw(batch, 4, 8, 8), "timestep": draw.time().expand(batch).to(draw.dtype), "image_meta_size": None,
         "encoder_hidden_states": draw(batch, 8, 32), "text_embedding_mask": draw.mask(batch, 8), "style": None,
         "encoder_hidden_states_t5": draw(batch, 8, 32), "text_embedding_mask_t5": draw.mask(batch, 8),
         "image_rotary_emb": (angles.cos(), angles.sin()),
@@ -350,7 +291,7 @@ DENOISERS: dict[str, Denoiser] = {
         "HunyuanImageTransformer2DModel",
         {**_IMAGE, "in_channels": 4, "out_channels": 4, "num_single_layers": 1, "num_refiner_layers": 1,
          "text_embed_dim": 32, "rope_axes_dim": (8, 8)},
-        _image(encoder_attention_mask=_text_mask),
+        _image(encoder_attention_mask=_text_mask, timestep=_rounded_time),
     ),
     "hunyuan_video": Denoiser(
         "HunyuanVideoTransformer3DModel",
@@ -365,7 +306,7 @@ DENOISERS: dict[str, Denoiser] = {
          "num_refiner_layers": 1, "text_embed_dim": 32, "text_embed_2_dim": 32, "image_embed_dim": 32,
          "rope_axes_dim": (4, 4, 8), "target_size": 16},
         _video(
-            encoder_attention_mask=_text_mask, encoder_hidden_states_2=lambda draw, n: draw(1, 6, 32),
+            timestep=_rounded_time, encoder_attention_mask=_text_mask, encoder_hidden_states_2=lambda draw, n: draw(1, 6, 32),
             encoder_attention_mask_2=_text_mask, image_embeds=lambda draw, n: draw(1, 3, 32),
         ),
     ),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from torch import Tensor, nn
 
@@ -108,32 +105,6 @@ def test_under_a_foreign_wrapper_either_patch_is_taken_back_alone() -> None:
         assert torch.equal(run(model), stock) == first
         reports.pop().restore()
         assert torch.equal(run(model), stock) and not list(patches(model))
-
-
-def test_the_signature_stays_that_of_the_stock_forward() -> None:
-    """Modular pipelines pass on what they find there."""
-    model = tiny_ltx()
-    signature = inspect.signature(model.forward)
-    inject_optimized_kernels(model)
-    assert inspect.signature(model.forward) == signature
-    inject_optimized_kernels(model, cuda_graph=True)
-    assert inspect.signature(model.forward) == signature == inspect.signature(copy.deepcopy(model).forward)
-
-
-def test_accelerate_unwraps_a_model_to_its_patches() -> None:
-    for cls in (nn.LayerNorm, type(tiny_ltx())):
-        module = nn.LayerNorm(8) if cls is nn.LayerNorm else tiny_ltx()
-        report = inject_optimized_kernels(module)
-        signature = inspect.signature(module.forward)
-        forward = module.forward
-        module._original_forward = forward  # as Accelerator.prepare wraps a model for mixed precision
-        module.forward = MethodType(convert_outputs_to_fp32(forward.__func__), module)
-        assert inspect.signature(module.forward) == signature
-        module = extract_model_from_parallel(module, keep_fp32_wrapper=False)
-        before = report.calls()[""]["fused"]
-        run(module) if cls is not nn.LayerNorm else module(torch.randn(3, 8))
-        assert report.calls()[""]["fused"] == before + 1
-        assert report.restore() == len(report.patched) and module.forward.__func__ is cls.forward
 
 
 def test_a_snapshot_sees_classes_whose_forward_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

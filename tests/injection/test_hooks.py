@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import accelerate
 import accelerate.hooks
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32, extract_model_from_parallel
 from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading, apply_layerwise_casting
 from diffusers.hooks.layerwise_casting import apply_layerwise_casting_hook
 from torch import nn
@@ -270,3 +274,29 @@ def test_float8_weights_without_a_hook_go_to_stock() -> None:
         layer(X.bfloat16())
     reasons = next(iter(report.calls().values()))["stock_reasons"]
     assert any("float8" in reason for reason in reasons)
+
+
+def test_the_signature_stays_that_of_the_stock_forward() -> None:
+    """Modular pipelines pass on what they find there."""
+    model = tiny_ltx()
+    signature = inspect.signature(model.forward)
+    inject_optimized_kernels(model)
+    assert inspect.signature(model.forward) == signature
+    inject_optimized_kernels(model, cuda_graph=True)
+    assert inspect.signature(model.forward) == signature == inspect.signature(copy.deepcopy(model).forward)
+
+
+def test_accelerate_unwraps_a_model_to_its_patches() -> None:
+    for cls in (nn.LayerNorm, type(tiny_ltx())):
+        module = nn.LayerNorm(8) if cls is nn.LayerNorm else tiny_ltx()
+        report = inject_optimized_kernels(module)
+        signature = inspect.signature(module.forward)
+        forward = module.forward
+        module._original_forward = forward  # as Accelerator.prepare wraps a model for mixed precision
+        module.forward = MethodType(convert_outputs_to_fp32(forward.__func__), module)
+        assert inspect.signature(module.forward) == signature
+        module = extract_model_from_parallel(module, keep_fp32_wrapper=False)
+        before = report.calls()[""]["fused"]
+        run(module) if cls is not nn.LayerNorm else module(torch.randn(3, 8))
+        assert report.calls()[""]["fused"] == before + 1
+        assert report.restore() == len(report.patched) and module.forward.__func__ is cls.forward
