@@ -169,7 +169,8 @@ def _hunyuan_dit(draw: Draw, n: int) -> dict[str, Any]:
     angles = torch.rand(16, 16, generator=draw.generator).to(draw.device)
     batch = n // 8 + n % 8 // 4
     return {
-        "hidden_states": draw(batch, 4, 8, 8), "timestep": draw.time().expand(batch).to(draw.dtype), "image_meta_size": None,
+        "hidden_states": draw(batch, 4, 8, 8), "timestep": draw.time().expand(batch).to(draw.dtype),
+        "image_meta_size": None,
         "encoder_hidden_states": draw(batch, 8, 32), "text_embedding_mask": draw.mask(batch, 8), "style": None,
         "encoder_hidden_states_t5": draw(batch, 8, 32), "text_embedding_mask_t5": draw.mask(batch, 8),
         "image_rotary_emb": (angles.cos(), angles.sin()),
@@ -306,7 +307,8 @@ DENOISERS: dict[str, Denoiser] = {
          "num_refiner_layers": 1, "text_embed_dim": 32, "text_embed_2_dim": 32, "image_embed_dim": 32,
          "rope_axes_dim": (4, 4, 8), "target_size": 16},
         _video(
-            timestep=_rounded_time, encoder_attention_mask=_text_mask, encoder_hidden_states_2=lambda draw, n: draw(1, 6, 32),
+            timestep=_rounded_time, encoder_attention_mask=_text_mask,
+            encoder_hidden_states_2=lambda draw, n: draw(1, 6, 32),
             encoder_attention_mask_2=_text_mask, image_embeds=lambda draw, n: draw(1, 3, 32),
         ),
     ),
