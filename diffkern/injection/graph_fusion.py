@@ -95,8 +95,8 @@ class GraphFusion(Fusion):
         state = next(state for state in patches(module) if state.fusion is self)
         if state.strict:
             raise StrictModeError(f"{type(module).__name__} cannot run as a CUDA graph: it {reason}")
-        state.fused_calls -= 1
-        state.stock_calls[reason] += 1
+        state.counts.add_fused(-1)
+        state.counts.add_stock(reason)
 
     @override
     def stock(self, module: nn.Module, call: StepCall) -> Any:
