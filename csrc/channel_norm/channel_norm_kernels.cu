@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kWidth* kLanes) column_kernel(const ChannelNor
     const int c = threadIdx.y + i * kLanes;
     if (c >= channels) continue;
     float values[kCount];
-    forget_unpacked(held[i]);
+    optimization_barrier(held[i]);
     unpack<T>(held[i], values);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) values[j] *= factor[j];
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const ChannelNormParams p
   for (int r = 0; r < kRows; ++r) {
     each_packet(r, [&](int i, int packet, int64_t position) {
       float values[kCount];
-      forget_unpacked(held[r][i]);
+      optimization_barrier(held[r][i]);
       unpack<T>(held[r][i], values);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] *= factors[r];

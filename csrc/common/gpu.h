@@ -67,6 +67,7 @@ __device__ __forceinline__ float exact_add(float a, float b) {
 
 __device__ __forceinline__ double exact_mul(double a, double b) {
 #if DIFFKERN_HIP
+#pragma clang fp contract(off)
   return a * b;
 #else
   return __dmul_rn(a, b);
@@ -75,6 +76,7 @@ __device__ __forceinline__ double exact_mul(double a, double b) {
 
 __device__ __forceinline__ double exact_add(double a, double b) {
 #if DIFFKERN_HIP
+#pragma clang fp contract(off)
   return a + b;
 #else
   return __dadd_rn(a, b);

@@ -171,7 +171,7 @@ __device__ __forceinline__ const uint4* packets_of(const void* data, int64_t off
 }
 
 // Has a packet unpacked anew from here on: unpacked values kept over the sums would take twice the registers.
-__device__ __forceinline__ void forget_unpacked(uint4& packet) {
+__device__ __forceinline__ void optimization_barrier(uint4& packet) {
 #if !DIFFKERN_HIP
   asm volatile("" : "+r"(packet.x), "+r"(packet.y), "+r"(packet.z), "+r"(packet.w));
 #endif

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
     normalise = normaliser_of(p, sum, [&](auto&& add) {
       each_packet([&](int i, unsigned) {
         float values[kCount];
-        forget_unpacked(held[i]);
+        optimization_barrier(held[i]);
         unpack<T>(held[i], values);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) add(values[j]);
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
 
   const auto modulate = [&](int i, unsigned packet, float* values) {
     float others[kCount];
-    forget_unpacked(held[i]);
+    optimization_barrier(held[i]);
     unpack<T>(held[i], values);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) values[j] = normalise(values[j]);

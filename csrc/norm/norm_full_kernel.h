@@ -69,7 +69,7 @@ struct FullSums {
   }
 
   static __device__ __forceinline__ void unpacked(uint4& packet, float* values) {
-    if constexpr (kUnpackAnew) forget_unpacked(packet);
+    if constexpr (kUnpackAnew) optimization_barrier(packet);
     unpack<T>(packet, values);
   }
 

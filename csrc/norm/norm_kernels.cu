@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams
   const auto each_values = [&](auto&& body) {
     each_packet([&](int i, unsigned) {
       float values[kCount];
-      forget_unpacked(held[i]);
+      optimization_barrier(held[i]);
       unpack<T>(held[i], values);
       body(values);
     });
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads) register_kernel(const RegisterParams
   const float scale = scale_of(p, sums.squares, p.inverse_size);
   each_packet([&](int i, unsigned packet) {
     float values[kCount], params[kCount];
-    forget_unpacked(held[i]);
+    optimization_barrier(held[i]);
     unpack<T>(held[i], values);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {

@@ -362,6 +362,11 @@ std::tuple<Tensor, Tensor> qk_norm_rope(
   const int64_t k_size = k.size(k.dim() - 1);
   STD_TORCH_CHECK(heads > 0 ? size % heads == 0 && (head_dim > 0 ? k_size % head_dim == 0 : k_size == 0) : k_size == size,
                   op, ": the heads of q and k differ in size");
+  for (const Tables* tables : {&cos, &sin, &cos_k, &sin_k}) {
+    for (const Tensor& table : *tables) {
+      STD_TORCH_CHECK(table.scalar_type() != ScalarType::Double, op, ": a table is float64, which only rope reads");
+    }
+  }
   const Rotation rotation{coords, grid, half, rotary_dim, seq_dim, start, length};
   RopeParams params = rope_params(q, head_dim, cos, rotation, arithmetic, op);
   STD_TORCH_CHECK(params.dtype != Dtype::kFloat64 || norm == 0, op, ": the compiled norms compute no float64");

@@ -51,7 +51,7 @@ enum TokenKind {
   kManyOwnTokens,
   kWideOwnTokens,
   kFloatTokens,
-  kAloneTokens,
+  kPerHeadNormTokens,
   kWideAloneTokens
 };
 constexpr TokenShape kTokenShapes[] = {

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShap
           for (int row = 0; row < kRows; ++row) {
             if (row < rows[stream]) {
               typename Elements::Values values;
-              held[stream][row].forget_unpacked();
+              held[stream][row].optimization_barrier();
               held[stream][row].unpack_to(values);
 #pragma unroll
               for (int i = 0; i < 2 * Elements::kPairs; ++i) add(stream * kRows + row, values[i / Elements::kPairs][i % Elements::kPairs]);
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShap
     for (int row = 0; row < kRows; ++row) {
       if (row < rows[stream]) {
         Elements& elements = held[stream][row];
-        elements.forget_unpacked();
+        elements.optimization_barrier();
         typename Elements::Values values;
         elements.unpack_to(values);
         norm_of[stream].apply(p, o, norms[stream * kRows + row], values);

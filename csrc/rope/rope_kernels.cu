@@ -86,7 +86,7 @@ TableVectors table_vectors(const RopeParams& p, const RopeOperand& o, int64_t co
 }
 
 // Whether q and k have their tokens in the same order and turn them by the same angles.
-bool twins(const RopeParams& p) {
+bool same_angles(const RopeParams& p) {
   if (p.count != 2) return false;
   const RopeOperand& q = p.operands[0];
   const RopeOperand& k = p.operands[1];
@@ -156,7 +156,7 @@ void launch_head_kernel(const RopeParams& p, GpuStream stream) {
   constexpr HeadShape shape = kHeadShapes[kShape];
   const int64_t units = units_of_head(p, kCount);
   HeadGrids grids{};
-  grids.both = twins(p);
+  grids.both = same_angles(p);
   grids.lanes = 4;
   while (grids.lanes < units && grids.lanes < kMaxLanes) grids.lanes *= 2;
   const int64_t columns = ceil_div(units, grids.lanes);
@@ -229,13 +229,13 @@ bool has_many_tokens(const RopeParams& p) {
 }
 
 // Launches the token kernel if a block can hold the rows.
-template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kAlone>
+template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kPerHeadNorm>
 bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
   constexpr TokenShape shape = kTokenShapes[kShape];
   constexpr int kCount = kPacketSize<T>;
   if (kTokenUnits<kShape, kHalf> == 0) return false;
   const int64_t head_units = units_of_head(p, kCount);
-  if (kAlone && (head_units > kMaxLanes || (head_units & (head_units - 1)) != 0)) return false;
+  if (kPerHeadNorm && (head_units > kMaxLanes || (head_units & (head_units - 1)) != 0)) return false;
   int64_t units = 0;
   int64_t tokens = 0;
   TokenGrid grid{};
@@ -251,7 +251,7 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
     threads = round_up(threads, std::lcm(head_units, int64_t{kWaveMultiple}));
   }
   if (threads > shape.threads) return false;
-  grid.both = twins(p);
+  grid.both = same_angles(p);
   grid.tokens = static_cast<int>(std::clamp<int64_t>(tokens / kMinTokenBlocks, 1, shape.tokens));
 #if defined(DIFFKERN_BENCH)
   grid.tokens = tuned("DIFFKERN_ROPE_TOKENS", grid.tokens);
@@ -259,7 +259,7 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
   grid.head_dim = make_divisor(static_cast<uint32_t>(p.head_dim));
   grid.head_units = make_divisor(static_cast<uint32_t>(head_units));
   const dim3 blocks(static_cast<unsigned>(ceil_div(tokens, grid.tokens)), grid.both ? 1 : p.count);
-  token_kernel<T, kShape, kPlain, kHalf, kTables, kShared, kAlone><<<blocks, static_cast<unsigned>(threads), 0, stream>>>(p, grid);
+  token_kernel<T, kShape, kPlain, kHalf, kTables, kShared, kPerHeadNorm><<<blocks, static_cast<unsigned>(threads), 0, stream>>>(p, grid);
   return true;
 }
 
@@ -305,7 +305,7 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
     constexpr bool kTuned = kKnown && !half;
     if (!p.across) {
       if (!shared) return;
-      if constexpr (kTuned) launch(number<kAloneTokens>, yes, yes);
+      if constexpr (kTuned) launch(number<kPerHeadNormTokens>, yes, yes);
       launch(number<kWideAloneTokens>, yes, yes);
       return;
     }

@@ -85,9 +85,9 @@ __device__ __forceinline__ float2 token_sums(float2 values, float2* partials) {
   return total;
 }
 
-// kShared: all units of a thread have the same angles. kAlone: each head is normalised alone, by lanes side by side, a
+// kShared: all units of a thread have the same angles. kPerHeadNorm: each head is normalised alone, by lanes side by side, a
 // power of two of them.
-template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kAlone>
+template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kPerHeadNorm>
 __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kShape].blocks)
     token_kernel(const RopeParams p, const TokenGrid grid) {
   constexpr int kCount = kPacketSize<T>;
@@ -148,10 +148,10 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
     }
   }
   // Heads that are normalised alone have their weights in common, and those of a thread begin at the same element.
-  constexpr int kKept = !kKeepsWeights || kAlone ? 1 : kUnits;
+  constexpr int kKept = !kKeepsWeights || kPerHeadNorm ? 1 : kUnits;
   UnitNorm<T, kCount, kHalf, kPlain> kept[2][kKept];
   const auto parameters_at = [&](int i, int (&to)[2]) {
-    const int head_begins = kAlone ? static_cast<int>(grid.head_dim.divide(at[i][0])) * p.head_dim : 0;
+    const int head_begins = kPerHeadNorm ? static_cast<int>(grid.head_dim.divide(at[i][0])) * p.head_dim : 0;
     to[0] = at[i][0] - head_begins;
     to[1] = at[i][1] - (kHalf ? head_begins : 0);
   };
@@ -211,12 +211,12 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
       }
     }
 
-    constexpr int kNorms = kAlone ? kUnits : 1;  // of a stream
+    constexpr int kNorms = kPerHeadNorm ? kUnits : 1;  // of a stream
     Normaliser norms[2 * kNorms];
     normalise<kPlain>(
         p, norms, [&](int row) { return operand(row / kNorms).inverse_size; },
         [&](float(&values)[2 * kNorms]) {
-          if constexpr (kAlone) {
+          if constexpr (kPerHeadNorm) {
             for (int mask = static_cast<int>(grid.head_units.value) / 2; mask > 0; mask /= 2) {
 #pragma unroll
               for (int row = 0; row < 2 * kNorms; ++row) values[row] += shuffle_xor(values[row], mask);
@@ -235,11 +235,11 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
               for (int i = 0; i < kUnits; ++i) {
                 if (live(i)) {
                   Values values;
-                  held[stream][i].forget_unpacked();
+                  held[stream][i].optimization_barrier();
                   held[stream][i].unpack_to(values);
 #pragma unroll
                   for (int j = 0; j < 2 * kPairs; ++j) {
-                    add(stream * kNorms + (kAlone ? i : 0), values[j / kPairs][j % kPairs]);
+                    add(stream * kNorms + (kPerHeadNorm ? i : 0), values[j / kPairs][j % kPairs]);
                   }
                 }
               }
@@ -261,10 +261,10 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
             if constexpr (!kKeepsWeights) norm.load_ahead(o, from);
             norm.load(p, o, from);
             Elements& elements = held[stream][i];
-            elements.forget_unpacked();
+            elements.optimization_barrier();
             Values values;
             elements.unpack_to(values);
-            norm.apply(p, o, norms[stream * kNorms + (kAlone ? i : 0)], values);
+            norm.apply(p, o, norms[stream * kNorms + (kPerHeadNorm ? i : 0)], values);
             const int set = kShared ? 0 : i;
             if (turns_here && turned[set]) rotate<T, kPlain>(p, angles[set], values);
             elements.pack_from(values);

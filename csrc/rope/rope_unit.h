@@ -58,7 +58,7 @@ struct Packet {
   }
 
   // Has the packet unpacked anew from here on: values kept over the sums would take twice the registers.
-  __device__ __forceinline__ void forget_unpacked() {
+  __device__ __forceinline__ void optimization_barrier() {
 #if !DIFFKERN_HIP
 #pragma unroll
     for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(words[i]));
@@ -127,9 +127,9 @@ struct Unit {
     for (int i = 0; i < kPackets; ++i) packets[i].pack_from(flat + i * kCount);
   }
 
-  __device__ __forceinline__ void forget_unpacked() {
+  __device__ __forceinline__ void optimization_barrier() {
 #pragma unroll
-    for (int i = 0; i < kPackets; ++i) packets[i].forget_unpacked();
+    for (int i = 0; i < kPackets; ++i) packets[i].optimization_barrier();
   }
 };
 
@@ -218,7 +218,7 @@ struct PlainNorm {
   __device__ __forceinline__ void apply(const RopeParams& p, const RopeOperand&, const Normaliser& norm, Values& values) {
     if (p.norm == RopeNorm::kNone) return;
     Values weights;
-    weight.forget_unpacked();
+    weight.optimization_barrier();
     weight.unpack_to(weights);
 #pragma unroll
     for (int side = 0; side < 2; ++side) {

@@ -43,7 +43,8 @@ FAMILIES = ("activation", "add_norm_silu_pad", "channel_norm", "group_norm", "mo
 
 def units(backend: str, machine: str = platform.machine()) -> tuple[Unit, ...]:
     """Lists the object files of a backend: ``"cpu"``, ``"cuda"`` or ``"rocm"``."""
-    return tuple(unit for family in FAMILIES for unit in _family_units(family, backend, machine))
+    families = tuple(unit for family in FAMILIES for unit in _family_units(family, backend, machine))
+    return (*families, Unit("common/old_runtime.cpp", "old_runtime.o"))
 
 
 def _family_units(family: str, backend: str, machine: str) -> list[Unit]:

@@ -119,7 +119,8 @@ def write_package(
         written = package(output, repo_id)
     typer.echo(f"{written.directory}: version {written.version}")
     for variant in written.variants:
-        typer.echo(f"  build/{variant}")
+        tag = written.platforms.get(variant)
+        typer.echo(f"  build/{variant}{'' if tag is None else f': {tag.describe()}'}")
 
 
 @app.command()

@@ -7,13 +7,14 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffkern.build import build_kernels
 from diffkern.build.installed import Build, find_builds, read_build
 from diffkern.build.layout import KERNEL_NAME, KERNEL_VERSION, metadata_of
+from diffkern.build.platform_tag import PlatformTag, platform_tag
 from diffkern.build.sources import source_directory
 from diffkern.providers import eager, triton
 from diffkern.providers.signatures import SIGNATURES, without_defaults
@@ -91,11 +92,13 @@ class Package:
         directory: Where it is.
         version: Its version, ``v<version>`` being its branch on the Hub.
         variants: Names of its builds.
+        platforms: What the library of each compiled build needs; those beyond the Hub's tag run on newer systems alone.
     """
 
     directory: Path
     version: int
     variants: tuple[str, ...]
+    platforms: Mapping[str, PlatformTag] = field(default_factory=dict)
 
 
 def package(
@@ -120,11 +123,15 @@ def package(
     sources = source_directory()
     chosen = _up_to_date_builds() if builds is None else list(builds)
     _write_sources(output, sources, repository, version)
+    platforms = {}
     for build in chosen:
-        _write_compiled(output / "build" / build.directory.name, sources, build, version)
+        name = build.directory.name
+        tag = _write_compiled(output / "build" / name, sources, build, version)
+        if tag is not None:
+            platforms[name] = tag
     for name, backend in TRITON_VARIANTS.items():
         _write_triton(output / "build" / name, sources, backend, version)
-    return Package(output, version, tuple(sorted(path.name for path in (output / "build").iterdir())))
+    return Package(output, version, tuple(sorted(path.name for path in (output / "build").iterdir())), platforms)
 
 
 def _up_to_date_builds() -> list[Build]:
@@ -164,14 +171,16 @@ def _write_sources(output: Path, sources: Path, repository: str, version: int) -
     (output / "build.toml").write_text(config, encoding="utf-8")
 
 
-def _write_compiled(target: Path, sources: Path, build: Build, version: int) -> None:
-    """A build of ``diffkern build``, with the Python face of these sources."""
+def _write_compiled(target: Path, sources: Path, build: Build, version: int) -> PlatformTag | None:
+    """A build of ``diffkern build``, with the Python face of these sources; its metadata says what it runs on."""
     target.mkdir(parents=True)
     for name in ("_ops.py", *(() if build.library is None else (build.library.file,))):
         shutil.copyfile(build.directory / name, target / name)
     _write_face(target, sources)
     metadata = json.loads((build.directory / "metadata.json").read_text(encoding="utf-8"))
-    _write_metadata(target, {**metadata, "version": version})
+    tag = None if build.library is None else platform_tag(target / build.library.file, build.variant.machine)
+    _write_metadata(target, {**metadata, "version": version, **({} if tag is None else {"platform": tag.name})})
+    return tag
 
 
 def _write_triton(target: Path, sources: Path, backend: str, version: int) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from diffkern.build import compiling
 from diffkern.build.archs import CUDA_ARCHS, ROCM_ARCHS
-from diffkern.build.sources import source_directory, source_hash, units
+from diffkern.build.sources import COMMON_FLAGS, FAMILIES, source_directory, source_hash, units
+from diffkern.build.toolchain import Tool
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,6 +45,25 @@ def test_build_toml_compiles_what_diffkern_build_compiles(manifest: dict, backen
     for section in sections:
         assert section.get("cuda-capabilities", list(CUDA_ARCHS)) == list(CUDA_ARCHS)
         assert section.get("rocm-archs", list(ROCM_ARCHS)) == list(ROCM_ARCHS)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "rocm"])
+def test_no_build_makes_fused_multiply_adds_by_itself(manifest: dict, backend: str) -> None:
+    """Results are promised to the bit; nvcc is held back by intrinsics, the other compilers by this option."""
+    sections = {name: section for name, section in manifest["kernel"].items() if section["backend"] == backend}
+    key = "hip-flags" if backend == "rocm" else "cxx-flags"
+    for name, section in sections.items():
+        assert name.endswith("dispatch") or {"-O3", "-ffp-contract=off"} <= set(section.get(key, ())), name
+    assert len(sections) >= len(FAMILIES)
+    tool = Tool("hipcc" if backend == "rocm" else "g++", ("compiler",), (6, 0))
+    assert "-ffp-contract=off" in (compiling._device_flags(tool, 1) if backend == "rocm" else COMMON_FLAGS)
+
+
+def test_every_exact_product_and_sum_forbids_contraction_under_hip() -> None:
+    text = (CSRC / "common" / "gpu.h").read_text(encoding="utf-8")
+    bodies = re.findall(r"(?:float|double) exact_(?:mul|add)\((?:float|double) a.*?\n}", text, re.DOTALL)
+    assert len(bodies) == 4
+    assert all("#pragma clang fp contract(off)" in body and re.search(r"__[fd](mul|add)_rn", body) for body in bodies)
 
 
 def test_build_toml_lists_every_header_that_is_included(manifest: dict) -> None:
