@@ -22,7 +22,7 @@ EXTRAS := diffusers,examples,hub,test,dev
 INSTALLED := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 BUILD_INPUTS := $(wildcard pyproject.toml setup.py) $(shell find csrc diffkern/build -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-all test-gpu lint format install clean
+.PHONY: demo test test-all test-gpu fuzz lint format install clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/ltx_video/generate_video.py --tiny --compare --warmup-iterations 1 --iterations 1 \
@@ -35,6 +35,12 @@ test: $(INSTALLED)
 # Writes what it ran and found into benchmarks/test_all.json.
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/test_all.py
+
+# Random calls of every op against float64, for as long as wanted: make fuzz SECONDS=600 DEVICE=cuda
+SECONDS ?= 60
+DEVICE ?= cpu
+fuzz: $(INSTALLED)
+	$(BIN)/python scripts/fuzz_ops.py --seconds $(SECONDS) --device $(DEVICE)
 
 # In one process: the tests measure and share one card.
 test-gpu: $(INSTALLED)

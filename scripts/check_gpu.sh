@@ -59,6 +59,8 @@ print(json.dumps(describe_environment(torch.device('cuda', torch.cuda.current_de
       fi
       step sanitize compute-sanitizer --tool memcheck --error-exitcode 9 --target-processes all \
         "$python" -m pytest tests -m "gpu and sanitize" -q -p no:cacheprovider
+      step sanitize_fuzz compute-sanitizer --tool memcheck --error-exitcode 9 \
+        "$python" scripts/fuzz_ops.py --device cuda --cases 400 --seconds 1800
       ;;
     bench)
       step bench "$python" examples/ltx_video/benchmark_rmsnorm.py --json "$out/rms_norm.json"
