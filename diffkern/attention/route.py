@@ -17,7 +17,7 @@ from diffkern.attention import accuracy
 from diffkern.attention.backends import Backend
 from diffkern.attention.call import AttentionCall, Signature
 from diffkern.attention.measure import runner, seconds
-from diffkern.providers.onlookers import transforms_active
+from diffkern.providers.dispatch_modes import transforms_active
 
 Compute = Callable[[AttentionCall], Tensor]
 

@@ -26,7 +26,7 @@ from diffkern.blocks.pieces import untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import expand_axes
-from diffkern.providers.onlookers import modes_active
+from diffkern.providers.dispatch_modes import modes_active
 
 Tables = tuple[Tensor, Tensor]
 

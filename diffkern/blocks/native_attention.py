@@ -13,7 +13,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor
 
 from diffkern.blocks.recipe import fingerprint
-from diffkern.providers.onlookers import modes_active, transforms_active
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
 
 #: Of ``dispatch_attention_fn`` and ``_native_attention``, in diffusers 0.42. Others are called.
 _FINGERPRINTS = frozenset({"1990fdc5e082de71"})

@@ -20,7 +20,7 @@ from diffkern.cache import UNDO, memory
 from diffkern.ops import packed_linear
 from diffkern.providers.cublaslt import serves
 from diffkern.providers.cublaslt.layers import linear, together
-from diffkern.providers.onlookers import modes_active, transforms_active
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
 
 #: How reports name what was done to weights.
 NOTE = "weights of q, k and v moved to lie together in memory, for one product"

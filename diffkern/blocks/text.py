@@ -23,7 +23,7 @@ from diffkern.blocks.pieces import plain_linear, unfit_surroundings, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.providers import KERNEL_DTYPES
-from diffkern.providers.onlookers import modes_active, transforms_active
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
 
 #: Texts that are kept: guidance may call a model with two in turn.
 MAX_TEXTS = 2

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from diffkern.providers.onlookers import modes_active
+from diffkern.providers.dispatch_modes import modes_active
 
 #: On CUDA a weight matrix is part of one round in so many.
 ROUNDS = 16

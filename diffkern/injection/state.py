@@ -26,8 +26,8 @@ from diffkern.injection.one_op import is_compile_root, module_handle, op_that_ru
 from diffkern.injection.report import Site
 from diffkern.providers import NoProviderError
 from diffkern.providers.base import KernelFileError
+from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.hub import is_kernel
-from diffkern.providers.onlookers import transforms_active
 from diffkern.verify import gradients
 
 if TYPE_CHECKING:

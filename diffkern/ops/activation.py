@@ -218,8 +218,6 @@ def _glu_prepare(value: Tensor, gate: Tensor, activation: str, round_activation:
         raise ValueError(
             f"the value has shape {tuple(value.shape)}, the gate {tuple(gate.shape)}: they must be the same"
         )
-    if value.device != gate.device:
-        raise ValueError(f"the value is on {value.device}, the gate on {gate.device}: move one of them")
     return value, gate, activation, round_activation
 
 

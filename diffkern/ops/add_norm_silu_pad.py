@@ -80,13 +80,9 @@ def add_norm_silu_pad(
     return y
 
 
-def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
-    if tensor is None:
-        return
-    if tensor.shape != shape:
+def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is not None and tensor.shape != shape:
         raise ValueError(f"the {name} has shape {tuple(tensor.shape)}, and must have {shape}")
-    if tensor.device != x.device:
-        raise ValueError(f"the {name} is on {tensor.device}, the input on {x.device}: move one of them")
 
 
 # --- as a torch op -------------------------------------------------------------------------------------
@@ -118,10 +114,10 @@ def _add_norm_silu_pad_prepare(
     if front < 0 or back < 0 or (front + back and not x.shape[2]):
         raise ValueError(f"{x.shape[2]} frames cannot be padded by {(front, back)}")
     batch, channels = x.shape[:2]
-    _check("bias", bias, (channels,), x)
-    _check("residual", residual, x.shape, x)
-    _check("scale", scale, (batch, channels), x)
-    _check("shift", shift, (batch, channels), x)
+    _check("bias", bias, (channels,))
+    _check("residual", residual, x.shape)
+    _check("scale", scale, (batch, channels))
+    _check("shift", shift, (batch, channels))
     channels_last = memory_format is torch.channels_last_3d
     return x, bias, residual, scale, shift, eps, norm is not None, activation is not None, front, back, channels_last
 

@@ -20,10 +20,10 @@ from torch.autograd import forward_ad
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.modulate import Norm
 from diffkern.ops.registration import Op
+from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.eager.modulate import NORMS, gated_shape, modulated_shape, promoted_dtype
-from diffkern.providers.onlookers import transforms_active
 
 _BOUND = "each value at most one rounding of e4m3 from float64, each scale 1e-6"
 
@@ -169,7 +169,7 @@ def linear_fp8(
 
     Raises:
         TypeError: values are not e4m3, or scales not float32.
-        ValueError: shapes do not fit together.
+        ValueError: shapes or devices do not fit together.
     """
     y: Tensor = _linear.call((x, x_scale, weight, weight_scale, bias), (out_dtype,), provider)
     return y
@@ -197,11 +197,7 @@ def _check_operands(
             raise ValueError(
                 f"{name} has shape {tuple(parameter.shape)}, but {shape[-1]} elements are normalised together"
             )
-    given = [operand for operand in (*others, weight, bias) if operand is not None]
-    for operand in given:
-        if operand.device != x.device:
-            raise ValueError(f"an operand is on {operand.device}, and x on {x.device}: move one of them")
-    _check_no_gradient(x, *given)
+    _check_no_gradient(x, *[operand for operand in (*others, weight, bias) if operand is not None])
 
 
 def _check_no_gradient(*tensors: Tensor) -> None:

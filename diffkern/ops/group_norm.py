@@ -178,12 +178,6 @@ def _check_parameter(name: str, parameter: Tensor | None, x: Tensor) -> None:
         return
     if parameter.ndim != 1 or parameter.shape[0] != x.shape[1]:
         raise ValueError(f"the {name} has shape {tuple(parameter.shape)}, but the input has {x.shape[1]} channels")
-    _check_device(name, parameter, x)
-
-
-def _check_device(name: str, parameter: Tensor, x: Tensor) -> None:
-    if parameter.device != x.device:
-        raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
 
 
 def _per_sample(name: str, modulation: Tensor | None, x: Tensor) -> Tensor | None:
@@ -191,7 +185,6 @@ def _per_sample(name: str, modulation: Tensor | None, x: Tensor) -> Tensor | Non
     if modulation is None:
         return None
     _check_input(x)
-    _check_device(name, modulation, x)
     spatial = x.ndim - 2
     shape = modulation.shape
     if shape == (x.shape[0], x.shape[1], *(1,) * spatial):  # as nearly always

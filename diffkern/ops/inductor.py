@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 _IS_TOLD_NOTHING = TorchVersion(torch.__version__) >= "2.13"
 
 
-def introduce(namespace: str, name: str) -> None:
+def register_fallback(namespace: str, name: str) -> None:
     """Registers an op of torch's as one that Inductor calls as it is, which it would find out by itself.
 
     ``torch.compile`` runs this while it traces.
@@ -31,4 +31,4 @@ def introduce(namespace: str, name: str) -> None:
 
 
 # What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-introduce._dynamo_marked_constant = True  # type: ignore[attr-defined]
+register_fallback._dynamo_marked_constant = True  # type: ignore[attr-defined]

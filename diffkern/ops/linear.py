@@ -21,6 +21,7 @@ from diffkern.ops.activation import gelu_name
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import Op
 from diffkern.providers import cublaslt
+from diffkern.providers.cublaslt.layers import as_matrix
 from diffkern.providers.cublaslt.layers import linear_gelu as plain_linear_gelu
 from diffkern.providers.eager.activation import apply_backward
 
@@ -82,8 +83,8 @@ def linear_gelu(
         layer again rather than keep its result. Under autocast the operands are cast as ``F.linear`` casts them.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit together, in the words of ``F.linear``.
-        ValueError: ``approximate`` is neither of the two.
+        RuntimeError: shapes or dtypes do not fit together, in the words of ``F.linear``.
+        ValueError: ``approximate`` is neither of the two, or devices differ.
     """
     function = gelu_name(approximate)
     dtype = _autocast_dtype(x)
@@ -120,9 +121,9 @@ def _linear_gelu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias = ctx.saved_tensors
     grad = apply_backward(grad, F.linear(x, weight, bias), ctx.function)
     needs_x, needs_weight, needs_bias = (*ctx.needs_input_grad, False)[:3]
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = as_matrix(grad)
     grad_x = grad @ weight if needs_x else None
-    grad_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+    grad_weight = rows.t() @ as_matrix(x) if needs_weight else None
     grad_bias = rows.sum(0) if needs_bias else None
     return grad_x, grad_weight, grad_bias, None, None
 
@@ -146,7 +147,7 @@ def packed_linear(
         results of the layers. Differentiable in all tensors. Under autocast they are cast as ``F.linear`` casts them.
 
     Raises:
-        ValueError: there is no weight, there are biases for some only, or shapes do not fit together.
+        ValueError: there is no weight, there are biases for some only, or shapes or devices do not fit together.
         TypeError: dtypes differ.
     """
     weights, biases = list(weights), list(biases)
@@ -189,8 +190,8 @@ def _packed_linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tens
 def _packed_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """As the layers' own; the gradient of the input is the sum over the layers."""
     x, *weights = ctx.saved_tensors
-    rows = x.reshape(-1, x.shape[-1])
-    grads = grad.reshape(-1, grad.shape[-1]).split([weight.shape[0] for weight in weights], 1)
+    rows = as_matrix(x)
+    grads = as_matrix(grad).split([weight.shape[0] for weight in weights], 1)
     grad_x = sum(part @ weight for part, weight in zip(grads, weights, strict=True)).view(x.shape)
     grad_biases = [part.sum(0) for part in grads[: ctx.biases]]
     return grad_x, [part.t() @ rows for part in grads], grad_biases, None

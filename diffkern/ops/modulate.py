@@ -124,7 +124,7 @@ def norm_modulate(
 
     Raises:
         TypeError: ``x`` is not floating point.
-        ValueError: an option has none of its values, or weight or bias do not fit.
+        ValueError: an option has none of its values, weight or bias do not fit, or devices differ.
         RuntimeError: the shapes do not broadcast.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
 
@@ -240,8 +240,8 @@ def _check_row(x: Tensor) -> torch.device:
     return x.device
 
 
-def _check_parameters(x: Tensor, size: int, norm: int, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Checks the parameters of a norm over ``size`` elements, on the device of ``x``."""
+def _check_parameters(size: int, norm: int, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Checks the parameters of a norm over ``size`` elements."""
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
@@ -251,17 +251,12 @@ def _check_parameters(x: Tensor, size: int, norm: int, weight: Tensor | None, bi
             raise ValueError(
                 f"the {name} has shape {tuple(parameter.shape)}, but {size} elements are normalised together"
             )
-        if parameter.device != x.device:
-            raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
 
 
-def _on_device(device: torch.device, operand: Tensor | None, name: str) -> Any:
-    """The operand, which must be on the device of the input unless, as in torch, it is a scalar on the CPU."""
-    if operand is None or operand.device == device:
-        return operand
-    if operand.ndim == 0 and operand.device.type == "cpu":
-        return operand.to(device)
-    raise ValueError(f"the {name} is on {operand.device}, the input on {device}: move one of them")
+def _scalar_to(device: torch.device, operand: Any) -> Any:
+    """The operand, moved to the device of the input if it is a scalar on the CPU, as torch allows."""
+    movable = operand is not None and operand.ndim == 0 and operand.device.type == "cpu"
+    return operand.to(device) if movable else operand
 
 
 def _eps(dtype: torch.dtype) -> float:
@@ -409,8 +404,8 @@ def _norm_modulate_prepare(
 ) -> tuple[Any, ...]:
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
     device = _check_row(x)
-    _check_parameters(x, x.shape[-1], norm_code, weight, bias)
-    scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
+    _check_parameters(x.shape[-1], norm_code, weight, bias)
+    scale, shift = _scalar_to(device, scale), _scalar_to(device, shift)
     eps = _eps(x.dtype) if eps is None else eps
     return x, scale, shift, weight, bias, eps, norm_code, scale_offset, round_each, out_dtype
 
@@ -475,7 +470,7 @@ def _gate_residual_prepare(
     activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
     round_each = _code(rounding, _ROUNDINGS, "rounding")
     device = _check_row(residual)
-    x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
+    x, gate = _scalar_to(device, x), _scalar_to(device, gate)
     return residual, x, gate, activation, round_each, out_dtype
 
 
@@ -540,9 +535,9 @@ def _gate_residual_norm_modulate_prepare(
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
     activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
     device = _check_row(residual)
-    _check_parameters(residual, gated_shape(residual, x, gate)[-1], norm_code, weight, bias)
-    x, gate = _on_device(device, x, "x"), _on_device(device, gate, "gate")
-    scale, shift = _on_device(device, scale, "scale"), _on_device(device, shift, "shift")
+    _check_parameters(gated_shape(residual, x, gate)[-1], norm_code, weight, bias)
+    x, gate = _scalar_to(device, x), _scalar_to(device, gate)
+    scale, shift = _scalar_to(device, scale), _scalar_to(device, shift)
     if eps is None:
         eps = _eps(residual_dtype or promoted_dtype(residual.dtype, x, gate))
     return (

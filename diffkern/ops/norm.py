@@ -93,7 +93,7 @@ def rms_norm(
         preserve = preserve or dim not in (-1, x.ndim - 1)
     options = eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve
     y: Tensor = _rms_norm.call((rows, weight, bias), options, provider)
-    return y if rows is x else _from_rows(y, x, dim)
+    return y if rows is x else _from_rows(y, x, dim, memory_format)
 
 
 def layer_norm(
@@ -137,7 +137,7 @@ def layer_norm(
         rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
         preserve = preserve or dim not in (-1, x.ndim - 1)
     y: Tensor = _layer_norm.call((rows, weight, bias), (eps, out_dtype, preserve), provider)
-    return y if rows is x else _from_rows(y, x, dim)
+    return y if rows is x else _from_rows(y, x, dim, memory_format)
 
 
 # --- from the caller's layout to rows along the last dimension, and back -------------------------------
@@ -165,10 +165,16 @@ def _as_rows(
     return x, None if weight is None else weight.reshape(-1), None if bias is None else bias.reshape(-1)
 
 
-def _from_rows(y: Tensor, x: Tensor, dim: int) -> Tensor:
-    if dim not in (-1, x.ndim - 1):
-        return y.movedim(-1, dim)
-    return y if y.shape == x.shape else y.view(x.shape)
+def _from_rows(y: Tensor, x: Tensor, dim: int, memory_format: torch.memory_format) -> Tensor:
+    y = y.movedim(-1, dim) if dim not in (-1, x.ndim - 1) else y.view(x.shape)
+    if memory_format is not torch.preserve_format or x.is_contiguous():
+        return y
+    # Where dimensions overlap in memory, or were merged by a copy, the order of the rows is not that of x.
+    wanted = torch.empty_like(x, device="meta").stride()
+    if y.stride() == wanted:
+        return y
+    order = sorted(range(x.ndim), key=lambda axis: -wanted[axis])
+    return y.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
 
 
 def _empty_output(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool) -> Tensor:
@@ -186,8 +192,6 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
             raise ValueError(
                 f"the {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
             )
-        if parameter.device != x.device:
-            raise ValueError(f"the {name} is on {parameter.device}, the input on {x.device}: move one of them")
 
 
 # --- rms_norm as a torch op ----------------------------------------------------------------------------

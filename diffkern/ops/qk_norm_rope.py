@@ -24,13 +24,13 @@ from diffkern.ops.rope import (
     check_choices,
     check_coords,
     check_table,
+    dispatch_fn,
     gradient_arithmetic,
     no_gradient_of,
     resolve_tokens,
     rope_3d_gradients,
     swap_pairs,
     table_gradients,
-    way_for,
 )
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.modulate import LAYER, NO_NORM, NORMS
@@ -106,7 +106,7 @@ def qk_norm_rope(
         k_bias: Bias of the norm of ``k``, or None.
         across_heads: The number of heads that are normalised together (that of ``q``; ``k`` has heads of the same
             size); None normalises each alone.
-        weight_offset: Added to the weights of an RMS norm in float32.
+        weight_offset: Added to the weights of an RMS norm in float32; 0 for any other.
         round_dtype: As in :func:`diffkern.ops.rms_norm`.
         round_norm: Rounds the result of the norm to the dtype of ``q`` and ``k`` before the rotation. Implied by
             ``arithmetic="input"``.
@@ -145,7 +145,7 @@ def qk_norm_rope(
         rotary_dim, tokens, seq_dim, form,
     )  # fmt: skip
     operands = q, k, q_weight, k_weight, q_bias, k_bias, *lists, coords, [] if grid is None else list(grid)
-    both: tuple[Tensor, Tensor] = way_for(_qk_norm_rope, coords)(operands, options, provider)
+    both: tuple[Tensor, Tensor] = dispatch_fn(_qk_norm_rope, coords)(operands, options, provider)
     return both
 
 
@@ -162,8 +162,6 @@ def _check_parameters(name: str, x: Tensor, weight: Tensor | None, bias: Tensor 
                 f"the {kind} of {name} has shape {tuple(parameter.shape)}, "
                 f"but {x.shape[-1]} elements are normalised together"
             )
-        if parameter.device != x.device:
-            raise ValueError(f"the {kind} of {name} is on {parameter.device}, {name} on {x.device}: move one of them")
 
 
 @dataclass(frozen=True)
@@ -180,10 +178,6 @@ class _Heads:
     @property
     def dtype(self) -> torch.dtype:
         return self.x.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     def is_floating_point(self) -> bool:
         return self.x.is_floating_point()
@@ -300,8 +294,10 @@ def _qk_norm_rope_prepare(
 ) -> tuple[Any, ...]:
     if norm not in NORMS:
         raise ValueError(f"unknown norm {norm!r}: choose 'rms', 'layer' or None")
-    if q.dtype != k.dtype or q.device != k.device:
-        raise ValueError(f"q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}: they must be alike")
+    if weight_offset and norm != "rms":
+        raise ValueError(f"a weight_offset belongs to the weights of an RMS norm, and norm is {norm!r}")
+    if q.dtype != k.dtype:
+        raise ValueError(f"q is {q.dtype}, k is {k.dtype}: they must be alike")
     heads = across_heads or 0
     if heads:
         size = q.shape[-1] // heads

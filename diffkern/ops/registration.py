@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
-from diffkern.ops.inductor import introduce
+from diffkern.ops.inductor import register_fallback
 from diffkern.providers.base import Kernel
-from diffkern.providers.onlookers import modes_active, transforms_active
-from diffkern.providers.registry import NoProviderError, kernel_for, override, remembered, select
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.providers.registry import NoProviderError, dispatch_cache, kernel_for, override, select
 from diffkern.providers.signatures import SIGNATURES, schema, without_defaults
 
 NAMESPACE = "diffkern"
@@ -23,10 +23,10 @@ NAMESPACE = "diffkern"
 #: The form of a compiled op that takes the operands alone: every argument of a schema costs, also one left out.
 PLAIN = "{}_plain"
 
-#: Remembered ways, beyond which they are found anew: options such as a length of text may have any value.
-_MOST_WAYS = 4096
+#: Entries of the dispatch cache, beyond which it is emptied: options such as a length of text may have any value.
+_MOST_ENTRIES = 4096
 
-#: Classes of operands from which a way is remembered. It may be taken with subclasses: torch hands those the call.
+#: Classes of operands for which an entry is made. It serves subclasses too: torch hands those the call.
 _PLAIN_CLASSES = frozenset({Tensor, torch.nn.Parameter, type(None), list, tuple, int})
 
 #: Classes of tensors whose memory holds their values.
@@ -34,6 +34,9 @@ _MEMORY = (Tensor, torch.nn.Parameter)
 
 #: Of the arguments that have or name a dtype, those that no kernel computes in.
 _NOT_COMPUTED_IN = ("coords", "round_dtype")
+
+#: What the message of a failed call through torch's stable ABI says, and all it says.
+_ABI_FAILED = "API call failed"
 
 # Bound once, since every call asks.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -48,12 +51,13 @@ class Op:
 
     A call has *operands*, which go to the kernel as they are (a list where its schema has one: torch would take a
     tensor for a list of its rows), and of which the first is the tensor that decides where it runs; *options*; and the
-    name of a provider, or None. The first call of a kind goes the long way: it is checked, and given to the kernel that
-    the registry chooses. If that is an op of torch, as the compiled kernels are, the way is remembered. Such a kernel
-    looks at shapes, dtypes and devices itself, and whether it was given tensors, so the next call goes straight there,
-    without the arguments at the end that have their default. What it refuses goes the long way again, which finds
-    another provider, or says what is wrong in the words of the public function. Functions of Python, such as those that
-    launch Triton kernels, look at little: a call that remembers one is checked as before.
+    name of a provider, or None. The first call of a kind is dispatched slowly: it is checked, and given to the kernel
+    that the registry chooses. If that is an op of torch, as the compiled kernels are, the dispatch cache keeps it. Such
+    a kernel looks at shapes and dtypes itself, and whether it was given tensors, so the next call on one device goes
+    straight there, without the arguments at the end that have their default. If it raises, the call is checked again:
+    another provider may serve it, or the public function says what is wrong; otherwise the kernel's error is raised,
+    and nothing runs twice. Functions of Python, such as those that launch Triton kernels, look at little: a call that
+    finds one in the cache is checked as before.
 
     A graph of ``torch.compile`` holds the op of whoever computes it, unless a gradient is wanted: then it holds
     :attr:`op`, which has one. Exported programs hold :attr:`op` too, and choose where they run.
@@ -98,6 +102,7 @@ class Op:
         self._op_name = namespace, own
         self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
         arguments = schema(name).arguments
+        self._names = [argument.name for argument in arguments]
         self._tensors_at = [index for index, argument in enumerate(arguments) if "Tensor" in str(argument.real_type)]
         self._optional = tuple(argument.default_value for argument in arguments if argument.has_default_value())
         self._computed_in = [
@@ -108,11 +113,11 @@ class Op:
         _ops[name] = self
 
     def call(self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None) -> Any:
-        """Computes the op, by the shortest way there is.
+        """Computes the op, from the dispatch cache if it holds the kernel.
 
         Args:
             operands: The first arguments of the kernel, in its order, a tensor first.
-            options: What else ``prepare`` takes; the way is remembered only if they are hashable.
+            options: What else ``prepare`` takes; the cache keeps the kernel only if they are hashable.
             provider: As in the public functions.
         """
         key: Hashable = None
@@ -122,34 +127,35 @@ class Op:
                 given = len(operands)
                 while operands[given - 1] is None:
                     given -= 1
-                key = (self, options, provider, override(), x.device, x.dtype, given)
+                device = x.device
+                key = (self, options, provider, override(), device, x.dtype, given)
                 try:
-                    way = remembered.get(key)
+                    entry = dispatch_cache.get(key)
                 except TypeError:  # an option is a list, for example, and has no hash
-                    key = way = None
+                    key = entry = None
                 if (
-                    way is not None
+                    entry is not None
                     and not _functorch_is_active()
                     and forward_ad._current_level < 0
                     and not (_grad_is_enabled() and _wants_gradient(operands))
                 ):
-                    kernel, count, rest = way
-                    if count:
-                        try:
-                            return kernel(*operands[:count], *rest) if rest else kernel(*operands[:count])
-                        except RuntimeError:
-                            pass  # the long way says it better
-                    else:
-                        args = self._prepare(*operands, *options)
+                    kernel, count, rest, overload = entry
+                    if not count:
+                        args = self._prepared(operands, options)
                         if self._are_of(args, rest) and not modes_active():
                             return kernel(*args)
-        return self.call_the_long_way(operands, options, provider, key)
+                    elif _are_on(device, operands):
+                        try:
+                            return kernel(*operands[:count], *rest) if rest else kernel(*operands[:count])
+                        except RuntimeError as error:
+                            self._raise_unless_refused(error, overload, operands, options, provider)
+        return self.dispatch_slow(operands, options, provider, key)
 
-    def call_the_long_way(
+    def dispatch_slow(
         self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None, key: Hashable = None
     ) -> Any:
-        """Computes the op, everything checked; remembers the way under ``key`` if there is a shorter one."""
-        args = self._prepare(*operands, *options)
+        """Computes the op, everything checked; keeps the kernel in the dispatch cache under ``key`` if it can."""
+        args = self._prepared(operands, options)
         if _is_traced():
             return self._call_traced(args, provider)
         if self._needs_torch(args):
@@ -157,10 +163,65 @@ class Op:
         kernel = kernel_for(self._name, args[0].device, provider, *self._dtypes(args))
         if modes_active() and not (isinstance(kernel, OpOverload) or transforms_active()):
             return self.op(*args, provider)  # a function that reads memory shows a mode nothing
-        result = kernel(*args)
+        result = self._run(kernel, args)
         if key is not None:
-            self._remember(key, kernel, operands, args)
+            self._keep(key, kernel, operands, args)
         return result
+
+    def _prepared(self, operands: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the kernel, checked."""
+        args = self._prepare(*operands, *options)
+        device = args[0].device
+        for index in self._tensors_at:
+            given = args[index]
+            if given is None:
+                continue
+            name = self._names[index]
+            if isinstance(given, (list, tuple)):
+                for place, tensor in enumerate(given):
+                    check_device(f"{name}[{place}]", tensor, self._names[0], device)
+            else:
+                check_device(name, given, self._names[0], device)
+        return args
+
+    def _run(self, kernel: Kernel, args: Sequence[Any]) -> Any:
+        """Runs a kernel. Its error is that of torch, also where torch's stable ABI hides what an allocation raised."""
+        try:
+            return kernel(*args)
+        except RuntimeError as error:
+            if isinstance(kernel, OpOverload):
+                self._raise_allocation_error(error, args)
+            raise
+
+    def _raise_allocation_error(self, error: RuntimeError, args: Sequence[Any]) -> None:
+        """Raises what torch says of results that do not fit into memory, if that is why a compiled kernel failed.
+
+        The stable ABI turns the exception, torch.OutOfMemoryError on a GPU, into an error code without a reason.
+        """
+        if _ABI_FAILED not in str(error):
+            return
+        try:
+            self._fake(*args)
+        except RuntimeError as reason:
+            raise reason from None
+
+    def _raise_unless_refused(
+        self,
+        error: RuntimeError,
+        kernel: OpOverload,
+        operands: tuple[Any, ...],
+        options: tuple[Any, ...],
+        provider: str | None,
+    ) -> None:
+        """Raises the error of a kernel from the dispatch cache, unless dispatching slowly leads elsewhere."""
+        try:
+            args = self._prepared(operands, options)
+            same = kernel_for(self._name, args[0].device, provider, *self._dtypes(args)) is kernel
+        except Exception:
+            return  # which is raised again, with the words of the public function
+        if same and all(type(tensor) in _MEMORY for tensor in _tensors(operands)):
+            self._raise_allocation_error(error, args)
+            raise error
 
     def of_provider(
         self, device: torch.device, provider: str | None, dtypes: Sequence[torch.dtype | None]
@@ -187,27 +248,27 @@ class Op:
             self._of_kernels[kernel] = define(f"{self._name}_by_{who}", signature, kernel, self._fake)
         return self._of_kernels[kernel]
 
-    def _remember(self, key: Hashable, kernel: Kernel, operands: tuple[Any, ...], args: tuple[Any, ...]) -> None:
-        """Remembers the kernel, how many operands it takes, and the arguments after them.
+    def _keep(self, key: Hashable, kernel: Kernel, operands: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+        """Keeps what to call, how many operands it takes, the arguments after them, and the op of torch.
 
         For a function, no operands, and the dtypes of the tensors that it was chosen for.
         """
-        way: tuple[Kernel, int, tuple[Any, ...]]
+        entry: tuple[Kernel, int, tuple[Any, ...], OpOverload | None]
         if not isinstance(kernel, OpOverload):
-            if self._takes_lists or remembered.get(key, (None, 0))[1]:
+            if self._takes_lists or dispatch_cache.get(key, (None, 0))[1]:
                 return  # the compiled kernel that refused this call is the shorter way for others
-            way = kernel, 0, tuple([_dtype_of(args[index]) for index in self._tensors_at])
+            entry = kernel, 0, tuple([_dtype_of(args[index]) for index in self._tensors_at]), None
         elif all(type(given) in _PLAIN_CLASSES and given is arg for given, arg in zip(operands, args, strict=False)):
             needed = self._needed(args)
             shortest = _shortest(kernel, needed)
             if not all(argument.has_default_value() for argument in shortest._schema.arguments[needed:]):
                 needed = len(args)  # a build from before they had defaults
-            way = shortest._op, min(len(operands), needed), args[len(operands) : needed]
+            entry = shortest._op, min(len(operands), needed), args[len(operands) : needed], kernel
         else:
-            return  # an operand was changed on the way, or is of a class of somebody else's
-        if len(remembered) >= _MOST_WAYS:
-            remembered.clear()
-        remembered[key] = way
+            return  # an operand was changed on the way, or is of another library's class
+        if len(dispatch_cache) >= _MOST_ENTRIES:
+            dispatch_cache.clear()
+        dispatch_cache[key] = entry
 
     def _are_of(self, args: Sequence[Any], dtypes: Sequence[torch.dtype | None]) -> bool:
         """Whether the tensors are of these dtypes, and their memory holds the values themselves."""
@@ -238,10 +299,10 @@ class Op:
                     return seen
             if held is not None:
                 namespace, name, count = held
-                introduce(namespace, name)
+                register_fallback(namespace, name)
                 return getattr(getattr(torch.ops, namespace), name).default(*args[:count])
         if not torch.compiler.is_exporting():
-            introduce(*self._op_name)
+            register_fallback(*self._op_name)
         return self.op(*args, provider)
 
     def _needs_torch(self, args: Sequence[Any]) -> bool:
@@ -270,7 +331,7 @@ class Op:
     def _compute(self, *given: Any) -> Any:
         """What :attr:`op` runs."""
         *args, provider = self._completed(given)
-        return kernel_for(self._name, args[0].device, provider, *self._dtypes(args))(*args)
+        return self._run(kernel_for(self._name, args[0].device, provider, *self._dtypes(args)), args)
 
     def _completed(self, given: Sequence[Any]) -> list[Any]:
         """The arguments of :attr:`op`; torch leaves out the last ones that have their default."""
@@ -304,6 +365,31 @@ def _op_for_graph(
 
 # What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
 _op_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def check_device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:
+    """Checks that an operand is on the device of the first one, which is called ``first``.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if tensor.device != device:
+        raise ValueError(f"the {name} is on {tensor.device}, and {first} on {device}: move one of them")
+
+
+def _are_on(device: torch.device, operands: Sequence[Any]) -> bool:
+    """Whether all tensors are on the device, also those in lists. It is asked at every call: no generators here."""
+    for given in operands:
+        kind = type(given)
+        if given is None or kind is int:
+            continue
+        if kind is list:
+            for item in given:
+                if type(item) is not int and item.device != device:
+                    return False
+        elif given.device != device:
+            return False
+    return True
 
 
 def _wants_gradient(values: Sequence[Any]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.registration import Op
+from diffkern.ops.registration import Op, check_device
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager import rope as reference
 from diffkern.providers.eager.rope import ARITHMETICS, FLOAT32, INPUT
@@ -68,10 +68,6 @@ class Rotated(Protocol):
     def dtype(self) -> torch.dtype:
         """Dtype of the elements."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-
     def is_floating_point(self) -> bool:
         """Whether they are floating point numbers."""
 
@@ -119,8 +115,8 @@ def rope(
 
     Raises:
         TypeError: a tensor has a dtype that does not fit.
-        ValueError: a table does not broadcast to ``x`` (a table is never what ``x`` is broadcast to), or another
-            argument does not fit; the message says which.
+        ValueError: a table does not broadcast to ``x`` (a table is never what ``x`` is broadcast to), is on another
+            device, or another argument does not fit; the message says which.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
@@ -185,7 +181,7 @@ def rope_3d(
         seq_dim += x.ndim
     options = order, front_pad, pairing, arithmetic, rotary_dim, tokens, seq_dim
     operands = x, list(cos_axes), list(sin_axes), coords, [] if grid is None else list(grid)
-    y: Tensor = way_for(_rope_3d, coords)(operands, options, provider)
+    y: Tensor = dispatch_fn(_rope_3d, coords)(operands, options, provider)
     return y
 
 
@@ -203,12 +199,15 @@ def expand_axes(
     ``P`` is the number of pairs, ``front_pad`` included. The arguments are those of :func:`rope_3d`.
 
     Raises:
-        ValueError: neither or both of ``grid`` and ``coords`` are given, or the order is unknown.
+        ValueError: neither or both of ``grid`` and ``coords`` are given, the order is unknown, or devices differ.
     """
     if (grid is None) == (coords is None):
         raise ValueError("give either the grid or the coordinates of the tokens")
     if order not in ORDERS:
         raise ValueError(f"unknown order {order!r}: choose one of {', '.join(ORDERS)}")
+    for name, tables in (("cos", cos_axes), ("sin", sin_axes), ("coords", [] if coords is None else [coords])):
+        for axis, table in enumerate(tables):
+            check_device(f"{name}[{axis}]", table, "cos[0]", cos_axes[0].device)
     alternating = order == "alternating"
     cos = reference.expand_axes(cos_axes, coords, grid or (), alternating, front_pad, 1.0)
     return cos, reference.expand_axes(sin_axes, coords, grid or (), alternating, front_pad, 0.0)
@@ -255,8 +254,6 @@ def check_table(name: str, table: Tensor, x: Rotated, shape: Sequence[int], rota
     """Checks that a full table broadcasts to the leading dimensions ``shape`` of what is rotated."""
     if not table.is_floating_point():
         raise TypeError(f"{name} is {table.dtype}: it must be floating point, or complex with sin=None")
-    if table.device != x.device:
-        raise ValueError(f"{name} is on {table.device}, the input on {x.device}: move one of them")
     own = table.shape
     fits = len(own) >= 1 and own[-1] in (rotary, rotary // 2) and len(own) - 1 <= len(shape)
     if fits:
@@ -297,8 +294,6 @@ def check_axes(
         for name, table in (("cos", cos[i]), ("sin", sin[i])):
             if not table.is_floating_point():
                 raise TypeError(f"the {name} table of axis {i} is {table.dtype}: it must be floating point")
-            if table.device != x.device:
-                raise ValueError(f"the {name} table of axis {i} is on {table.device}, the input on {x.device}: move it")
         if cos[i].ndim != 2 or cos[i].shape != sin[i].shape:
             raise ValueError(
                 f"the tables of axis {i} have shapes {tuple(cos[i].shape)} and {tuple(sin[i].shape)}: "
@@ -318,8 +313,6 @@ def check_axes(
     if coords is not None:
         if coords.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"coordinates are int32 or int64, got {coords.dtype}")
-        if coords.device != x.device:
-            raise ValueError(f"the coordinates are on {coords.device}, the input on {x.device}: move one of them")
         lead = (x.shape[0], 1) if seq_dim else ()
         fits = coords.ndim in (2, 3) and coords.shape[-2:] == (count, axes)
         if not fits or (coords.ndim == 3 and coords.shape[0] not in lead):
@@ -339,9 +332,9 @@ def check_axes(
     return list(grid)
 
 
-def way_for(op: Op, coords: Tensor | None) -> Callable[..., Any]:
-    """How to call an op: the long way where :func:`check_coords` has something to look at."""
-    return op.call if coords is None or coords.device.type != "cpu" else op.call_the_long_way
+def dispatch_fn(op: Op, coords: Tensor | None) -> Callable[..., Any]:
+    """How to call an op: past the dispatch cache where :func:`check_coords` has something to check."""
+    return op.call if coords is None or coords.device.type != "cpu" else op.dispatch_slow
 
 
 def check_coords(coords: Tensor | None, axes: Sequence[Tensor]) -> None:
@@ -444,7 +437,12 @@ def rope_3d_gradients(
     length: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of the tables of all axes."""
-    compact = [reference.expand_axes(axes, coords, grid, alternating, front_pad, 0.0) for axes in (cos, sin)]
+    # Not rounded to the dtype of the tables before the tokens are summed.
+    dtype = compute_dtype(x, *cos)
+    compact = [
+        reference.expand_axes([table.to(dtype) for table in axes], coords, grid, alternating, front_pad, 0.0)
+        for axes in (cos, sin)
+    ]
     fitted = [reference.fit_table(table, x, seq_dim, rotary) for table in compact]
     full = table_gradients(x, grad, fitted[0], fitted[1], half, rotary, seq_dim, start, length)
     grads = []

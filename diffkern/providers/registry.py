@@ -20,7 +20,7 @@ import torch
 
 from diffkern.providers import hub
 from diffkern.providers.base import Kernel, Provider, Request
-from diffkern.providers.onlookers import transforms_active
+from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.preferences import Preference, preference
 from diffkern.providers.signatures import SIGNATURES
 
@@ -38,9 +38,9 @@ _override: contextvars.ContextVar[str | None] = contextvars.ContextVar("diffkern
 #: Returns the name that :func:`use_provider` set in this thread, or None.
 override: Callable[[], str | None] = _override.get
 
-#: What callers remember that hangs on the choices made here, see :mod:`diffkern.ops.registration`. :func:`reset`
-#: empties it.
-remembered: dict[Hashable, Any] = {}
+#: The kernels of calls that were dispatched, see :mod:`diffkern.ops.registration`. :func:`reset` empties it, since it
+#: depends on the choices made here.
+dispatch_cache: dict[Hashable, Any] = {}
 
 _kernels: dict[tuple[object, ...], Kernel] = {}
 
@@ -159,7 +159,7 @@ def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: tor
 def reset() -> None:
     """Forgets all choices, so that a provider which became available is asked again."""
     _kernels.clear()
-    remembered.clear()
+    dispatch_cache.clear()
     _select.cache_clear()
     _environment.cache_clear()
 

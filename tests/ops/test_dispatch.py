@@ -115,12 +115,12 @@ def test_compiled_kernels_are_called_directly_and_functions_after_the_checks(
         ((op, *_),) = registry._kernels
         directly = isinstance(select(str(op), torch.device(device), (torch.float32,)).kernel, OpOverload)
         remembers = directly or "[]" not in SIGNATURES[str(op)]
-        assert len(registry.remembered) == remembers
+        assert len(registry.dispatch_cache) == remembers
         seen: list[str] = []
-        for step in ("call_the_long_way", "_are_of"):
+        for step in ("dispatch_slow", "_are_of"):
             monkeypatch.setattr(registration.Op, step, lambda self, *args, step=step: seen.append(step) or True)
         CALLS[call](lambda t: t.to(device))
-    assert seen == ([] if directly else ["_are_of"] if remembers else ["call_the_long_way"])
+    assert seen == ([] if directly else ["_are_of"] if remembers else ["dispatch_slow"])
 
 
 @pytest.mark.parametrize("op", SIGNATURES)
@@ -191,11 +191,11 @@ def test_both_a_grid_and_coordinates_are_refused_also_on_the_remembered_way(devi
 def test_a_dtype_that_the_remembered_kernel_has_not_goes_elsewhere(device: str) -> None:
     x, scale, shift = X.to(device), SCALE.to(device), SHIFT.to(device)
     ops.norm_modulate(x, scale, shift)
-    ways = dict(registry.remembered)
+    ways = dict(registry.dispatch_cache)
     y = ops.norm_modulate(x, scale.double(), shift)
     assert y.dtype == torch.float64
-    if any(count for _, count, _ in ways.values()):
-        assert registry.remembered == ways
+    if any(count for _, count, *_ in ways.values()):
+        assert registry.dispatch_cache == ways
     with use_provider("eager"):
         assert torch.equal(y, ops.norm_modulate(x, scale.double(), shift))
     half = ops.norm_modulate(x, scale.bfloat16(), shift.bfloat16())
@@ -329,10 +329,10 @@ def test_fake_tensors_are_traced_and_not_run(device: str) -> None:
 
 
 def test_ways_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registration, "_MOST_WAYS", 3)
+    monkeypatch.setattr(registration, "_MOST_ENTRIES", 3)
     for start in range(8):
         ops.rms_norm(X, WEIGHT, eps=1e-6 * (start + 1))
-        assert len(registry.remembered) <= 3
+        assert len(registry.dispatch_cache) <= 3
 
 
 def test_threads_share_the_ways(device: str) -> None:
@@ -532,3 +532,84 @@ def test_a_mode_sees_the_calls_of_functions_too(who: str) -> None:
     assert any("rms_norm" in str(node.target) for node in graph.graph.nodes)
     y = torch.randn(4, 64)
     torch.testing.assert_close(graph(y), ops.rms_norm(y, weight, provider=who))
+
+
+# --- errors that are not the arguments' ------------------------------------------------------------------
+
+
+def test_a_fault_of_a_remembered_kernel_is_raised_once_and_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops.rms_norm(X, WEIGHT)
+    ((key, (kernel, *rest)),) = registry.dispatch_cache.items()
+    if not rest[0]:
+        pytest.skip("rms_norm is not served by a compiled kernel here")
+    fault, runs = RuntimeError("CUDA error: unspecified launch failure"), []
+
+    def failing(*operands: Tensor) -> Tensor:
+        runs.append(kernel(*operands))
+        raise fault
+
+    entry = (failing, *rest)
+    registry.dispatch_cache[key] = entry
+    with pytest.raises(RuntimeError) as caught:
+        ops.rms_norm(X, WEIGHT)
+    assert caught.value is fault and len(runs) == 1
+    assert registry.dispatch_cache[key] is entry
+    with pytest.raises(ValueError, match="weight has shape"):  # what the public function has to say comes first
+        ops.rms_norm(X, WEIGHT[:7])
+
+
+@pytest.mark.parametrize("op", [ops.rms_norm, ops.silu, ops.norm_modulate])
+def test_a_result_that_does_not_fit_into_memory_is_an_error_in_the_words_of_torch(op: Callable[..., Any]) -> None:
+    small, large = torch.ones(4, 64), torch.ones(1).expand(2**44, 64)
+    with pytest.raises(RuntimeError) as stock:
+        torch.empty_like(large, memory_format=torch.contiguous_format)
+    for _ in range(2):  # as a first call, and from the cache
+        with pytest.raises(RuntimeError, match="you tried to allocate") as ours:
+            op(large)
+        assert str(ours.value).splitlines()[0] == str(stock.value).splitlines()[0]
+        op(small)
+
+
+@pytest.mark.gpu
+def test_out_of_memory_on_a_gpu_is_the_exception_that_torch_raises() -> None:
+    small, large = torch.ones(4, 64, device="cuda"), torch.ones(1, device="cuda").expand(2**40, 64)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            ops.rms_norm(large)
+        ops.rms_norm(small)
+
+
+def test_tables_in_float64_are_computed_alike_after_other_calls() -> None:
+    q, cos, sin = HEADS, COS.double(), SIN.double()
+    for provider in (None, "compiled"):
+        outcomes = []
+        for warm in (False, True):
+            registry.reset()
+            try:
+                if warm:
+                    ops.qk_norm_rope(q, q, None, None, COS, SIN, provider=provider)
+                outcomes.append(ops.qk_norm_rope(q, q, None, None, cos, SIN, provider=provider)[0])
+                assert torch.equal(ops.qk_norm_rope(q, q, None, None, cos, sin, provider=provider)[0], outcomes[-1])
+            except NoProviderError as error:
+                outcomes.append(torch.tensor([len(str(error))]))
+        assert torch.equal(*outcomes)
+
+
+def test_a_cached_kernel_is_given_operands_of_one_device() -> None:
+    """Whatever the kernel itself looks at: one of another device's memory would bring the process down."""
+    x, weight = X, WEIGHT
+    ops.rms_norm(x, weight)
+    ((key, (kernel, *rest)),) = registry.dispatch_cache.items()
+    if not rest[0]:
+        pytest.skip("rms_norm is not served by a compiled kernel here")
+    given: list[set[str]] = []
+
+    def watched(*operands: Tensor) -> Tensor:
+        given.append({str(operand.device) for operand in operands})
+        return kernel(*operands)
+
+    registry.dispatch_cache[key] = (watched, *rest)
+    with pytest.raises(ValueError, match="the weight is on meta, and x on cpu"):
+        ops.rms_norm(x, weight.to("meta"))
+    ops.rms_norm(x, weight)
+    assert given == [{"cpu"}]

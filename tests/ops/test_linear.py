@@ -106,3 +106,21 @@ def test_errors_are_those_of_linear(device: str) -> None:
         with pytest.raises(RuntimeError) as ours:
             ops.linear_gelu(*bad)
         assert str(ours.value) == str(stock.value)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0,), (2, 0, 8), (4, 8)])
+@pytest.mark.parametrize("columns", [0, 5])
+def test_a_layer_without_rows_or_columns_has_the_gradients_of_torch(
+    shape: tuple[int, ...], columns: int, device: str
+) -> None:
+    results = []
+    for layer in (ops.linear_gelu, lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh")):
+        leaves = [
+            torch.ones(size, device=device, requires_grad=True) for size in (shape, (columns, shape[-1]), (columns,))
+        ]
+        y = layer(*leaves)
+        y.square().sum().backward()
+        results.append((y, *(leaf.grad for leaf in leaves)))
+    for ours, stock in zip(*results, strict=True):
+        assert ours.shape == stock.shape
+        torch.testing.assert_close(ours, stock)

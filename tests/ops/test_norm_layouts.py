@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from diffkern.ops import layer_norm, rms_norm
 from tests.ops.checks import check_call
@@ -187,3 +189,25 @@ def test_a_weight_of_several_dimensions_is_normalised_over_at_once(op: str, prov
     y = function(x, weight.view(5, 8), provider=provider)
     flat = function(x.flatten(-2), weight, provider=provider)
     torch.testing.assert_close(y, flat.view(x.shape), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", [rms_norm, layer_norm])
+@pytest.mark.parametrize(
+    ("make", "dim"),
+    [
+        (lambda: torch.randn(1, 65).expand(3, 65), 0),
+        (lambda: torch.randn(1, 1, 1, 130).expand(33, 4, 1, 130), -3),
+        (lambda: torch.randn(5, 1, 7).expand(5, 4, 7), 1),
+        (lambda: torch.randn(6, 4, 5).permute(2, 0, 1)[::2], 1),
+        (lambda: torch.randn(4, 33, 254)[..., ::2].transpose(0, 1), "last two"),
+    ],
+)
+def test_preserved_strides_are_those_of_a_pointwise_op(
+    op: Callable[..., Tensor], make: Callable[[], Tensor], dim: Any, provider: str, device: str
+) -> None:
+    x = make().to(device)
+    weight = torch.rand(x.shape[-2:], device=device) if dim == "last two" else None
+    dims = {} if dim == "last two" else {"dim": dim}
+    y = op(x, weight, memory_format=torch.preserve_format, provider=provider, **dims)
+    assert y.stride() == (x * 2).stride()
+    torch.testing.assert_close(y, op(x.contiguous(), weight, provider=provider, **dims))

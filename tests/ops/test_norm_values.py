@@ -84,7 +84,7 @@ def test_dk04_one_kernel_is_called_once_whatever_the_rank(
         return kernel(x, *args)
 
     registry._kernels[key] = counting
-    registry.remembered.clear()
+    registry.dispatch_cache.clear()
     for leading in ((), (3,), (2, 3), (2, 1, 3), (2, 2, 1, 3)):
         for requires_grad in (False, True):
             shapes.clear()

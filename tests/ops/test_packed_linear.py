@@ -110,3 +110,25 @@ def test_what_does_not_fit_together_is_refused() -> None:
         ops.packed_linear(x, weights, (biases[0], biases[0], biases[2]))
     with pytest.raises(TypeError, match="must be of the dtype of the input"):
         ops.packed_linear(x.half(), weights, biases)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16), (16,), (0, 16), (2, 0)])
+@pytest.mark.parametrize("rows", [(0,), (0, 0), (0, 5), (5, 3)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_layers_without_rows_or_columns_are_those_of_torch(
+    shape: tuple[int, ...], rows: tuple[int, ...], with_bias: bool, device: str
+) -> None:
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+
+    results = []
+    for layers in (ops.packed_linear, lambda x, w, b: torch.cat([F.linear(x, *o) for o in zip(w, b, strict=True)], -1)):
+        x, weights = leaf(*shape), [leaf(count, shape[-1]) for count in rows]
+        biases = [leaf(count) for count in rows] if with_bias else []
+        given = biases or ([] if layers is ops.packed_linear else [None] * len(rows))
+        y = layers(x, weights, given)
+        y.square().sum().backward()
+        results.append((y, *(leaf.grad for leaf in (x, *weights, *biases))))
+    for ours, stock in zip(*results, strict=True):
+        assert ours.shape == stock.shape
+        torch.testing.assert_close(ours, stock)

@@ -146,3 +146,15 @@ def test_in_inference_nothing_is_recorded(provider: str, device: str) -> None:
         q, k = qk_norm_rope(x, x, None, None, *angles(4, 8, device=device), provider=provider)
         assert q.is_inference()
         assert k.is_inference()
+
+
+def test_gradients_of_half_tables_are_rounded_after_the_sum_over_tokens(device: str) -> None:
+    x = torch.randn(2, 256, 2, 4, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    leaves = [torch.rand(16, 1, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(4)]
+    truths = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    grad = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+    rope_3d(x, leaves[:2], leaves[2:], grid=(16, 16)).backward(grad)
+    rope_3d(x.double(), truths[:2], truths[2:], grid=(16, 16)).backward(grad.double())
+    for leaf, truth in zip(leaves, truths, strict=True):
+        assert leaf.grad is not None and truth.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), truth.grad, rtol=2**-8, atol=1e-3)

@@ -319,7 +319,7 @@ def test_bad_arguments_are_named(device: str) -> None:
         qk_norm_rope(q, k.half())
     with pytest.raises(ValueError, match=r"the weight of k has shape \(31,\), but 32 elements"):
         qk_norm_rope(q, k, None, cos[0, 0, :31])
-    with pytest.raises(ValueError, match="the bias of q is on meta"):
+    with pytest.raises(ValueError, match="the q_bias is on meta"):
         qk_norm_rope(q, k, q_bias=torch.ones(32, device="meta"))
     with pytest.raises(ValueError, match="not those of 5 equal heads"):
         qk_norm_rope(q.flatten(2), k.flatten(2), None, None, cos, sin, across_heads=5)
@@ -335,3 +335,10 @@ def test_bad_arguments_are_named(device: str) -> None:
         qk_norm_rope(q, k, None, None, cos, sin, grid=(5,))
     with pytest.raises(ValueError, match="give the grid or the coordinates"):
         qk_norm_rope(q, k, None, None, [cos], [sin])
+
+
+@pytest.mark.parametrize("norm", ["layer", None])
+def test_an_offset_of_weights_without_an_rms_norm_is_refused(norm: str | None) -> None:
+    q = torch.randn(1, 2, 2, 8)
+    with pytest.raises(ValueError, match="weight_offset belongs to the weights of an RMS norm"):
+        qk_norm_rope(q, q, norm=norm, weight_offset=1.0)

@@ -22,9 +22,9 @@ SIZES = (2688, 2048, 2048)
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    choice._ways.clear()
+    choice._plans.clear()
     yield
-    choice._ways.clear()
+    choice._plans.clear()
 
 
 def _operands(rows: int, columns: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ def test_without_cuda_there_is_a_reason_and_torch_computes() -> None:
     assert not cublaslt.serves("cuda", torch.bfloat16)
     x, weight = torch.randn(4, 8), torch.randn(6, 8)
     y = cublaslt.multiply(x, weight, None, None, None, False, lambda x, weight, *rest: F.linear(x, weight))
-    assert torch.equal(y, F.linear(x, weight)) and not choice._ways
+    assert torch.equal(y, F.linear(x, weight)) and not choice._plans
 
 
 @pytest.mark.gpu
@@ -169,7 +169,7 @@ def test_operands_that_cublaslt_cannot_take_are_left_to_torch() -> None:
         for _ in range(3):
             expected = torch._addmm_activation(bias, x_, weight_.t(), use_gelu=True)
             assert torch.equal(ops.linear_gelu(x_, weight_, bias), expected)
-    assert choice._ways and all(way.kind is None or way.product is None for way in choice._ways.values())
+    assert choice._plans and all(plan.kind is None or plan.product is None for plan in choice._plans.values())
 
 
 @pytest.mark.gpu

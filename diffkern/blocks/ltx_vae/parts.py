@@ -14,7 +14,7 @@ from typing_extensions import override
 from diffkern.blocks.inner import unfit
 from diffkern.blocks.pieces import plain, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.providers.onlookers import transforms_active
+from diffkern.providers.dispatch_modes import transforms_active
 
 
 class AutoencoderRecipe(BlockRecipe):

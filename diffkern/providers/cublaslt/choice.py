@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from diffkern.providers.cublaslt.library import CublasLtError, Library, Proposal, find
 from diffkern.providers.cublaslt.product import ALIGNMENT, Kind, Product, Scales
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.providers.eager.fp8 import LONGEST_SHORT_SUM
-from diffkern.providers.onlookers import modes_active, transforms_active
 
 _log = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ _SAMPLED = 17
 _ROUNDS, _FINALISTS = 7, 3
 #: Clocks of the GPU, about 0.2 ms.
 _HEAD_START = 400_000
-#: Stands for torch's way among the algorithms, which are numbered.
+#: Stands for torch's own product among the algorithms, which are numbered.
 _TORCH = -1
-#: Signatures that are remembered, beyond which all are forgotten.
-_MOST_WAYS = 1024
+#: Plans that are kept, beyond which all are dropped.
+_MOST_PLANS = 1024
 
 #: Computes a product as torch does: takes what :func:`multiply` takes first.
 ByTorch = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Scales | None], Tensor]
@@ -47,8 +47,8 @@ _ALLOWED = {
 _CLASSES = (Tensor, nn.Parameter)
 
 
-class _Way:
-    """Whoever computes products of one signature.
+class GemmPlan:
+    """How products of one signature are computed.
 
     Attributes:
         kind: What cublasLt needs to know of them; None if they are none of its.
@@ -68,7 +68,7 @@ class _Way:
 
 
 #: By everything but the addresses of operands. Ways of one kind are measured one by one: there are few.
-_ways: dict[Hashable, _Way] = {}
+_plans: dict[Hashable, GemmPlan] = {}
 _lock = threading.Lock()
 
 
@@ -81,7 +81,7 @@ def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None, gelu: bool,
     by_torch: ByTorch,
 ) -> Tensor:  # fmt: skip
-    r"""Computes :math:`x W^\top + b`, maybe followed by a tanh GELU, to the bits that torch's way gives.
+    r"""Computes :math:`x W^\top + b`, maybe followed by a tanh GELU, to the bits that torch gives.
 
     At the second product of a kind algorithms are measured: a denoiser repeats its shapes, and what is computed once is
     not worth it. No gradient is recorded.
@@ -95,7 +95,7 @@ def multiply(
         scales: Of operands in e4m3, the factors of their rows, ``[..., 1]`` and ``[N, 1]`` in float32: then the bias
             and the result are in bfloat16.
         gelu: Whether the GELU follows.
-        by_torch: Torch's way.
+        by_torch: Computes it as torch does.
 
     Returns:
         The result, ``[..., N]``; ``out`` if it was given.
@@ -109,19 +109,19 @@ def multiply(
         None if scales is None else tuple([(one.shape, one.stride(), one.dtype, one.device) for one in scales]),
         *[allowed() for allowed in _ALLOWED.get(x.dtype, ())],
     )  # fmt: skip
-    way = _ways.get(signature)
-    if way is None:
-        if len(_ways) >= _MOST_WAYS:
-            _ways.clear()
-        _ways[signature] = _Way(_kind(x, weight, bias, out, scales, gelu), (*x.shape[:-1], *weight.shape[:1]))
+    plan = _plans.get(signature)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[signature] = GemmPlan(_kind(x, weight, bias, out, scales, gelu), (*x.shape[:-1], *weight.shape[:1]))
         return by_torch(x, weight, bias, out, scales)
-    if not way.measured and not torch.cuda.is_current_stream_capturing():
-        _decide(way, by_torch)
-    product, proposal = way.product, way.proposal
+    if not plan.measured and not torch.cuda.is_current_stream_capturing():
+        _decide(plan, by_torch)
+    product, proposal = plan.product, plan.proposal
     if product is None or proposal is None or not _are_plain(x, weight, bias, out, *(scales or ())):
         return by_torch(x, weight, bias, out, scales)
-    assert way.kind is not None
-    result = x.new_empty(way.shape, dtype=way.kind.out_dtype) if out is None else out
+    assert plan.kind is not None
+    result = x.new_empty(plan.shape, dtype=plan.kind.out_dtype) if out is None else out
     try:
         if torch._C._cuda_getDevice() == x.device.index:
             product.run(proposal, x, weight, bias, result, scales)
@@ -129,7 +129,7 @@ def multiply(
             with torch.cuda.device(x.device):
                 product.run(proposal, x, weight, bias, result, scales)
     except CublasLtError as error:
-        way.product = None
+        plan.product = None
         warnings.warn(f"diffkern: torch computes such products from now on: {error}", stacklevel=2)
         return by_torch(x, weight, bias, out, scales)
     return result
@@ -186,19 +186,19 @@ def _kind(
     return kind
 
 
-def _decide(way: _Way, by_torch: ByTorch) -> None:
-    kind = way.kind
+def _decide(plan: GemmPlan, by_torch: ByTorch) -> None:
+    kind = plan.kind
     assert kind is not None
     with _lock, torch.cuda.device(kind.device), torch.no_grad():
-        if not way.measured:
-            way.measured = True
+        if not plan.measured:
+            plan.measured = True
             try:
-                _measure(kind, way, by_torch)
+                _measure(kind, plan, by_torch)
             except torch.OutOfMemoryError:
                 _log.info("%s: torch's, since there is no memory to measure others", kind)
 
 
-def _measure(kind: Kind, way: _Way, by_torch: ByTorch) -> None:
+def _measure(kind: Kind, plan: GemmPlan, by_torch: ByTorch) -> None:
     """Decides who computes a kind of product.
 
     With operands of its own: with zeros, say, which somebody may warm up a model with, every algorithm gives the same.
@@ -227,7 +227,7 @@ def _measure(kind: Kind, way: _Way, by_torch: ByTorch) -> None:
     times = _times(runs)
     best = min(times, key=times.__getitem__)
     if best != _TORCH:
-        way.proposal, way.product = product.proposals[best], product
+        plan.proposal, plan.product = product.proposals[best], product
     _log.info(
         "%s: torch's algorithm takes %.1f us, the best of the library's %d of the same bits %.1f us",
         kind, times[_TORCH], len(runs) - 1, times[best],

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from diffkern.providers.cublaslt.choice import multiply
 from diffkern.providers.cublaslt.product import Scales
+from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager.activation import apply
 from diffkern.providers.eager.fp8 import linear_fp8
-from diffkern.providers.onlookers import transforms_active
 
 #: A float32 LTX block, which has this epilogue in it, lost its proof on an H100. That the epilogue is to blame is a
 #: guess that no run has confirmed yet; float32 takes the chain until one has.
@@ -44,12 +44,17 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     weight, bias = together(weights), together(biases) if biases else None
     if weight is not None and (bias is not None or not biases):
         return linear(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_matrix(x)
     y = x.new_empty(rows.shape[0], sum(weight.shape[0] for weight in weights))
     parts = y.split([weight.shape[0] for weight in weights], 1)
     for weight, bias, part in zip(weights, biases or repeat(None), parts, strict=False):
         multiply(rows, weight, bias, part, None, False, _linear)
     return y.view(*x.shape[:-1], y.shape[1])
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """The rows of ``x``, one below the other; also of rows without elements, which ``reshape(-1, 0)`` cannot count."""
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
 def together(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -89,7 +94,7 @@ def _gelu_of_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None
 ) -> Tensor:
     assert bias is not None and out is None
-    y = torch._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True)
+    y = torch._addmm_activation(bias, as_matrix(x), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -1,8 +1,8 @@
 """group_norm_silu and channel_rms_norm_silu in plain PyTorch.
 
-Half inputs are computed in float32 and rounded once, or where ``round_dtype`` says. Without an activation that
-is what torch's own group norm does on the CPU, which is faster than the chain. On CUDA it would round mean and
-deviation to the half dtype.
+Half inputs are computed in float32 and rounded once, or where ``round_dtype`` says. Torch's own group norm is not used:
+on the CPU it takes the variance of a channels-last input from the mean square, which loses it far from zero, and on
+CUDA it rounds mean and deviation to the half dtype.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def group_norm_silu(
     preserve_strides: bool,
 ) -> Tensor:
     """Computes :func:`diffkern.ops.group_norm_silu`."""
-    uniform = all(parameter is None or parameter.dtype == x.dtype for parameter in (weight, bias))
-    dtype = x.dtype if uniform and not silu and x.device.type == "cpu" else compute_dtype(x)
-    wide = x.to(dtype)
-    weight = None if weight is None else weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    if per_frame:
-        frames = wide.transpose(1, 2)
-        y = _group_norm(frames.flatten(0, 1), num_groups, weight, bias, eps).view(frames.shape).transpose(1, 2)
-    else:
-        y = _group_norm(wide, num_groups, weight, bias, eps)
+    upcast = x.to(compute_dtype(x))
+    groups = upcast.unflatten(1, (num_groups, x.shape[1] // num_groups))
+    dims = (2, *range(4 if per_frame else 3, groups.ndim))
+    centred = groups - groups.mean(dims, keepdim=True)
+    y = (centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)).flatten(1, 2)
+    if weight is not None:
+        y = y * _channels(weight, y)
+    if bias is not None:
+        y = y + _channels(bias, y)
     return _finish(F.silu(y) if silu else y, x, torch.preserve_format if preserve_strides else torch.contiguous_format)
 
 
-def _group_norm(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return F.group_norm(x, num_groups, weight, bias, eps) if x.numel() else torch.empty_like(x)
+def _channels(parameter: Tensor, y: Tensor) -> Tensor:
+    """``[C]`` or ``[B, C]`` in the dtype of ``y``, so that it broadcasts against it."""
+    return parameter.to(y.dtype).reshape(*parameter.shape, *(1,) * (y.ndim - 2))
 
 
 def channel_rms_norm_silu(
@@ -58,10 +58,6 @@ def channel_rms_norm_silu(
     """Computes :func:`diffkern.ops.channel_rms_norm_silu`."""
     wide = x.to(compute_dtype(x))
 
-    def channels(parameter: Tensor) -> Tensor:
-        """Takes ``[C]`` or ``[B, C]``; broadcasts against x."""
-        return parameter.to(wide.dtype).reshape(*parameter.shape, *(1,) * (x.ndim - 2))
-
     if clamp_eps:
         length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
         y = wide / length.clamp_min(eps) * math.sqrt(x.shape[1])
@@ -70,15 +66,15 @@ def channel_rms_norm_silu(
     if round_dtype is not None:
         y = y.to(round_dtype).to(wide.dtype)
     if weight is not None:
-        y = y * channels(weight)
+        y = y * _channels(weight, y)
     if bias is not None:
         if round_dtype is not None:
             y = y.to(x.dtype).to(wide.dtype)
-        y = y + channels(bias)
+        y = y + _channels(bias, y)
     if scale is not None:
-        y = y * (1 + channels(scale))
+        y = y * (1 + _channels(scale, y))
     if shift is not None:
-        y = y + channels(shift)
+        y = y + _channels(shift, y)
     return _finish(F.silu(y) if silu else y, x, torch.preserve_format)
 
 
