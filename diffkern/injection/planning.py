@@ -186,7 +186,8 @@ def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) 
             return _Match(None, "recipe", f"a function that its class calls was replaced by {replaced}")
         recipe = recipe.for_numerics(numerics)
         if recipe is None:
-            return _Match(None, "recipe", "nobody computes it fused to the same bits as the stock forward")
+            reason = "numerics='exact' leaves it stock: its fused form has other bits, or keeps tensors between calls"
+            return _Match(None, "recipe", reason)
         if fingerprint(recipe.sources()) in recipe.fingerprints:
             return _Match(BlockFusion(recipe), "recipe")
         if not verify:
