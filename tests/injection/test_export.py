@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diffkern import inject_optimized_kernels
+from diffkern.attention import BACKENDS, AttentionCall, Route
 from tests.injection.models import ltx_inputs, tiny_ltx
 
 NOTE = "exported as stock"
@@ -71,19 +72,19 @@ def test_a_jit_trace_holds_the_stock_model_and_says_so() -> None:
     assert "diffkern" not in str(traced.inlined_graph) and sum(NOTE in note for note in report.notes) == 1
 
 
-def test_attention_that_has_a_route_is_exported_as_stock() -> None:
-    """Whatever kernel a route chose for calls of a kind, a program may be loaded where there is none."""
-    model, inputs = tiny_ltx(layers=1), ltx_inputs()
-    report = inject_optimized_kernels(model, attention="_native_math", config={"ltx_block": None})
+def test_attention_that_has_a_route_is_traced_as_stock() -> None:
+    """Whatever backend a route chose for calls of a kind, a program may be loaded where there is none."""
+    route, q = Route([BACKENDS["_native_math"]]), torch.randn(1, 6, 2, 8)
+
+    def stock(call: AttentionCall) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return route(AttentionCall(q, q, q, None, 0.0, False, None), stock)
+
     with torch.no_grad():
-        model(**inputs)
-        (route,) = [site._state for site in report.patched if site.op == "attention"]
-        served: list[object] = []
-        for backend in route.backends:
-            compute = backend.compute
-            object.__setattr__(backend, "compute", lambda call, compute=compute: served.append(call) or compute(call))
-        with pytest.warns(UserWarning, match=NOTE):
-            torch.export.export(model, (), inputs)
-        assert not served
-        model(**inputs)
-    assert served
+        attention(q)
+        assert route.fused_calls == 1
+        assert torch.equal(torch.jit.trace(attention, q)(q), stock(AttentionCall(q, q, q, None, 0.0, False, None)))
+    assert route.fused_calls == 1 and not route.stock_calls

@@ -13,7 +13,7 @@ from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
 from diffkern.injection.counts import CallCounts
-from diffkern.injection.state import patches
+from diffkern.injection.state import LOCK, patches
 from tests.injection.models import ltx_inputs, run, tiny_ltx
 
 
@@ -101,7 +101,18 @@ def test_a_first_use_in_several_threads_is_proven_once() -> None:
     report = inject_optimized_kernels(model)
     model.half()
     model[0]._diffkern.proven.clear()
-    in_threads(*[lambda: model(torch.randn(4, 64).half())] * 4)
+    arrived = threading.Barrier(5)
+
+    def call() -> None:
+        arrived.wait()
+        model(torch.randn(4, 64).half())
+
+    def hold() -> None:
+        with LOCK:
+            arrived.wait()
+            time.sleep(0.3)  # in which all four find the call not proven
+
+    in_threads(hold, *[call] * 4)
     assert report.calls()["0"]["fused"] == 4
     proofs = [proof.gradients for proof in report.patched[0].measurements if proof.dtype == "float16"]
     assert sorted(proofs) == [False, True]
