@@ -86,5 +86,6 @@ def test_attention_that_has_a_route_is_traced_as_stock() -> None:
     with torch.no_grad():
         attention(q)
         assert route.fused_calls == 1
-        assert torch.equal(torch.jit.trace(attention, q)(q), stock(AttentionCall(q, q, q, None, 0.0, False, None)))
+        expected = stock(AttentionCall(q, q, q, None, 0.0, False, None))
+        assert torch.equal(torch.jit.trace(attention, q, check_trace=False)(q), expected)
     assert route.fused_calls == 1 and not route.stock_calls
