@@ -336,9 +336,12 @@ def test_settings_of_torch_are_seen(change: Callable[[], None]) -> None:
 
 def test_the_attention_backend_that_a_context_sets_is_seen() -> None:
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
-    before = ModuleSnapshot(nn.Identity())
+    model = nn.Identity()
+    before = ModuleSnapshot(model)
+    assert before.holds()
     with dispatch.attention_backend("_native_math"):
         assert not before.holds()
+    assert before.holds()
 
 
 def test_what_changed_is_named() -> None:
