@@ -10,6 +10,7 @@ import __future__
 import ast
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -118,7 +119,14 @@ def _imported(function: FunctionType) -> set[str]:
         for name, value in found.items()
         if isinstance(value, ModuleType)
         or (isinstance(value, (type, FunctionType)) and value.__module__ != function.__module__)
+        or _is_from_elsewhere(name, value, function.__module__)
     }
+
+
+def _is_from_elsewhere(name: str, value: object, module: str) -> bool:
+    """Whether an object is known by this name in the file of its class, too, which is another one."""
+    home = type(value).__module__
+    return home != module and value is not None and getattr(sys.modules.get(home), name, None) is value
 
 
 def _same(one: CodeType, other: CodeType) -> bool:
