@@ -10,6 +10,7 @@ A list of mutations is a file ``scripts/mutations/*.toml``:
     new = "the text without the guard"
     test = "tests/cache/test_base.py::test_that_must_fail"   # or a list of them: one must fail
 
+Where two guards stand behind each other, ``also = [{file = ..., old = ..., new = ...}]`` takes out the others with it.
 ``gpu = true`` marks a mutation whose test needs a GPU. The edits are made in copies of the tree, never in the tree
 itself. Every test must pass without the edit, and a test that cannot even be collected with it proves nothing.
 
@@ -57,26 +58,23 @@ PRELOADED = ("torch", "pytest", "hypothesis", "transformers", "peft", "accelerat
 
 TIMEOUT = 300.0
 
-_FIELDS = {"guard", "file", "old", "new", "test", "gpu"}
+_FIELDS = {"guard", "file", "old", "new", "test"}
 _PASSED, _FAILED, _TIMED_OUT = 0, 1, -1
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """One edit, and the tests of which at least one must fail with it."""
+class Edit:
+    """One text in a file, and what takes its place."""
 
-    guard: str
     file: str
     old: str
     new: str
-    tests: tuple[str, ...]
-    gpu: bool = False
 
-    def mutated(self, root: Path) -> str:
-        """The file with the edit.
+    def apply(self, root: Path) -> None:
+        """Makes the edit.
 
         Raises:
-            ValueError: the edit cannot be made; the message says why.
+            ValueError: it cannot be made; the message says why.
         """
         path = root / self.file
         if not path.is_file():
@@ -88,7 +86,34 @@ class Mutation:
             raise ValueError(f"the old text is in {self.file} {count} times: it must be there once")
         if self.old == self.new:
             raise ValueError("the new text is the old one")
-        return text.replace(self.old, self.new)
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """The edits that take a guard out, and the tests of which at least one must fail with them."""
+
+    guard: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]
+    gpu: bool = False
+
+    @contextlib.contextmanager
+    def made(self, root: Path) -> Iterator[None]:
+        """Makes the edits for a while.
+
+        Raises:
+            ValueError: one of them cannot be made; then none is.
+        """
+        files = {root / edit.file for edit in self.edits}
+        originals = {path: path.read_text(encoding="utf-8") for path in files if path.is_file()}
+        try:
+            for edit in self.edits:
+                edit.apply(root)
+            yield
+        finally:
+            for path, text in originals.items():
+                path.write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -110,11 +135,11 @@ def read(paths: Sequence[Path]) -> list[Mutation]:
     mutations = []
     for path in paths:
         for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("mutation", []):
-            if not _FIELDS >= set(entry) >= _FIELDS - {"gpu"}:
-                wrong = ", ".join(sorted(set(entry) ^ (_FIELDS - {"gpu"})))
-                raise ValueError(f"{path.name}, {entry.get('guard', 'an entry without guard')!r}: look at {wrong}")
-            tests = entry.pop("test")
-            mutations.append(Mutation(**entry, tests=(tests,) if isinstance(tests, str) else tuple(tests)))
+            if wrong := (set(entry) ^ _FIELDS) - {"also", "gpu"}:
+                raise ValueError(f"{path.name}, {entry.get('guard', 'without guard')!r}: look at {', '.join(wrong)}")
+            edits = [Edit(entry["file"], entry["old"], entry["new"]), *(Edit(**edit) for edit in entry.get("also", []))]
+            tests = [entry["test"]] if isinstance(entry["test"], str) else entry["test"]
+            mutations.append(Mutation(entry["guard"], tuple(edits), tuple(tests), entry.get("gpu", False)))
     return mutations
 
 
@@ -208,16 +233,10 @@ def _run_group(runner: Runner, group: list[Mutation]) -> list[Result]:
 def _run_one(runner: Runner, tree: Path, mutation: Mutation) -> Result:
     started = time.perf_counter()
     try:
-        text = mutation.mutated(tree)
+        with mutation.made(tree):
+            code, output = runner.test(tree, mutation)
     except ValueError as error:
         return Result(mutation, "broken", str(error))
-    path = tree / mutation.file
-    original = path.read_text(encoding="utf-8")
-    path.write_text(text, encoding="utf-8")
-    try:
-        code, output = runner.test(tree, mutation)
-    finally:
-        path.write_text(original, encoding="utf-8")
     outcome = {_PASSED: "survived", _FAILED: "killed"}.get(code, "broken")
     return Result(mutation, outcome, "" if outcome == "killed" else output, time.perf_counter() - started)
 
@@ -238,7 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mutation
         for path in sorted(LISTS.glob("*.toml"))
         for mutation in read([path])
-        if not options.only or options.only in " ".join((mutation.guard, mutation.file, *mutation.tests, path.name))
+        if not options.only
+        or options.only
+        in " ".join((mutation.guard, *(edit.file for edit in mutation.edits), *mutation.tests, path.name))
     ]
     if options.list:
         return _list(mutations)
@@ -260,17 +281,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(counts["survived"] or counts["broken"]))
 
 
+def problems(mutations: Sequence[Mutation]) -> list[str]:
+    """What keeps mutations from being made here."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for path in {edit.file for mutation in mutations for edit in mutation.edits}:
+            if (ROOT / path).is_file():
+                (tree / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / path, tree / path)
+        found = []
+        for mutation in mutations:
+            missing = [test for test in mutation.tests if not (ROOT / test.split("::")[0]).is_file()]
+            found += [f"{mutation.guard}: there is no {test}" for test in missing]
+            try:
+                with mutation.made(tree):
+                    pass
+            except ValueError as error:
+                found.append(f"{mutation.guard}: {error}")
+    return found
+
+
 def _list(mutations: Sequence[Mutation]) -> int:
-    broken = 0
     for mutation in mutations:
-        print(f"{mutation.file}: {mutation.guard}\n    {', '.join(mutation.tests)}")
-        try:
-            mutation.mutated(ROOT)
-        except ValueError as error:
-            broken += 1
-            print(f"    CANNOT BE MADE: {error}")
-    print(f"{len(mutations)} mutations, of which {broken} cannot be made")
-    return int(bool(broken))
+        print(f"{mutation.edits[0].file}: {mutation.guard}\n    {', '.join(mutation.tests)}")
+    wrong = problems(mutations)
+    print("\n".join([f"{len(mutations)} mutations, {len(wrong)} problems", *wrong]))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
