@@ -248,19 +248,14 @@ def _has_gpu() -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the lists; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="only mutations whose guard, file, test or list contains this text")
+    parser.add_argument("--only", help="only mutations whose guard, files or tests contain this text")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time (default: cores)")
     parser.add_argument("--list", action="store_true", help="list the mutations and check that they can be made")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args(arguments)
-    mutations = [
-        mutation
-        for path in sorted(LISTS.glob("*.toml"))
-        for mutation in read([path])
-        if not options.only
-        or options.only
-        in " ".join((mutation.guard, *(edit.file for edit in mutation.edits), *mutation.tests, path.name))
-    ]
+    mutations = [mutation for path in sorted(LISTS.glob("*.toml")) for mutation in read([path])]
+    if options.only:
+        mutations = [mutation for mutation in mutations if options.only in str(mutation)]
     if options.list:
         return _list(mutations)
     # One thread each: the runs already fill the cores.

@@ -147,7 +147,7 @@ def _measure(state: ModelMachine, feature: Feature, inject_first: bool) -> str:
     if not inject_first:
         feature.use(state)
     report = state.twins.inject("", **{"numerics": "fast", **feature.options})
-    if not report.patched:
+    if report is None or not report.patched:
         return REFUSED
     state.steps(count=3)
     if inject_first and not feature.is_call:

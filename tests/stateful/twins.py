@@ -102,9 +102,14 @@ class Twins:
             self.stock, self.patched = made
             self.live.clear()  # their reports speak of the models that were
 
-    def inject(self, path: str, numerics: str, **options: Any) -> InjectionReport:
-        """Injects the part of the model at ``path``."""
-        report = inject_optimized_kernels(self.patched.get_submodule(path), numerics=numerics, **options)
+    def inject(self, path: str, numerics: str, **options: Any) -> InjectionReport | None:
+        """Injects the part of the model at ``path``; None if it is patched with another contract and says so."""
+        try:
+            report = inject_optimized_kernels(self.patched.get_submodule(path), numerics=numerics, **options)
+        except ValueError as error:
+            assert "already patched with numerics" in str(error)
+            assert set(self.tiers) - {numerics}
+            return None
         if report.patched:
             self.tiers.append(numerics)
             self.live.append(Live(report, path))
