@@ -1,0 +1,142 @@
+"""What evaluating an expression does beside giving a value, and whose storage a value may share."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+import torch
+
+from diffkern.rewrite.flow import Definition, Flow
+
+#: Methods that return a view of a tensor, or the tensor itself.
+VIEWS = frozenset(
+    "unsqueeze squeeze view view_as reshape expand expand_as flatten unflatten transpose permute movedim contiguous"
+    " narrow select chunk split unbind t detach".split()
+)
+#: Methods that change the dtype of a tensor alone; any of them may return the tensor itself.
+CASTS = frozenset("to float half bfloat16 double type_as type".split())
+#: Attributes that tell about a tensor without reading its data.
+METADATA = frozenset("shape dtype ndim device itemsize layout is_cuda requires_grad names".split())
+_BUILTINS = frozenset(
+    "len int float bool str tuple list dict set range zip enumerate isinstance hasattr getattr type min max sum abs"
+    " round sorted reversed print repr map all any callable slice ValueError TypeError RuntimeError".split()
+)
+#: The name under which rewritten code calls its sites.
+SITES = "_sites"
+
+
+class Effects:
+    """Effects in one function.
+
+    Args:
+        flow: Its def-use.
+        is_pure_child: Whether a call of a child of ``self`` leaves its arguments alone, as norms and activations do.
+    """
+
+    def __init__(self, flow: Flow, is_pure_child: Callable[[ast.expr], bool]) -> None:
+        self._flow = flow
+        self._is_pure_child = is_pure_child
+        self._roots: dict[Definition, frozenset[object]] = {}
+
+    def is_side_effect_free(self, node: ast.expr) -> bool:
+        """Whether an expression may be evaluated at another time, as long as its names mean the same."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.Call) and not self._is_pure_method(part):
+                return False
+            if isinstance(part, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda, ast.IfExp)):
+                return False
+        return True
+
+    def written(self, node: ast.AST) -> frozenset[object]:
+        """The storages that evaluating one node, its operands apart, writes or may write; empty for none."""
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            return self.storage(node.value)
+        if isinstance(node, ast.AugAssign):
+            target = node.target
+            return self.storage(target) if isinstance(target, ast.Name) else self.storage(target.value)
+        if not isinstance(node, ast.Call):
+            return frozenset()
+        out = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "inplace")]
+        if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
+            return self.storage(node.func.value).union(*map(self.storage, node.args))
+        if out:
+            return self._union(*out, *node.args)
+        if self.is_known(node):
+            return frozenset()
+        receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        return self._union(*receiver, *node.args, *[keyword.value for keyword in node.keywords]) | {"unknown"}
+
+    def is_known(self, call: ast.Call) -> bool:
+        """Whether a call is known to leave its arguments alone."""
+        function = call.func
+        if isinstance(function, ast.Subscript):
+            return isinstance(function.value, ast.Name) and function.value.id == SITES
+        if isinstance(function, ast.Name):
+            return function.id in _BUILTINS and not self._flow.is_local(function)
+        if not isinstance(function, ast.Attribute):
+            return False
+        base = function
+        while isinstance(base, ast.Attribute):
+            base = base.value  # type: ignore[assignment]
+        if isinstance(base, ast.Name) and base.id in ("torch", "F", "nn", "math", "logger", "warnings"):
+            return not self._flow.is_local(base)
+        return self._is_pure_method(call) or self._is_pure_child(function)
+
+    def storage(self, node: ast.AST) -> frozenset[object]:
+        """The storages that the value of an expression may share: names of parameters and attributes, and makers."""
+        if isinstance(node, ast.Name):
+            reaching = self._flow.definitions.get(node, frozenset())
+            return self._of_definitions(reaching) if reaching else frozenset({("global", node.id)})
+        if isinstance(node, (ast.Subscript, ast.Starred, ast.NamedExpr)):
+            return self.storage(node.value)
+        if isinstance(node, ast.Attribute):
+            if node.attr in METADATA:
+                return frozenset()
+            return self.storage(node.value) if not _is_self(node) else frozenset({("attribute", ast.unparse(node))})
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            return self._union(*node.elts)
+        if isinstance(node, ast.IfExp):
+            return self._union(node.body, node.orelse)
+        if isinstance(node, ast.BoolOp):
+            return self._union(*node.values)
+        if isinstance(node, ast.Dict):
+            return self._union(*node.values)
+        if isinstance(node, ast.Call):
+            # A view, a cast that changes nothing, or a function that hands its argument back.
+            receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            shared = self._union(*receiver, *node.args, *[keyword.value for keyword in node.keywords])
+            return frozenset(root for root in shared if not _is_callee(root)) | {node}
+        return frozenset({node})  # arithmetic makes a new tensor
+
+    def _union(self, *nodes: ast.AST) -> frozenset[object]:
+        return frozenset[object]().union(*map(self.storage, nodes))
+
+    def _of_definitions(self, definitions: frozenset[Definition]) -> frozenset[object]:
+        roots: frozenset[object] = frozenset()
+        for definition in definitions:
+            if definition not in self._roots:
+                self._roots[definition] = frozenset({definition})  # cuts the circles of loops
+                source = definition.value if definition.value is not None else definition.source
+                if source is not None:
+                    self._roots[definition] = self.storage(source)
+            roots |= self._roots[definition]
+        return roots
+
+    def _is_pure_method(self, call: ast.Call) -> bool:
+        """Whether this is a method of tensors, called on a local value, that writes nothing."""
+        function = call.func
+        if not isinstance(function, ast.Attribute) or function.attr.endswith("_"):
+            return False
+        return hasattr(torch.Tensor, function.attr) and not _is_self(function)
+
+
+def _is_self(node: ast.Attribute) -> bool:
+    base: ast.expr = node
+    while isinstance(base, ast.Attribute):
+        base = base.value
+    return isinstance(base, ast.Name) and base.id == "self"
+
+
+def _is_callee(root: object) -> bool:
+    return isinstance(root, tuple) and root[0] in ("global", "attribute")

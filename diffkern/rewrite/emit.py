@@ -1,0 +1,213 @@
+"""Writes matches into the source: the call of a site in the place of what it computes, and that as functions."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from diffkern.rewrite.effects import SITES
+from diffkern.rewrite.flow import Definition
+from diffkern.rewrite.match import Match, Operand, Scope, is_cast
+from diffkern.rewrite.placement import Placement, cast_arguments
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A match as functions of its leaves.
+
+    Attributes:
+        leaves: The expressions that it reads, in the order of evaluation.
+        original: The source of the region: ``def original(self, *leaves)``.
+        operands: The source of the operands of the op: ``def operands(self, *leaves)``, a tuple.
+        names: Their names.
+    """
+
+    leaves: tuple[ast.expr, ...]
+    original: ast.FunctionDef
+    operands: ast.FunctionDef
+    names: tuple[str, ...]
+
+
+class _Writer:
+    """Renders nodes of a match with its leaves as variables."""
+
+    def __init__(self, scope: Scope, match: Match, root: ast.expr) -> None:
+        self._flow, self._facts = scope.flow, scope.facts
+        self._passed = {name: definition for name, definition in match.passed}
+        self._definitions = {definition: f"_v{i}" for i, definition in enumerate(dict.fromkeys(self._passed.values()))}
+        self._leaves: dict[object, tuple[str, ast.expr]] = {}
+        wanted = [operand.node for operand in match.operands.values()]
+        wanted += [node for step in match.steps for node in _aside(step) if self._is_leaf(node)]
+        for node in sorted(set(wanted), key=lambda node: self._flow.order[node]):
+            self._leaves.setdefault(self._key(node), (f"_x{len(self._leaves)}", node))
+        self._operands = {operand.node for operand in match.operands.values()}
+        self._match, self._root = match, root
+
+    def region(self, kept: Definition | None) -> Region:
+        used = sorted(self._definitions, key=lambda definition: self._flow.order[definition.statement])  # type: ignore[index]
+        body: list[ast.stmt] = []
+        for definition in used:
+            assert definition.value is not None and definition.statement is not None
+            target = ast.Name(self._definitions[definition], ast.Store())
+            body.append(ast.copy_location(ast.Assign([target], self.render(definition.value)), definition.statement))
+        result = self.render(self._root)
+        if kept is not None:
+            result = ast.Tuple([ast.Name(self._definitions[kept], ast.Load()), result], ast.Load())
+        body.append(ast.copy_location(ast.Return(result), self._root))
+        operands = [self._operand(operand) for operand in self._match.operands.values()]
+        values = ast.copy_location(ast.Return(ast.Tuple(operands, ast.Load())), self._root)
+        leaves = tuple(node for _, node in self._leaves.values())
+        return Region(
+            leaves, self._function("original", body), self._function("operands", [values]), tuple(self._match.operands)
+        )
+
+    def render(self, node: ast.AST) -> ast.expr:
+        rendered = _Render(self).visit(node)
+        assert isinstance(rendered, ast.expr)
+        return rendered
+
+    def name_of(self, node: ast.AST) -> str | None:
+        """The variable that stands for a node, if one does."""
+        if node in self._operands:
+            return self._leaves[self._key(node)][0]  # type: ignore[arg-type]
+        if not isinstance(node, ast.Name):
+            return None
+        definition = self._passed.get(node) or self._internal(node)
+        if definition is not None:
+            return self._definitions[definition]
+        return self._leaves[self._key(node)][0] if self._is_leaf(node) else None
+
+    def _internal(self, node: ast.Name) -> Definition | None:
+        """The definition inside of the match that an argument of a cast reads."""
+        reaching = self._flow.definitions.get(node, frozenset())
+        return next((definition for definition in reaching if definition in self._definitions), None)
+
+    def _is_leaf(self, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Name) or node in self._passed or node.id == self._facts.receiver:
+            return False
+        return self._flow.is_local(node) and self._internal(node) is None
+
+    def _key(self, node: ast.expr) -> object:
+        return (node.id, self._flow.definitions.get(node)) if isinstance(node, ast.Name) else node
+
+    def _operand(self, operand: Operand) -> ast.expr:
+        value = self.render(operand.node)
+        for view in operand.views:
+            inner = view.value if isinstance(view, ast.Subscript) else view.func.value  # type: ignore[attr-defined]
+            rendered = _Render(self, {inner: value}).visit(view)
+            value = rendered
+        return value
+
+    def _function(self, name: str, body: list[ast.stmt]) -> ast.FunctionDef:
+        names = [self._facts.receiver, *[name for name, _ in self._leaves.values()]]
+        function = ast.parse(f"def {name}({', '.join(names)}): pass").body[0]
+        assert isinstance(function, ast.FunctionDef)
+        function.body = body
+        return ast.fix_missing_locations(ast.copy_location(function, self._root))
+
+
+class _Render(ast.NodeTransformer):
+    """A copy of a node with variables in the place of what they stand for."""
+
+    def __init__(self, writer: _Writer, known: dict[ast.expr, ast.expr] | None = None) -> None:
+        self._writer = writer
+        self._known = known or {}
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node in self._known:
+            return self._known[node]  # type: ignore[index]
+        name = self._writer.name_of(node)
+        if name is not None:
+            return ast.copy_location(ast.Name(name, ast.Load()), node)
+        new = copy.copy(node)
+        for field, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                setattr(new, field, [self.visit(item) if isinstance(item, ast.AST) else item for item in value])
+            elif isinstance(value, ast.AST) and not isinstance(value, (ast.expr_context, ast.operator)):
+                setattr(new, field, self.visit(value))
+        return new
+
+
+def write_region(scope: Scope, root: ast.expr, match: Match, kept: Definition | None) -> Region:
+    """Returns a match as functions of its leaves; with ``kept`` they give that value, too, before the result."""
+    return _Writer(scope, match, root).region(kept)
+
+
+def replace_match(
+    scope: Scope,
+    root: ast.expr,
+    match: Match,
+    region: Region,
+    placement: Placement,
+    kept: Definition | None,
+    index: int,
+) -> None:
+    """Changes the tree: calls site ``index`` where ``placement`` says, and drops what nothing needs any longer."""
+    flow, end = scope.flow, scope.flow.statement[root]
+    early = {leaf: f"_e{index}_{i}" for i, leaf in enumerate(placement.early)}
+    arguments: list[ast.expr] = [ast.Name(scope.facts.receiver, ast.Load())]
+    arguments += [ast.Name(early[leaf], ast.Load()) if leaf in early else leaf for leaf in region.leaves]
+    site = ast.Subscript(ast.Name(SITES, ast.Load()), ast.Constant(index), ast.Load())
+    call: ast.expr = ast.Call(site, arguments, [])
+
+    def evaluated_early(statement: ast.stmt) -> list[ast.stmt]:
+        leaves = [leaf for leaf in placement.early if flow.statement[leaf] is statement]
+        return [ast.Assign([ast.Name(early[leaf], ast.Store())], leaf) for leaf in leaves]
+
+    gone = {definition.statement for definition in placement.removed}
+    stay = {flow.statement[leaf] for leaf in placement.early} - gone - {kept.statement if kept is not None else None}
+    for statement in stay:
+        _insert(flow.places[statement].block, statement, evaluated_early(statement))
+    if kept is not None:
+        assert kept.statement is not None
+        result = f"_r{index}"
+        targets = ast.Tuple([ast.Name(kept.name, ast.Store()), ast.Name(result, ast.Store())], ast.Store())
+        both = ast.Assign([targets], call)
+        replaced = evaluated_early(kept.statement)
+        if placement.kind == "hoist":
+            replaced.append(both)
+        else:
+            _insert(flow.places[end].block, end, [both])
+        _replace(flow.places[kept.statement].block, kept.statement, replaced, like=kept.statement)
+        call = ast.Name(result, ast.Load())
+    for statement in gone:
+        assert statement is not None
+        _replace(flow.places[statement].block, statement, evaluated_early(statement), like=statement)
+    _Swap(root, ast.copy_location(call, root)).visit(end)
+    ast.fix_missing_locations(scope.flow.tree)
+
+
+class _Swap(ast.NodeTransformer):
+    """Puts one node in the place of another."""
+
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self._old, self._new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self._new if node is self._old else self.generic_visit(node)
+
+
+def _replace(block: list[ast.stmt], old: ast.stmt, new: list[ast.stmt], like: ast.stmt) -> None:
+    index = next(i for i, statement in enumerate(block) if statement is old)
+    if not new and len(block) == 1:
+        new = [ast.Pass()]
+    block[index : index + 1] = [ast.copy_location(statement, like) for statement in new]
+
+
+def _insert(block: list[ast.stmt], before: ast.stmt, new: list[ast.stmt]) -> None:
+    index = next(i for i, statement in enumerate(block) if statement is before)
+    block[index:index] = [ast.copy_location(statement, before) for statement in new]
+
+
+def _aside(step: ast.expr) -> Iterable[ast.expr]:
+    """The names that a cast or a view reads beside the tensor: a dtype, a size, an index."""
+    if is_cast(step):
+        return [part for part in cast_arguments(step) if isinstance(part, ast.expr)]
+    if isinstance(step, ast.Subscript):
+        return [part for part in ast.walk(step.slice) if isinstance(part, ast.expr)]
+    if isinstance(step, ast.Call) and isinstance(step.func, ast.Attribute):
+        values = [*step.args, *[keyword.value for keyword in step.keywords]]
+        return [part for value in values for part in ast.walk(value) if isinstance(part, ast.expr)] if step.args else []
+    return []

@@ -1,0 +1,128 @@
+"""What is known about the modules that a function calls: of one module for sure, of a class by the names alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from torch import nn
+
+from diffkern.matching import NormSemantics, full_name, match
+from diffkern.rewrite.flow import Flow
+
+Path = tuple[str, ...]
+
+_NORM_NAME = re.compile(r"(^|_)(norm|ln|layernorm|rmsnorm)\d*(_|$)|norm\d*$|_norm|norm_")
+_ACTIVATION_NAME = re.compile(r"^(act|act_fn|activation|activation_fn|nonlinearity|silu|gelu|act_mlp|gate_act|mlp_act)$")
+#: What modules of activations compute, by exact class.
+_ACTIVATION_CLASSES = {
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "diffusers.models.activations.FP32SiLU": "silu",
+}
+
+
+class Facts:
+    """What the names in the source of a class suggest; good enough to count sites without a module."""
+
+    def __init__(self, receiver: str, cls: type | None = None) -> None:
+        self.receiver = receiver
+        self.cls = cls
+        #: Answers so far. A plan serves every module that gives the same ones.
+        self.answers: dict[tuple[str, Path], object] = {}
+
+    def path(self, flow: Flow, node: ast.expr) -> Path | None:
+        """The attributes that lead from ``self`` to a callee, through single definitions; None for other callees."""
+        definition = flow.single(node)
+        if definition is not None and definition.value is not None:
+            return self.path(flow, definition.value)
+        if isinstance(node, ast.Attribute):
+            base = self.path(flow, node.value)
+            return None if base is None else (*base, node.attr)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            base = self.path(flow, node.value)
+            return None if not base or type(node.slice.value) is not int else (*base, str(node.slice.value))
+        if isinstance(node, ast.Name) and node.id == self.receiver:
+            reaching = flow.definitions.get(node, frozenset())
+            return () if reaching == {flow.parameters.get(node.id)} else None
+        return None
+
+    def is_norm(self, path: Path) -> bool:
+        return bool(path) and self._answer("norm", path, self._is_norm)  # type: ignore[return-value]
+
+    def is_linear(self, path: Path) -> bool:
+        return bool(path) and self._answer("linear", path, self._is_linear)  # type: ignore[return-value]
+
+    def activation(self, path: Path) -> str | None:
+        return self._answer("activation", path, self._activation) if path else None  # type: ignore[return-value]
+
+    def _answer(self, question: str, path: Path, ask: Any) -> object:
+        if (question, path) not in self.answers:
+            self.answers[question, path] = ask(path)
+        return self.answers[question, path]
+
+    def hold_for(self, module: nn.Module) -> bool:
+        """Whether a module gives the same answers."""
+        other = ModuleFacts(self.receiver, module)
+        return all(getattr(other, f"_{_METHOD[kind]}")(path) == answer for (kind, path), answer in self.answers.items())
+
+    def _is_norm(self, path: Path) -> bool:
+        return _NORM_NAME.search(_name_of(path)) is not None
+
+    def _is_linear(self, path: Path) -> bool:
+        return re.search(r"proj|linear|fc\d?$|^w\d$|^to_", _name_of(path)) is not None
+
+    def _activation(self, path: Path) -> str | None:
+        return "any" if _ACTIVATION_NAME.match(path[-1]) else None
+
+
+_METHOD = {"norm": "is_norm", "linear": "is_linear", "activation": "activation"}
+
+
+class ModuleFacts(Facts):
+    """What one module holds."""
+
+    def __init__(self, receiver: str, module: nn.Module) -> None:
+        super().__init__(receiver, type(module))
+        self.module = module
+
+    def _is_norm(self, path: Path) -> bool:
+        child = child_of(self.module, path)
+        return child is not None and last_dim_norm(child) is not None
+
+    def _is_linear(self, path: Path) -> bool:
+        return type(child_of(self.module, path)) is nn.Linear
+
+    def _activation(self, path: Path) -> str | None:
+        child = child_of(self.module, path)
+        if isinstance(child, nn.GELU) and type(child) is nn.GELU:
+            return "gelu" if child.approximate == "none" else "gelu_tanh"
+        if isinstance(child, nn.Module):
+            return _ACTIVATION_CLASSES.get(full_name(type(child)))
+        # A method of the class, such as GEGLU.gelu: the proof says which activation it is.
+        method = getattr(type(self.module), path[0], None) if len(path) == 1 else None
+        return "any" if callable(method) and _ACTIVATION_NAME.match(path[0]) else None
+
+
+def child_of(module: nn.Module, path: Path) -> nn.Module | None:
+    """The submodule at a path; None if there is none."""
+    current: Any = module
+    for name in path:
+        current = current._modules.get(name) if isinstance(current, nn.Module) else None
+    return current
+
+
+def last_dim_norm(module: nn.Module) -> NormSemantics | None:
+    """What a norm over the last dimension computes that the ops can compute; None for any other module."""
+    found = match(module)
+    semantics = None if found is None else found.semantics
+    if semantics is None or semantics.layout == "channels_last" or semantics.clamp_eps or semantics.weight_offset:
+        return None
+    dim = getattr(module, semantics.dim, None) if isinstance(semantics.dim, str) else semantics.dim
+    return semantics if dim == -1 or dim is False or (isinstance(dim, tuple) and len(dim) == 1) else None
+
+
+def _name_of(path: Path) -> str:
+    return next((part for part in reversed(path) if not part.isdigit()), "")

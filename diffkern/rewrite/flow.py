@@ -1,0 +1,310 @@
+"""Def-use over one function: which definition each loaded name reads, and in which order everything is evaluated.
+
+The form is static single assignment without renaming: every load of a local name knows the definitions that reach it.
+One definition means that the name is that value; several mean a phi, where branches or loops join.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+#: Calls that look at local variables by means no analysis follows.
+_REFLECTION = {"locals", "vars", "eval", "exec", "globals", "dir"}
+
+Env = dict[str, frozenset["Definition"]]
+
+
+@dataclass(eq=False)
+class Definition:
+    """One place where a local name is bound.
+
+    Attributes:
+        name: The name.
+        statement: The statement that binds it; None for a parameter.
+        value: The expression it is bound to, for ``name = expression``; None for parts of a tuple, loops and the rest.
+        source: The expression that an element of a tuple, or the value after ``x += y``, is made from.
+        uses: The loads that it reaches.
+        is_captured: Whether a nested function reads the name, at a time that is not known.
+    """
+
+    name: str
+    statement: ast.stmt | None
+    value: ast.expr | None = None
+    source: ast.expr | None = None
+    uses: list[ast.Name] = field(default_factory=list)
+    is_captured: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a statement stands: the list it is in, its index there, and the places of the statements around it."""
+
+    block: list[ast.stmt]
+    index: int
+    parents: tuple[ast.stmt, ...]
+
+
+class Flow:
+    """Definitions, uses and order of evaluation of one function.
+
+    Attributes:
+        tree: The function.
+        definitions: The definitions that reach each load of a local name.
+        order: Position of each node in the order of evaluation; a node comes after its operands.
+        first: Position of the first node that is evaluated in a statement.
+        places: Where each statement stands.
+        statement: The innermost statement around each expression.
+        guarded: Expressions that may not run though their statement does, or that run in a scope of their own.
+        nodes: All nodes in the order of evaluation.
+        decline: Why nothing can be said about the function, or None.
+    """
+
+    def __init__(self, tree: ast.FunctionDef) -> None:
+        self.tree = tree
+        self.definitions: dict[ast.Name, frozenset[Definition]] = {}
+        self.order: dict[ast.AST, int] = {}
+        self.first: dict[ast.stmt, int] = {}
+        self.places: dict[ast.stmt, Place] = {}
+        self.statement: dict[ast.expr, ast.stmt] = {}
+        self.guarded: set[ast.expr] = set()
+        self.nodes: list[ast.AST] = []
+        self.decline: str | None = None
+        self._env_at: dict[ast.stmt, Env] = {}
+        self._bound: dict[tuple[ast.AST, str], Definition] = {}
+        self._captured: set[str] = set()
+        self._stack: list[ast.stmt] = []
+        self._guard = 0
+        arguments = tree.args
+        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        names += [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+        env: Env = {name: frozenset([Definition(name, None)]) for name in names}
+        self.parameters = {name: next(iter(reaching)) for name, reaching in env.items()}
+        self._block(tree.body, env)
+        for name, reaching in self.definitions.items():
+            for definition in reaching:
+                definition.uses.append(name)
+        for definition in {*self.parameters.values(), *self._bound.values()}:
+            definition.is_captured = definition.name in self._captured
+
+    def reaching(self, statement: ast.stmt, name: str) -> frozenset[Definition]:
+        """The definitions of ``name`` that reach a statement; none for names that are not local there."""
+        return self._env_at[statement].get(name, frozenset())
+
+    def single(self, name: ast.expr) -> Definition | None:
+        """The one definition that a load reads, if it is a plain assignment; None for a phi, a parameter, a part."""
+        if not isinstance(name, ast.Name):
+            return None
+        reaching = self.definitions.get(name, frozenset())
+        if len(reaching) != 1:
+            return None
+        (definition,) = reaching
+        return definition if definition.value is not None and not definition.is_captured else None
+
+    def is_local(self, name: ast.Name) -> bool:
+        """Whether a load reads a local variable or a parameter, not a global or a free variable."""
+        return bool(self.definitions.get(name))
+
+    # --- statements ------------------------------------------------------------------------------------
+
+    def _block(self, block: list[ast.stmt], env: Env) -> Env:
+        for index, statement in enumerate(block):
+            self.places[statement] = Place(block, index, tuple(self._stack))
+            self._env_at.setdefault(statement, dict(env))
+            self._env_at[statement] = _joined(self._env_at[statement], env)
+            self.first.setdefault(statement, len(self.nodes))
+            self._stack.append(statement)
+            env = self._statement(statement, dict(env))
+            self._stack.pop()
+            self._number(statement)
+        return env
+
+    def _statement(self, node: ast.stmt, env: Env) -> Env:
+        if isinstance(node, ast.Assign):
+            self._load(node.value, env)
+            for target in node.targets:
+                value = node.value if isinstance(target, ast.Name) and len(node.targets) == 1 else None
+                self._bind(target, env, node, value, node.value)
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                self._load(node.value, env)
+                self._bind(node.target, env, node, node.value, node.value)
+        elif isinstance(node, ast.AugAssign):
+            self._augmented(node, env)
+        elif isinstance(node, ast.If):
+            self._load(node.test, env)
+            branches = [(block, self._block(block, dict(env))) for block in (node.body, node.orelse)]
+            ends = [end for block, end in branches if not (block and isinstance(block[-1], (ast.Return, ast.Raise)))]
+            return _joined(*ends) if ends else env
+        elif isinstance(node, (ast.For, ast.While)):
+            return self._loop(node, env)
+        elif isinstance(node, ast.With):
+            for item in node.items:
+                self._load(item.context_expr, env)
+                if item.optional_vars is not None:
+                    self._bind(item.optional_vars, env, node)
+            return self._block(node.body, env)
+        elif isinstance(node, ast.Try):
+            return self._try(node, env)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            self._nested(node)
+            env[node.name] = frozenset([self._definition(node, node.name, node)])
+        elif isinstance(node, ast.Delete):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    self._captured.add(target.id)  # `del x` wants x to be there
+                    env.pop(target.id, None)
+                else:
+                    self._load(target, env)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                name = (alias.asname or alias.name).partition(".")[0]
+                env[name] = frozenset([self._definition(node, name, node)])
+        elif isinstance(node, (ast.Return, ast.Expr, ast.Raise, ast.Assert)):
+            for child in ast.iter_child_nodes(node):
+                self._load(child, env)
+        elif not isinstance(node, (ast.Pass, ast.Break, ast.Continue)):
+            self.decline = f"it holds a {type(node).__name__.lower()} statement"
+        return env
+
+    def _augmented(self, node: ast.AugAssign, env: Env) -> None:
+        if isinstance(node.target, ast.Name):
+            # `x += y` reads x, too. The target itself stands for that load.
+            self.definitions[node.target] = env.get(node.target.id, frozenset())
+            self.statement[node.target] = node
+            self._load(node.value, env)
+            self._bind(node.target, env, node, None, node.target)
+        else:
+            self._load(node.target, env)
+            self._load(node.value, env)
+
+    def _loop(self, node: ast.For | ast.While, env: Env) -> Env:
+        head = node.iter if isinstance(node, ast.For) else node.test
+        before = env
+        for _ in range(3):  # until what the end of the body defines has come round
+            env = dict(before)
+            self._load(head, env)
+            if isinstance(node, ast.For):
+                self._bind(node.target, env, node)
+            joined = _joined(before, self._block(node.body, env))
+            if joined == before:
+                break
+            before = joined
+        return _joined(before, self._block(node.orelse, dict(before)))
+
+    def _try(self, node: ast.Try, env: Env) -> Env:
+        inside = self._block(node.body, dict(env))
+        # Anything may have happened before an exception: all that the body binds may reach the handlers.
+        for child in (node for statement in node.body for node in ast.walk(statement)):
+            for name in [key for key in self._bound if key[0] is child]:
+                definition = self._bound[name]
+                inside_or_before = env.get(definition.name, frozenset()) | {definition}
+                env[definition.name] = inside_or_before
+        ends = [self._block(node.orelse, dict(inside))]
+        for handler in node.handlers:
+            if handler.type is not None:
+                self._load(handler.type, env)
+            if handler.name is not None:
+                self._captured.add(handler.name)
+            ends.append(self._block(handler.body, dict(env)))
+        return self._block(node.finalbody, _joined(*ends))
+
+    # --- expressions -----------------------------------------------------------------------------------
+
+    def _load(self, node: ast.AST, env: Env) -> None:
+        """Records the loads of an expression, and numbers its nodes in the order of evaluation."""
+        if isinstance(node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            self._nested(node, env if not isinstance(node, (ast.Lambda, ast.GeneratorExp)) else None)
+        elif isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                known = self.definitions.get(node, frozenset())
+                self.definitions[node] = known | env.get(node.id, frozenset())
+                if node.id in _REFLECTION and not env.get(node.id):
+                    self.decline = f"it calls {node.id}()"
+        elif isinstance(node, ast.NamedExpr):
+            self._load(node.value, env)
+            self._bind(node.target, env, self._stack[-1], None, node.value)
+            self._captured.add(node.target.id)
+        elif isinstance(node, (ast.Await, ast.Yield, ast.YieldFrom)):
+            self.decline = "it is a generator or a coroutine"
+        elif isinstance(node, (ast.IfExp, ast.BoolOp)):
+            test, *rest = [node.test, node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
+            self._load(test, env)
+            self._guard += 1
+            for part in rest:
+                self._load(part, env)
+            self._guard -= 1
+        else:
+            for child in ast.iter_child_nodes(node):
+                if not isinstance(child, (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop)):
+                    self._load(child, env)
+        if isinstance(node, (ast.expr, ast.keyword)):
+            self._number(node)
+        if isinstance(node, ast.expr):
+            self.statement[node] = self._stack[-1]
+            if self._guard:
+                self.guarded.add(node)
+
+    def _nested(self, node: ast.AST, env: Env | None = None) -> None:
+        """A scope of its own: what it reads of the locals is read now if ``env`` is given, else some time later."""
+        for child in ast.walk(node):
+            if isinstance(child, ast.expr):
+                self.guarded.add(child)
+                self.statement[child] = self._stack[-1]
+            if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load):
+                if env is None:
+                    self._captured.add(child.id)
+                elif env.get(child.id):
+                    self.definitions[child] = self.definitions.get(child, frozenset()) | env[child.id]
+            elif isinstance(child, ast.Nonlocal):
+                self._captured.update(child.names)
+            if child is not node:
+                self._number(child)
+
+    def _bind(
+        self,
+        target: ast.AST,
+        env: Env,
+        statement: ast.stmt,
+        value: ast.expr | None = None,
+        source: ast.expr | None = None,
+    ) -> None:
+        if isinstance(target, ast.Name):
+            env[target.id] = frozenset([self._definition(target, target.id, statement, value, source)])
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            sources: Iterable[ast.expr | None] = [source] * len(target.elts)
+            if isinstance(source, (ast.Tuple, ast.List)) and len(source.elts) == len(target.elts):
+                sources = source.elts
+            for element, part in zip(target.elts, sources, strict=True):
+                self._bind(element, env, statement, None, part)
+        elif isinstance(target, ast.Starred):
+            self._bind(target.value, env, statement, None, source)
+        else:
+            self._load(target, env)  # x[i] = ..., x.y = ...: x is read
+
+    def _definition(
+        self,
+        key: ast.AST,
+        name: str,
+        statement: ast.stmt,
+        value: ast.expr | None = None,
+        source: ast.expr | None = None,
+    ) -> Definition:
+        if (key, name) not in self._bound:
+            self._bound[key, name] = Definition(name, statement, value, source)
+        return self._bound[key, name]
+
+    def _number(self, node: ast.AST) -> None:
+        if node not in self.order:
+            self.order[node] = len(self.nodes)
+            self.nodes.append(node)
+
+    def between(self, start: int, end: int) -> Iterator[ast.AST]:
+        """The nodes that are evaluated after ``start`` and before ``end``."""
+        return iter(self.nodes[start + 1 : end])
+
+
+def _joined(*envs: Env) -> Env:
+    names = {name for env in envs for name in env}
+    return {name: frozenset[Definition]().union(*[env.get(name, frozenset()) for env in envs]) for name in names}

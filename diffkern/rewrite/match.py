@@ -1,0 +1,332 @@
+"""Shapes over def-use: what a rule looks for, whatever way it is spelled.
+
+A shape matches an expression through single definitions, casts, and, on operands that broadcast, views. Sums and
+products match in either order. What a shape does not look into is an operand, which stays as it is written.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from diffkern.rewrite.effects import CASTS, METADATA, VIEWS
+from diffkern.rewrite.facts import Facts
+from diffkern.rewrite.flow import Definition, Flow
+
+#: Activations that ops know, as functions and methods of torch spell them.
+_ACTIVATIONS = frozenset({"silu", "gelu", "tanh", "sigmoid"})
+#: An activation whose name does not say what it computes: the proof tries what there is.
+ANY_ACTIVATION = "any"
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """An operand of a match: an expression of the source, with the views to take of its value, innermost first."""
+
+    node: ast.expr
+    views: tuple[ast.expr, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """How a shape was found.
+
+    Attributes:
+        operands: Operands by their names in the rule.
+        modules: Callees that the op computes in the place of, by their names in the rule.
+        options: Further findings: activations, the offset of a scale.
+        passed: Loads that were looked through, with their definitions.
+        steps: The nodes that the op computes.
+        kept: The definition whose value the op gives, too, if it is used elsewhere.
+    """
+
+    operands: Mapping[str, Operand] = field(default_factory=dict)
+    modules: Mapping[str, ast.expr] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    passed: tuple[tuple[ast.Name, Definition], ...] = ()
+    steps: tuple[ast.expr, ...] = ()
+    kept: Definition | None = None
+
+    def step(self, node: ast.expr) -> Match:
+        return replace(self, steps=(*self.steps, node))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What shapes ask: def-use of the function, and what is known about its modules."""
+
+    flow: Flow
+    facts: Facts
+
+
+class Shape(Protocol):
+    """A pattern over expressions."""
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """Yields the ways in which ``node`` has this shape, each as an extension of ``match``."""
+
+
+def peel(scope: Scope, node: ast.expr, match: Match, keep: bool = False) -> tuple[ast.expr, Match]:
+    """Goes through casts and single definitions; with ``keep`` the first of those is marked as kept."""
+    while True:
+        if is_cast(node):
+            match, node = match.step(node), node.func.value  # type: ignore[attr-defined]
+            continue
+        definition = scope.flow.single(node)
+        if definition is None or not isinstance(node, ast.Name):
+            return node, match
+        assert definition.value is not None
+        match = replace(match, passed=(*match.passed, (node, definition)))
+        if keep and match.kept is None:
+            match = replace(match, kept=definition)
+        node = definition.value
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Any expression that may be a tensor. Its casts belong to the match."""
+
+    name: str
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        while is_cast(node):
+            match, node = match.step(node), node.func.value  # type: ignore[attr-defined]
+        if not is_number(scope.flow, node):
+            yield replace(match, operands={**match.operands, self.name: Operand(node)})
+
+
+@dataclass(frozen=True)
+class Sum:
+    """``a + b`` in either order."""
+
+    a: Shape
+    b: Shape
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        yield from _binary(ast.Add, self.a, self.b, scope, node, match)
+
+
+@dataclass(frozen=True)
+class Product:
+    """``a * b`` in either order."""
+
+    a: Shape
+    b: Shape
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        yield from _binary(ast.Mult, self.a, self.b, scope, node, match)
+
+
+def _binary(
+    operator: type[ast.operator], a: Shape, b: Shape, scope: Scope, node: ast.expr, match: Match
+) -> Iterator[Match]:
+    node, match = peel(scope, node, match)
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, operator):
+        return
+    match = match.step(node)
+    for first, second in ((node.left, node.right), (node.right, node.left)):
+        for found in a.match(scope, first, match):
+            yield from b.match(scope, second, found)
+
+
+@dataclass(frozen=True)
+class OnePlus:
+    """``1 + leaf``, and views of that."""
+
+    name: str
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        node, match, views = _through_views(scope, node, match)
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+            return
+        for one, leaf in ((node.left, node.right), (node.right, node.left)):
+            if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
+                step = replace(match.step(node), options={**match.options, f"{self.name}_offset": 1.0})
+                for found in Leaf(self.name).match(scope, leaf, step):
+                    yield _viewed(found, self.name, views)
+
+
+@dataclass(frozen=True)
+class Activated:
+    """An activation, and views of that; the option ``<name>_activation`` says which.
+
+    Its argument is the operand ``name`` unless it has a shape of its own.
+    """
+
+    name: str
+    among: frozenset[str]
+    argument: Shape | None = None
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        node, match, views = _through_views(scope, node, match)
+        found = activation(scope, node)
+        if found is None:
+            return
+        function, argument, module = found
+        if function != ANY_ACTIVATION and function not in self.among:
+            return
+        option = f"{self.name}_activation"
+        match = replace(match.step(node), options={**match.options, option: function})
+        if module is not None:
+            match = replace(match, modules={**match.modules, option: module})
+        if self.argument is not None:
+            if not views:
+                yield from self.argument.match(scope, argument, match)
+            return
+        for leaf in Leaf(self.name).match(scope, argument, match):
+            yield _viewed(leaf, self.name, views)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A call of a norm; its module has the name ``norm``."""
+
+    argument: Shape
+    name: str = "norm"
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        node, match = peel(scope, node, match)
+        module = norm_call(scope, node)
+        if module is not None:
+            assert isinstance(node, ast.Call)
+            _, match = peel(scope, node.func, match)
+            match = replace(match.step(node), modules={**match.modules, self.name: module})
+            yield from self.argument.match(scope, node.args[0], match)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A call of a linear layer; its module has the name ``linear``."""
+
+    argument: Shape
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        node, match = peel(scope, node, match)
+        if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+            module = scope.facts.path(scope.flow, node.func)
+            if module is not None and scope.facts.is_linear(module):
+                match = replace(match.step(node), modules={**match.modules, "linear": node.func})
+                yield from self.argument.match(scope, node.args[0], match)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A shape whose value the op returns, too, since it is used elsewhere."""
+
+    shape: Shape
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        yield from self.shape.match(scope, *peel(scope, node, match, keep=True))
+
+
+@dataclass(frozen=True)
+class Either:
+    """The first of several shapes that fits, and then the others."""
+
+    shapes: tuple[Shape, ...]
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        for shape in self.shapes:
+            yield from shape.match(scope, node, match)
+
+
+# --- what expressions are ------------------------------------------------------------------------------
+
+
+def is_cast(node: ast.expr) -> bool:
+    """Whether an expression is ``x.float()``, ``x.to(...)``, ``x.type_as(y)`` and the like."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr not in CASTS:
+        return False
+    values = [*node.args, *[keyword.value for keyword in node.keywords]]
+    return not any(isinstance(part, ast.Call) for value in values for part in ast.walk(value))
+
+
+def is_view(node: ast.expr) -> bool:
+    """Whether an expression is a view of a tensor that keeps its last dimension where it is."""
+    if isinstance(node, ast.Subscript):
+        return True
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in VIEWS
+
+
+def is_number(flow: Flow, node: ast.expr) -> bool:
+    """Whether an expression is a Python number, or a shape: no tensor, as far as the source says."""
+    if isinstance(node, ast.Constant):
+        return True
+    if isinstance(node, ast.Attribute):
+        return node.attr in METADATA
+    if isinstance(node, (ast.Subscript, ast.UnaryOp)):
+        return is_number(flow, node.value if isinstance(node, ast.Subscript) else node.operand)
+    if isinstance(node, ast.BinOp):
+        return is_number(flow, node.left) and is_number(flow, node.right)
+    if isinstance(node, (ast.Tuple, ast.List, ast.JoinedStr, ast.Compare, ast.Dict)):
+        return True
+    if isinstance(node, ast.Call):
+        function = node.func
+        if isinstance(function, ast.Name):
+            return function.id in ("len", "int", "float", "range", "str", "tuple", "list")
+        return isinstance(function, ast.Attribute) and function.attr in ("size", "dim", "numel", "item", "tolist")
+    if isinstance(node, ast.Name):
+        sources = [definition.value or definition.source for definition in flow.definitions.get(node, ())]
+        return bool(sources) and all(source is not None and _is_shape(flow, source) for source in sources)
+    return False
+
+
+def _is_shape(flow: Flow, node: ast.expr) -> bool:
+    return not isinstance(node, ast.Name) and is_number(flow, node)
+
+
+def norm_call(scope: Scope, node: ast.expr) -> ast.expr | None:
+    """The callee, if an expression is the call of a norm with one argument."""
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
+        return None
+    path = scope.facts.path(scope.flow, node.func)
+    return node.func if path is not None and scope.facts.is_norm(path) else None
+
+
+def activation(scope: Scope, node: ast.expr) -> tuple[str, ast.expr, ast.expr | None] | None:
+    """The name of an activation, its argument, and its callee if that is a module or a method of the class."""
+    if not isinstance(node, ast.Call):
+        return None
+    function = node.func
+    path = scope.facts.path(scope.flow, function)
+    if path is not None:
+        if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
+            return None
+        name = scope.facts.activation(path)
+        return None if name is None else (name, node.args[0], function)
+    if not isinstance(function, ast.Attribute) or function.attr not in _ACTIVATIONS:
+        return None
+    if isinstance(function.value, ast.Name) and not scope.flow.is_local(function.value):  # F.silu(x), torch.tanh(x)
+        if len(node.args) != 1:
+            return None
+        return _with_keywords(function.attr, node), node.args[0], None
+    if node.args or node.keywords or function.attr not in ("tanh", "sigmoid"):
+        return None
+    return function.attr, function.value, None
+
+
+def _with_keywords(name: str, call: ast.Call) -> str:
+    for keyword in call.keywords:
+        if keyword.arg == "approximate" and name == "gelu":
+            value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(value), ANY_ACTIVATION)
+        return "no activation"
+    return name
+
+
+def _through_views(scope: Scope, node: ast.expr, match: Match) -> tuple[ast.expr, Match, tuple[ast.expr, ...]]:
+    views: tuple[ast.expr, ...] = ()
+    while True:
+        node, match = peel(scope, node, match)
+        if not is_view(node):
+            return node, match, views
+        views = (node, *views)
+        match = match.step(node)
+        node = node.value if isinstance(node, ast.Subscript) else node.func.value  # type: ignore[attr-defined]
+
+
+def _viewed(match: Match, name: str, views: tuple[ast.expr, ...]) -> Match:
+    operand = match.operands[name]
+    return replace(match, operands={**match.operands, name: Operand(operand.node, (*operand.views, *views))})

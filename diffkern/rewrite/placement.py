@@ -1,0 +1,211 @@
+"""Where a match may be computed: in the place of its last part, of its residual, or in front of its last statement.
+
+The proof of a site takes its leaves as given, so it cannot see a wrong place. Moving is legal only if every leaf keeps
+its definition or is read where it stood, nothing in between reads a moved value, and nothing in between writes, or may
+write, to a storage that the match reads.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from diffkern.rewrite.effects import Effects
+from diffkern.rewrite.flow import Definition, Flow
+from diffkern.rewrite.match import Match, Scope, is_cast
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """How the parts of a match come together.
+
+    Attributes:
+        kind: ``"inline"``: in the place of the root. ``"hoist"``: in the place of the statement that binds the
+            residual. ``"sink"``: right before the statement of the root.
+        early: Leaves that are evaluated where their statement stood, since they cannot move.
+        removed: Definitions that nothing needs any longer.
+        moves_calls: Whether a module is called in another order, or more often, than in the source.
+    """
+
+    kind: str
+    early: tuple[ast.expr, ...]
+    removed: tuple[Definition, ...]
+    moves_calls: bool
+
+
+class Placer:
+    """Finds places in one function."""
+
+    def __init__(self, scope: Scope, effects: Effects) -> None:
+        self._scope = scope
+        self._flow: Flow = scope.flow
+        self._effects = effects
+
+    def place(self, root: ast.expr, match: Match, leaves: tuple[ast.expr, ...]) -> Placement | str:
+        """Returns the place, or the reason why there is none.
+
+        Args:
+            root: The outermost node of the match.
+            match: The match.
+            leaves: The expressions that it reads, in the order of evaluation.
+        """
+        flow, statement = self._flow, self._flow.statement[root]
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
+            return f"it stands in the head of a statement: {type(statement).__name__.lower()}"
+        definitions = tuple({definition: None for _, definition in match.passed})
+        if root in flow.guarded and definitions:
+            return "it stands in a condition or a nested function"
+        for definition in definitions:
+            assert definition.statement is not None
+            reason = self._unreachable(definition.statement, statement)
+            if reason is not None:
+                return reason
+        kept = match.kept if match.kept is not None and self._other_uses(match.kept, match) else None
+        removed, duplicated = [], False
+        for definition in definitions:
+            if definition is kept:
+                continue
+            if not self._other_uses(definition, match):
+                removed.append(definition)
+            elif self._is_modulated_twice(definition, match):
+                duplicated = True
+            else:
+                return f"{definition.name} is used again"
+        for kind in ("inline",) if kept is None else ("hoist", "sink"):
+            found = self._try(kind, root, match, leaves, tuple(removed), kept, duplicated)
+            if isinstance(found, Placement):
+                return found
+        return found
+
+    def _try(
+        self,
+        kind: str,
+        root: ast.expr,
+        match: Match,
+        leaves: tuple[ast.expr, ...],
+        removed: tuple[Definition, ...],
+        kept: Definition | None,
+        duplicated: bool,
+    ) -> Placement | str:
+        flow, end = self._flow, self._flow.statement[root]
+        home = end
+        point = flow.order[root]
+        if kept is not None:
+            assert kept.statement is not None
+            if flow.places[kept.statement].block is not flow.places[end].block:
+                return "the residual and the norm stand in different branches"
+            if kind == "hoist":
+                home, point = kept.statement, flow.order[kept.statement]
+            else:
+                point = flow.first[end]
+                if any(flow.order[use] < point for use in self._other_uses(kept, match)):
+                    return f"{kept.name} is used between the residual and the norm"
+        early = []
+        for leaf in leaves:
+            stands = flow.statement[leaf]
+            if stands is home and (kind != "sink"):
+                continue
+            if stands is end and kind == "sink" and not self._effects.is_side_effect_free(leaf):
+                return "an operand that calls something would be evaluated earlier"
+            dropped = (*removed, kept) if kind == "sink" and kept is not None else removed
+            if self._effects.is_side_effect_free(leaf) and self._means_the_same(leaf, home, dropped):
+                continue
+            if flow.order[leaf] > point:
+                return f"an operand is not there yet where the residual is: {ast.unparse(leaf)}"
+            early.append(leaf)
+        reason = self._disturbed(match, leaves, point)
+        if reason is not None:
+            return reason
+        moves = duplicated or self._passes_calls(match, point)
+        return Placement(kind, tuple(early), removed, moves)
+
+    def _unreachable(self, start: ast.stmt, end: ast.stmt) -> str | None:
+        """Why what stands in ``start`` cannot be computed at ``end``: loops and contexts are not entered."""
+        outer, inner = self._flow.places[start].parents, self._flow.places[end].parents
+        if inner[: len(outer)] != outer:
+            return "its parts stand in different branches"
+        if not all(isinstance(parent, ast.If) for parent in inner[len(outer) :]):
+            return "its parts stand on both sides of a loop or a context"
+        return None
+
+    def _other_uses(self, definition: Definition, match: Match) -> list[ast.Name]:
+        """The loads of a definition outside of the match."""
+        inside = {name for name, _ in match.passed}
+        inside |= {part for step in match.steps for part in cast_arguments(step)}
+        return [use for use in definition.uses if use not in inside]
+
+    def _is_modulated_twice(self, definition: Definition, match: Match) -> bool:
+        """Whether all other uses of a norm's result are modulations as well, each of which computes the norm."""
+        value = definition.value
+        if not isinstance(value, ast.Call) or not any(name in match.modules for name in ("norm",)):
+            return False
+        if value not in match.steps:
+            return False
+        factors = {
+            operand
+            for node in self._flow.nodes
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+            for operand in (node.left, node.right)
+        }
+        return all(use in factors for use in self._other_uses(definition, match))
+
+    def _means_the_same(self, leaf: ast.expr, statement: ast.stmt, dropped: tuple[Definition, ...]) -> bool:
+        """Whether the names of a leaf have the same definitions at a statement, once others are dropped."""
+        names = [node for node in ast.walk(leaf) if isinstance(node, ast.Name)]
+        return all(
+            self._reaching(statement, name.id, dropped) == self._flow.definitions.get(name, frozenset())
+            for name in names
+        )
+
+    def _reaching(self, statement: ast.stmt, name: str, dropped: tuple[Definition, ...]) -> frozenset[Definition]:
+        reaching = self._flow.reaching(statement, name)
+        for definition in dropped:
+            if reaching == {definition} and definition.statement is not None:
+                return self._reaching(definition.statement, name, dropped)
+        return reaching
+
+    def _span(self, match: Match, point: int) -> tuple[int, int]:
+        orders = [self._flow.order[step] for step in match.steps if step in self._flow.order]
+        return min(*orders, point), max(*orders, point)
+
+    def _disturbed(self, match: Match, leaves: tuple[ast.expr, ...], point: int) -> str | None:
+        """Why something in between may write to what the match reads."""
+        read = frozenset[object]().union(*map(self._effects.storage, leaves))
+        read |= frozenset[object]().union(*[self._effects.storage(name) for name, _ in match.passed])
+        for node in self._flow.between(*self._span(match, point)):
+            if node in match.steps:
+                continue
+            written = self._effects.written(node)
+            parameters = {root for root in written if isinstance(root, Definition)}
+            if written & read or (parameters and "unknown" not in written and _any_parameter(read)):
+                return f"{ast.unparse(node)} may write to an operand"
+        return None
+
+    def _passes_calls(self, match: Match, point: int) -> bool:
+        """Whether a module of the match changes places with another call."""
+        calls = [step for step in match.steps if isinstance(step, ast.Call) and step.func in match.modules.values()]
+        spans = [sorted((self._flow.order[call], point)) for call in calls]
+        return any(
+            isinstance(node, ast.Call) and node not in match.steps and not _is_method_of_torch(node)
+            for start, end in spans
+            for node in self._flow.between(start, end)
+        )
+
+
+def cast_arguments(step: ast.expr) -> list[ast.AST]:
+    """The nodes of a cast that say what to cast to."""
+    if not isinstance(step, ast.Call):
+        return []
+    return [part for value in (*step.args, *step.keywords) for part in ast.walk(value)] if is_cast(step) else []
+
+
+def _any_parameter(read: frozenset[object]) -> bool:
+    return any(isinstance(root, Definition) for root in read)
+
+
+def _is_method_of_torch(call: ast.Call) -> bool:
+    function = call.func
+    if not isinstance(function, ast.Attribute):
+        return False
+    base = function.value
+    return not (isinstance(base, ast.Name) and base.id == "self")

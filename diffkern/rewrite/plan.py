@@ -1,0 +1,217 @@
+"""Plans a function: where it has which sites, its rewritten text, and why the rest stays as it is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+from diffkern.rewrite import inline
+from diffkern.rewrite.effects import SITES, Effects
+from diffkern.rewrite.emit import Region, replace_match, write_region
+from diffkern.rewrite.facts import Facts, Path
+from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.match import Match, Scope
+from diffkern.rewrite.placement import Placer, Placement
+from diffkern.rewrite.rules import RULES, Rule
+from diffkern.rewrite.source import Source, _imported_in_file, compiled
+
+#: Names in rewritten functions: what decides which sites are on, and what runs if none may.
+ENTER, STOCK = "_enter", "_stock"
+
+
+@dataclass(frozen=True, eq=False)
+class SitePlan:
+    """One place where an op computes what the source says. Holds code, never a function of the model.
+
+    Attributes:
+        index: Its number in the rewritten function.
+        rule: The rule that found it.
+        line: The line of the file.
+        text: The expression.
+        original: Code of the expression as a function of ``self`` and the leaves.
+        operands: Code that makes the operands of the op from the same arguments.
+        names: Names of the operands.
+        modules: Paths of the modules that the op computes in the place of, by their names in the rule.
+        options: Options of the op as found in the source.
+        gives_residual: Whether the site returns the new residual before the result.
+        moves_calls: Whether a module would be called in another order than in the source.
+    """
+
+    index: int
+    rule: Rule
+    line: int
+    text: str
+    original: CodeType
+    operands: CodeType
+    names: tuple[str, ...]
+    modules: Mapping[str, Path]
+    options: Mapping[str, object]
+    gives_residual: bool
+    moves_calls: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What becomes of one function for all modules about which the facts hold.
+
+    Attributes:
+        sites: The sites, in the order of their numbers.
+        code: The rewritten function; it reads :data:`ENTER` and :data:`STOCK`.
+        text: Its source.
+        facts: What was assumed about modules.
+        helpers: Functions whose bodies were taken into it: (path or global name) -> function, to be checked at calls.
+        refused: Expressions that have the shape of a rule and stay as they are, with the reason.
+    """
+
+    sites: tuple[SitePlan, ...]
+    code: CodeType
+    text: str
+    facts: Facts
+    helpers: Mapping[str, Callable[..., Any]]
+    refused: tuple[tuple[int, str, str], ...] = field(default=())
+
+
+def plan(source: Source, facts: Facts) -> Plan | str:
+    """Plans a function, or says why nothing in it can be fused.
+
+    Args:
+        source: The function. Its tree is changed.
+        facts: What is known about the module.
+    """
+    tree, function = source.tree, source.function
+    taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if taken & {SITES, ENTER, STOCK}:
+        return "it is rewritten already"
+    helpers = inline.inline_helpers(tree, function, facts)
+    planner = _Planner(source, facts)
+    reason = planner.run()
+    if reason is not None:
+        return reason
+    if not planner.sites:
+        return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
+    _add_entry(tree)
+    ast.fix_missing_locations(tree)
+    code = compiled(tree, function, (*function.__code__.co_freevars, ENTER, STOCK), _imported_in_file(function))
+    assert code is not None
+    return Plan(tuple(planner.sites), code, ast.unparse(tree), facts, helpers, tuple(planner.refused))
+
+
+class _Planner:
+    """Applies the rules to one tree, one match after the other."""
+
+    def __init__(self, source: Source, facts: Facts) -> None:
+        self._source, self._facts = source, facts
+        self.sites: list[SitePlan] = []
+        self.refused: list[tuple[int, str, str]] = []
+
+    def run(self) -> str | None:
+        for rule in RULES:
+            while True:
+                flow = Flow(self._source.tree)
+                if flow.decline is not None:
+                    return flow.decline
+                if not self._apply(rule, Scope(flow, self._facts)):
+                    break
+        found = {site.line for site in self.sites}
+        self.refused = [entry for entry in dict.fromkeys(self.refused) if entry[0] not in found]
+        return None
+
+    def _apply(self, rule: Rule, scope: Scope) -> bool:
+        """Applies a rule once; False if it finds nothing any more."""
+        flow = scope.flow
+        effects = Effects(flow, lambda callee: _is_pure(scope, callee))
+        placer = Placer(scope, effects)
+        for node in reversed(flow.nodes):
+            if not isinstance(node, (ast.BinOp, ast.Call)) or node not in flow.statement:
+                continue
+            for match in rule.shape.match(scope, node, Match()):
+                reason = _misfit(scope, match)
+                if reason is None:
+                    found = self._place(rule, scope, placer, node, match)
+                    if found is None:
+                        return True
+                    reason = found
+                if reason:
+                    self.refused.append((node.lineno, f"{rule.name}: {ast.unparse(node)}", reason))
+        return False
+
+    def _place(self, rule: Rule, scope: Scope, placer: Placer, root: ast.expr, match: Match) -> str | None:
+        """Writes a match into the tree; the reason if there is no place for it."""
+        kept = match.kept if match.kept is not None and placer._other_uses(match.kept, match) else None
+        region = write_region(scope, root, match, kept)
+        placement = placer.place(root, match, region.leaves)
+        if isinstance(placement, str):
+            return placement
+        self.sites.append(self._site(rule, scope, root, match, region, placement, kept is not None))
+        replace_match(scope, root, match, region, placement, kept, len(self.sites) - 1)
+        return None
+
+    def _site(
+        self,
+        rule: Rule,
+        scope: Scope,
+        root: ast.expr,
+        match: Match,
+        region: Region,
+        placement: Placement,
+        gives_residual: bool,
+    ) -> SitePlan:
+        function = self._source.function
+        imported = _imported_in_file(function)
+        original = compiled(region.original, function, (), imported)
+        operands = compiled(region.operands, function, (), imported)
+        assert original is not None and operands is not None
+        paths = {name: scope.facts.path(scope.flow, callee) for name, callee in match.modules.items()}
+        return SitePlan(
+            len(self.sites), rule, root.lineno, " ; ".join(map(ast.unparse, region.original.body)), original, operands,
+            region.names, {name: path for name, path in paths.items() if path}, {**rule.options, **match.options},
+            gives_residual, placement.moves_calls,
+        )  # fmt: skip
+
+
+def _misfit(scope: Scope, match: Match) -> str | None:
+    """Why a shape that fits is not meant; empty for what is not worth a word."""
+    flow = scope.flow
+    operands = [operand.node for operand in match.operands.values()]
+    nested = [node for node in (*operands, *match.steps) if node in flow.guarded]
+    if nested and not all(node in flow.guarded for node in (*operands, *match.steps)):
+        return "part of it stands in a condition or a nested function"
+    if any(isinstance(flow.statement.get(node), (ast.For, ast.While, ast.If)) for node in match.steps[:1]):
+        return ""
+    residual = match.operands.get("residual")
+    if residual is not None and "gate" in match.operands:
+        node = residual.node
+        definition = flow.single(node)
+        value = definition.value if definition is not None else node
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+            return ""  # a * b + c * d is a rotation, an interpolation
+    return None
+
+
+def _is_pure(scope: Scope, callee: ast.expr) -> bool:
+    path = scope.facts.path(scope.flow, callee)
+    return bool(path) and (scope.facts.is_norm(path) or scope.facts.activation(path) is not None)  # type: ignore[arg-type]
+
+
+def _add_entry(tree: ast.FunctionDef) -> None:
+    """Puts the decision which sites are on in front of the body."""
+    arguments = tree.args
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    words = [*positional]
+    if arguments.vararg is not None:
+        words.append(f"*{arguments.vararg.arg}")
+    words += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
+    if arguments.kwarg is not None:
+        words.append(f"**{arguments.kwarg.arg}")
+    entry = ast.parse(
+        f"{SITES} = {ENTER}({positional[0]})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})"
+    ).body
+    start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
+    for statement in entry:
+        for node in ast.walk(statement):
+            if "lineno" in node._attributes:
+                ast.copy_location(node, tree.body[min(start, len(tree.body) - 1)])
+    tree.body[start:start] = entry

@@ -1,0 +1,67 @@
+"""The rules: which shape of expressions is computed by which op.
+
+They are tried in this order, the largest shape first, and a node belongs to one match. A rule says what to look for and
+names the function of :mod:`diffkern.ops`; the names of operands, modules and options are those of its arguments.
+To add one, add it here, with a test and a line in ``docs/models.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Shape, Sum
+
+_GATES = frozenset({"tanh", "sigmoid"})
+_GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A shape and what computes it.
+
+    Attributes:
+        name: How reports and the table of coverage call it.
+        op: The function of :mod:`diffkern.ops`.
+        shape: What to look for.
+        keeps: Whether the op returns the new residual, too, before the result.
+        options: Arguments of the op that the shape implies, unless the match found others.
+    """
+
+    name: str
+    op: str
+    shape: Shape
+    keeps: bool = False
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+def _modulated(base: Shape, factor: Shape) -> Shape:
+    """``base * factor + shift``, or without the shift."""
+    product = Product(base, factor)
+    return Either((Sum(product, Leaf("shift")), product))
+
+
+_GATE = Either((Activated("gate", _GATES), Leaf("gate")))
+_SCALE = OnePlus("scale")
+_FACTOR = Either((_SCALE, Leaf("scale")))
+_GATED = Sum(Leaf("residual"), Product(_GATE, Leaf("x")))
+_RESIDUAL = Either((_GATED, Sum(Leaf("residual"), Leaf("x"))))
+_POST_NORM = Norm(Leaf("x"))
+_WHOLE = {"scale_offset": 0.0}
+
+RULES = (
+    Rule(
+        "residual, norm, modulation",
+        "gate_residual_norm_modulate",
+        _modulated(Norm(Kept(_RESIDUAL)), _FACTOR),
+        keeps=True,
+        options=_WHOLE,
+    ),
+    Rule("residual, norm", "gate_residual_norm_modulate", Norm(Kept(_RESIDUAL)), keeps=True),
+    Rule("norm, modulation", "norm_modulate", _modulated(Norm(Leaf("x")), _FACTOR), options=_WHOLE),
+    Rule("modulation", "norm_modulate", _modulated(Leaf("x"), _SCALE), options={"norm": None}),
+    Rule("post-norm, residual", "norm_gate_residual", Sum(Leaf("residual"), Either((Product(_GATE, _POST_NORM), _POST_NORM)))),
+    Rule("gated residual", "gate_residual", _GATED),
+    Rule("gated linear unit", "glu", Product(Activated("gate", _GLU), Leaf("value"))),
+    Rule("linear, GELU", "linear_gelu", Activated("linear", frozenset({"gelu_tanh"}), Linear(Leaf("x")))),
+)
