@@ -250,16 +250,16 @@ def is_view(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in VIEWS
 
 
-def is_number(flow: Flow, node: ast.expr) -> bool:
+def is_number(flow: Flow, node: ast.expr, seen: frozenset[Definition] = frozenset()) -> bool:
     """Whether an expression is a Python number, or a shape: no tensor, as far as the source says."""
     if isinstance(node, ast.Constant):
         return True
     if isinstance(node, ast.Attribute):
         return node.attr in METADATA
     if isinstance(node, (ast.Subscript, ast.UnaryOp)):
-        return is_number(flow, node.value if isinstance(node, ast.Subscript) else node.operand)
+        return is_number(flow, node.value if isinstance(node, ast.Subscript) else node.operand, seen)
     if isinstance(node, ast.BinOp):
-        return is_number(flow, node.left) and is_number(flow, node.right)
+        return is_number(flow, node.left, seen) and is_number(flow, node.right, seen)
     if isinstance(node, (ast.Tuple, ast.List, ast.JoinedStr, ast.Compare, ast.Dict)):
         return True
     if isinstance(node, ast.Call):
@@ -268,13 +268,13 @@ def is_number(flow: Flow, node: ast.expr) -> bool:
             return function.id in ("len", "int", "float", "range", "str", "tuple", "list")
         return isinstance(function, ast.Attribute) and function.attr in ("size", "dim", "numel", "item", "tolist")
     if isinstance(node, ast.Name):
-        sources = [definition.value or definition.source for definition in flow.definitions.get(node, ())]
-        return bool(sources) and all(source is not None and _is_shape(flow, source) for source in sources)
+        reaching = flow.definitions.get(node, frozenset()) - seen
+        sources = [definition.value or definition.source for definition in reaching]
+        return bool(sources) and all(
+            source is not None and not isinstance(source, ast.Name) and is_number(flow, source, seen | reaching)
+            for source in sources
+        )
     return False
-
-
-def _is_shape(flow: Flow, node: ast.expr) -> bool:
-    return not isinstance(node, ast.Name) and is_number(flow, node)
 
 
 def norm_call(scope: Scope, node: ast.expr) -> ast.expr | None:

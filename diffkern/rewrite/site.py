@@ -1,0 +1,207 @@
+"""One fused site: the op if it is proven for such leaves, otherwise the expression of the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern import ops
+from diffkern.matching import NormSemantics
+from diffkern.rewrite.facts import child_of, last_dim_norm
+from diffkern.rewrite.plan import SitePlan
+
+_PLAIN = (Tensor, nn.Parameter)
+
+#: What decides how a site computes: the dtype of each tensor among the leaves, the value of the others, the device.
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an op is called for leaves of one signature.
+
+    Attributes:
+        options: Arguments of the op beside the operands, the norm's and the provider.
+        calls_norm: None if the op computes the norm; else the norm is called as the module it is, and this is the
+            dtype that its argument is cast to (the argument's own with ``"same"``).
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    calls_norm: torch.dtype | str | None = None
+
+
+class FusedSite:
+    """A site of all modules of one kind. Calling it computes what its expression in the source computes.
+
+    Attributes:
+        plan: Where it is, and what was found there.
+        original: The expression as a function of ``self`` and the leaves, with the globals of its file.
+        ways: How to call the op, by signature; None where the original expression runs. What is not there has not been
+            proven yet.
+        reasons: Why the original expression runs, by signature.
+        fused_calls: How often the op ran, outside of ``torch.compile``.
+        original_calls: How often the original expression ran there.
+        on_new_signature: Called with the site, the module and the leaves when a signature is met for the first time;
+            returns the way. None leaves such calls to the original expression.
+    """
+
+    def __init__(self, plan: SitePlan, function: FunctionType, module: nn.Module, provider: str | None = None) -> None:
+        self.plan = plan
+        self.original = FunctionType(plan.original, function.__globals__)
+        self.provider = provider
+        self.ways: dict[Signature, Way | None] = {}
+        self.reasons: dict[Signature, str] = {}
+        self.fused_calls = self.original_calls = 0
+        self.on_new_signature: Any = None
+        self._operands = FunctionType(plan.operands, function.__globals__)
+        self._norm_path = plan.modules.get("norm")
+        norm = None if self._norm_path is None else child_of(module, self._norm_path)
+        self._semantics: NormSemantics | None = None if norm is None else last_dim_norm(norm)
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        way = self.way(module, leaves)
+        if way is None:
+            return self.run_original(module, *leaves)
+        if not torch.compiler.is_compiling():
+            self.fused_calls += 1
+        return self.compute(module, leaves, way, self.provider)
+
+    def run_original(self, module: nn.Module, *leaves: Any) -> Any:
+        """Evaluates the expression of the source, and counts that."""
+        if not torch.compiler.is_compiling():
+            self.original_calls += 1
+        return self.original(module, *leaves)
+
+    def way(self, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
+        """Returns how the op is called for such leaves; None for the original expression."""
+        signature = signature_of(leaves)
+        if signature in self.ways:
+            return self.ways[signature]
+        if self.on_new_signature is None or torch.compiler.is_compiling():
+            return None
+        way: Way | None = self.on_new_signature(self, module, leaves)
+        return way
+
+    def compute(self, module: nn.Module, leaves: tuple[Any, ...], way: Way, provider: str | None) -> Any:
+        """Computes the site with the op: the result, or the new residual and the result."""
+        operands = dict(zip(self.plan.names, self._operands(module, *leaves), strict=True))
+        result = _CALLS[self.plan.rule.op](self, module, operands, way, provider)
+        if self.plan.rule.keeps and not self.plan.gives_residual:
+            return result[1]
+        return result
+
+    def norm_arguments(self, module: nn.Module) -> dict[str, Any]:
+        """What the op needs to know of the norm, read from the module at every call."""
+        semantics = self._semantics
+        if semantics is None:
+            return {}
+        norm: Any = child_of(module, self._norm_path)  # type: ignore[arg-type]
+        eps = getattr(norm, semantics.eps) if isinstance(semantics.eps, str) else semantics.eps
+        arguments = {"norm": "rms" if semantics.op == "rms_norm" else "layer", "eps": eps}
+        for name in ("weight", "bias"):
+            attribute = getattr(semantics, name)
+            value = None if attribute is None else getattr(norm, attribute, None)
+            if isinstance(value, Tensor):
+                arguments[name] = value
+        return arguments
+
+    def run_norm(self, module: nn.Module, x: Tensor, dtype: torch.dtype | str) -> Tensor:
+        """Calls the norm as the module that it is."""
+        norm: Any = child_of(module, self._norm_path)  # type: ignore[arg-type]
+        y: Tensor = norm(x if isinstance(dtype, str) else x.to(dtype))
+        return y
+
+
+def signature_of(leaves: tuple[Any, ...]) -> Signature:
+    """What decides how a site computes; no plain tensor has a signature that any proof holds for."""
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
+    return (device, *[leaf.dtype if type(leaf) in _PLAIN else _constant(leaf) for leaf in leaves])
+
+
+def _constant(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, (torch.dtype, int, float, str, torch.device)) else type(leaf)
+
+
+# --- how each op is called -----------------------------------------------------------------------------
+
+
+def _norm_modulate(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    if way.calls_norm is not None:
+        x = site.run_norm(module, operands.pop("x"), way.calls_norm)
+        return ops.norm_modulate(x, **operands, **{**way.options, "norm": None}, provider=provider)
+    return ops.norm_modulate(**operands, **{**site.norm_arguments(module), **way.options}, provider=provider)
+
+
+def _gate_residual(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    return ops.gate_residual(**_ordered(operands), **way.options, provider=provider)
+
+
+def _gate_residual_norm_modulate(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> tuple[Tensor, Tensor]:
+    operands, options = _ordered(operands), dict(way.options)
+    if way.calls_norm is None:
+        options = {**site.norm_arguments(module), **options}
+        return ops.gate_residual_norm_modulate(**operands, **options, provider=provider)
+    modulation = {name: operands.pop(name) for name in ("scale", "shift") if name in operands}
+    gating = {name: options[name] for name in ("gate_activation", "rounding") if name in options}
+    residual = ops.gate_residual(**operands, **gating, out_dtype=options["residual_dtype"], provider=provider)
+    y = site.run_norm(module, residual, way.calls_norm)
+    if not modulation:
+        return residual, y.to(options["out_dtype"])
+    rest = {name: options[name] for name in ("scale_offset", "rounding", "out_dtype") if name in options}
+    return residual, ops.norm_modulate(y, **modulation, **rest, norm=None, provider=provider)
+
+
+def _norm_gate_residual(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    """Two ops: there is no single one yet for a norm in front of a residual."""
+    options = dict(way.options)
+    if way.calls_norm is None:
+        rounding = options.get("rounding", "once")
+        x = operands["x"]
+        operands["x"] = ops.norm_modulate(
+            x, **site.norm_arguments(module), rounding=rounding, out_dtype=x.dtype, provider=provider
+        )
+    else:
+        operands["x"] = site.run_norm(module, operands["x"], way.calls_norm)
+    return ops.gate_residual(**operands, **options, provider=provider)
+
+
+def _glu(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Tensor:
+    return ops.glu(**operands, **way.options, provider=provider)
+
+
+def _linear_gelu(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    linear: Any = child_of(module, site.plan.modules["linear"])
+    return ops.linear_gelu(operands["x"], linear.weight, linear.bias, **way.options, provider=provider)
+
+
+def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
+    """A product says nothing of which factor is the gate: the smaller one is."""
+    gate, x = operands.get("gate"), operands["x"]
+    if gate is not None and "gate_activation" not in operands and gate.numel() > x.numel():
+        operands["gate"], operands["x"] = x, gate
+    return operands
+
+
+_CALLS: Mapping[str, Any] = {
+    "norm_modulate": _norm_modulate,
+    "gate_residual": _gate_residual,
+    "gate_residual_norm_modulate": _gate_residual_norm_modulate,
+    "norm_gate_residual": _norm_gate_residual,
+    "glu": _glu,
+    "linear_gelu": _linear_gelu,
+}
