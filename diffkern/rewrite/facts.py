@@ -86,27 +86,31 @@ class ModuleFacts(Facts):
 
     def __init__(self, receiver: str, module: nn.Module) -> None:
         super().__init__(receiver, type(module))
-        self.module = module
+        self._module: nn.Module | None = module
+
+    def forget_module(self) -> None:
+        """Keeps the answers alone: a plan outlives the module that it was made for."""
+        self._module, self.cls = None, None
 
     def _is_norm(self, path: Path) -> bool:
-        child = child_of(self.module, path)
+        child = child_of(self._module, path)
         return child is not None and last_dim_norm(child) is not None
 
     def _is_linear(self, path: Path) -> bool:
-        return type(child_of(self.module, path)) is nn.Linear
+        return type(child_of(self._module, path)) is nn.Linear
 
     def _activation(self, path: Path) -> str | None:
-        child = child_of(self.module, path)
+        child = child_of(self._module, path)
         if isinstance(child, nn.GELU) and type(child) is nn.GELU:
             return "gelu" if child.approximate == "none" else "gelu_tanh"
         if isinstance(child, nn.Module):
             return _ACTIVATION_CLASSES.get(full_name(type(child)))
         # A method of the class, such as GEGLU.gelu: the proof says which activation it is.
-        method = getattr(type(self.module), path[0], None) if len(path) == 1 else None
+        method = getattr(type(self._module), path[0], None) if len(path) == 1 else None
         return "any" if callable(method) and _ACTIVATION_NAME.match(path[0]) else None
 
 
-def child_of(module: nn.Module, path: Path) -> nn.Module | None:
+def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:
     """The submodule at a path; None if there is none."""
     current: Any = module
     for name in path:

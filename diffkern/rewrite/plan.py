@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+from torch import nn
+
 from diffkern.rewrite import inline
 from diffkern.rewrite.effects import SITES, Effects
 from diffkern.rewrite.emit import Region, replace_match, write_region
@@ -72,6 +74,11 @@ class Plan:
     facts: Facts
     helpers: Mapping[str, Callable[..., Any]]
     refused: tuple[tuple[int, str, str], ...] = field(default=())
+
+    def helpers_hold(self, module: nn.Module) -> bool:
+        """Whether the helpers of a module are the ones whose bodies were taken in."""
+        methods = {name[5:]: function for name, function in self.helpers.items() if name.startswith("self.")}
+        return all(getattr(type(module), name, None) is function for name, function in methods.items())
 
 
 def plan(source: Source, facts: Facts) -> Plan | str:

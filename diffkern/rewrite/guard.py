@@ -1,0 +1,80 @@
+"""Which sites are on in one call of a forward: one look at the modules that they compute in the place of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffkern.blocks.pieces import calls_are_watched, untouched
+from diffkern.rewrite.facts import Path, child_of
+from diffkern.rewrite.site import FusedSite
+
+#: Sites by their numbers, each on (the site) or off (its original expression).
+Active = tuple[Callable[..., Any], ...]
+
+
+class Guard:
+    """Decides at the entry of a rewritten forward, from classes, hooks and globals alone: never from data.
+
+    Args:
+        sites: The sites of the function.
+        module: A module of the kind, with the children that the sites were made for.
+        helpers: Functions whose bodies are part of the rewritten source, by name; see :mod:`diffkern.rewrite.inline`.
+        namespace: The globals of the function.
+    """
+
+    def __init__(
+        self,
+        sites: tuple[FusedSite, ...],
+        module: nn.Module,
+        helpers: Mapping[str, Callable[..., Any]],
+        namespace: Mapping[str, Any],
+    ) -> None:
+        self.sites = sites
+        #: Numbers of sites that are off whatever the modules are: forced, or without a gain.
+        self.disabled: set[int] = set()
+        self._namespace = namespace
+        self._globals = {name: function for name, function in helpers.items() if not name.startswith("self.")}
+        methods = {name.removeprefix("self."): function for name, function in helpers.items() if name.startswith("self.")}
+        children: dict[Path, tuple[type[nn.Module], Any]] = {}
+        self._users: dict[Path, list[int]] = {}
+        for site in sites:
+            for path in site.plan.modules.values():
+                child = child_of(module, path)
+                if child is None:
+                    methods[path[0]] = getattr(type(module), path[0])
+                else:
+                    children[path] = (type(child), type(child).forward)
+                self._users.setdefault(path, []).append(site.plan.index)
+        self._children = tuple([(path, *known) for path, known in children.items()])
+        self._methods = tuple(methods.items())
+        self._all: Active = sites
+
+    def __call__(self, module: nn.Module) -> Active | None:
+        """Returns what each site runs; None if the stock forward must run."""
+        if calls_are_watched() or torch._C._is_any_autocast_enabled():
+            return None
+        for name, function in self._globals.items():
+            if self._namespace.get(name) is not function:
+                return None
+        for name, method in self._methods:
+            if name in module.__dict__ or getattr(type(module), name, None) is not method:
+                return None
+        off = set(self.disabled)
+        for path, cls, forward in self._children:
+            child = child_of(module, path)
+            if cls.forward is not forward or not untouched(child, cls):
+                off.update(self._users[path])
+        if not off:
+            return self._all
+        # With its modules called in another order than in the source, hooks and random numbers would see that.
+        if any(self.sites[index].plan.moves_calls for index in off - self.disabled):
+            return None
+        return tuple([site.run_original if index in off else site for index, site in enumerate(self.sites)])
+
+    def force_original(self) -> None:
+        """Makes every site run its original expression, for whoever looks for a difference."""
+        self.disabled = set(range(len(self.sites)))

@@ -1,0 +1,67 @@
+"""The float64 reference of a site: the expression of the source itself, no cast to a narrower dtype in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diffkern.rewrite.facts import Path
+
+_NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+#: Rows of a weight that are enough to see what a linear layer computes.
+_LINEAR_ROWS = 64
+
+
+class CastsLifted(TorchDispatchMode):
+    """Casts of floating point tensors to a narrower dtype give float64: modules and helpers cast inside."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in _NARROWER and args[0].is_floating_point():
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def to_float64(leaf: Any) -> Any:
+    """A leaf in float64; what is no floating point tensor, or a dtype, as it is."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().double() if leaf.is_floating_point() else leaf.detach()
+    return leaf
+
+
+def float64_twin(module: nn.Module, paths: list[Path]) -> nn.Module:
+    """A copy of a module whose submodules at ``paths`` have float64 parameters and no hooks; the rest is shared."""
+    twin = _bare(module)
+    for path in paths:
+        parent = twin
+        for name in path[:-1]:
+            parent._modules[name] = parent = _bare(parent._modules[name])  # type: ignore[arg-type]
+        child = parent._modules.get(path[-1])
+        if child is not None:  # a method has no copy
+            parent._modules[path[-1]] = _doubled(child)
+    return twin
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    twin: nn.Module = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__.pop("forward", None)
+    for name in ("_modules", "_parameters", "_buffers"):
+        twin.__dict__[name] = dict(module.__dict__[name])
+    for name in module.__dict__:
+        if name.endswith("_hooks") or name.endswith("_hooks_with_kwargs"):
+            twin.__dict__[name] = type(module.__dict__[name])()
+    return twin
+
+
+def _doubled(module: nn.Module) -> nn.Module:
+    twin = _bare(module)
+    rows = _LINEAR_ROWS if type(module) is nn.Linear else None
+    for name in ("_parameters", "_buffers"):
+        state = twin.__dict__[name]
+        state.update({key: to_float64(value[:rows]) for key, value in state.items() if value is not None})
+    twin._modules = {name: None if child is None else _doubled(child) for name, child in twin._modules.items()}
+    return twin

@@ -1,0 +1,126 @@
+"""Rewrites the forwards of modules: plan, bind, share between modules of one kind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from diffkern.rewrite.facts import ModuleFacts, child_of
+from diffkern.rewrite.guard import Guard
+from diffkern.rewrite.plan import ENTER, STOCK, Plan, plan
+from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.source import LOCK, Source, recompile
+from diffkern.rewrite.verify import SiteVerifier
+
+#: With this set to 0 in the environment nothing is rewritten.
+SWITCH = "DIFFKERN_REWRITE"
+
+#: Plans by function; they hold code and no function, so that a class can go.
+_PLANS: WeakKeyDictionary[Callable[..., Any], list[Plan]] = WeakKeyDictionary()
+_DECLINED: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Rewritten:
+    """A forward with sites in it; it serves every module of its kind.
+
+    Attributes:
+        function: The forward, decorators and all: bind it to a module, or call it with the module first.
+        plan: What was found, with the reasons for what was not.
+        guard: Decides per call which sites are on.
+    """
+
+    function: FunctionType
+    plan: Plan
+    guard: Guard
+
+    @property
+    def sites(self) -> tuple[FusedSite, ...]:
+        """The sites, in the order of their numbers."""
+        return self.guard.sites
+
+    def source(self) -> str:
+        """The rewritten text."""
+        return self.plan.text
+
+
+class Rewriter:
+    """Rewrites forwards for one injection. Modules of one kind share a function and its sites.
+
+    Args:
+        numerics: ``"fast"`` or ``"exact"``.
+        provider: As in :mod:`diffkern.ops`.
+        verify: Proves a site on the first leaves of a signature; None leaves proofs to the caller, see
+            :attr:`FusedSite.on_new_signature`.
+    """
+
+    def __init__(self, numerics: str = "fast", provider: str | None = None, verify: bool = True) -> None:
+        self._verifier = SiteVerifier(numerics) if verify else None
+        self._provider = provider
+        self._kinds: dict[Any, Rewritten] = {}
+
+    def rewrite(self, module: nn.Module, forward: Callable[..., Any] | None = None) -> Rewritten | str:
+        """Returns the rewritten forward of a module, or the reason why it has none.
+
+        Args:
+            module: It is not changed.
+            forward: The forward to rewrite; that of its class by default.
+        """
+        if os.environ.get(SWITCH, "1") == "0":
+            return f"rewriting is off: {SWITCH}=0"
+        forward = type(module).forward if forward is None else forward
+        with LOCK:
+            found = planned(forward, module)
+            if isinstance(found, str):
+                return found
+            paths = [path for site in found.sites for path in site.modules.values()]
+            kind = (forward, type(module), found, *[_kind_of(child_of(module, path)) for path in paths])
+            if kind not in self._kinds:
+                self._kinds[kind] = self._bind(forward, module, found)
+            return self._kinds[kind]
+
+    def _bind(self, forward: Any, module: nn.Module, found: Plan) -> Rewritten:
+        import inspect
+
+        function = inspect.unwrap(forward)
+        sites = tuple([FusedSite(site, function, module, self._provider) for site in found.sites])
+        for site in sites:
+            site.on_new_signature = self._verifier
+        guard = Guard(sites, module, found.helpers, function.__globals__)
+        return Rewritten(recompile(forward, found.code, {ENTER: guard, STOCK: function}), found, guard)
+
+
+def planned(forward: Callable[..., Any], module: nn.Module) -> Plan | str:
+    """Returns the plan of a forward for a module, made once for all modules about which it assumes the same."""
+    with LOCK:
+        if forward in _DECLINED:
+            return _DECLINED[forward]
+        for known in _PLANS.get(forward, ()):
+            if known.facts.hold_for(module) and known.helpers_hold(module):
+                return known
+        source = Source.of(forward)
+        if isinstance(source, str):
+            _DECLINED[forward] = source
+            return source
+        arguments = source.tree.args
+        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        if not names:
+            return "it takes no module"
+        found = plan(source, ModuleFacts(names[0], module))
+        if isinstance(found, Plan):
+            found.facts.forget_module()
+            _PLANS.setdefault(forward, []).append(found)
+        return found
+
+
+def _kind_of(child: nn.Module | None) -> Any:
+    if child is None:
+        return None
+    parameters = tuple([name for name, parameter in child._parameters.items() if parameter is not None])
+    return type(child), getattr(child, "eps", None), parameters
