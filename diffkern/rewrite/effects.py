@@ -31,11 +31,21 @@ class Effects:
 
     Args:
         flow: Its def-use.
+        receiver: The name of the module in it.
         is_pure_child: Whether a call of a child of ``self`` leaves its arguments alone, as norms and activations do.
+        is_fresh_child: Whether such a call returns a new tensor, as norms and linear layers do.
     """
 
-    def __init__(self, flow: Flow, is_pure_child: Callable[[ast.expr], bool]) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        receiver: str,
+        is_pure_child: Callable[[ast.expr], bool],
+        is_fresh_child: Callable[[ast.expr], bool] = lambda callee: False,
+    ) -> None:
         self._flow = flow
+        self._receiver = receiver
+        self._is_fresh_child = is_fresh_child
         self._is_pure_child = is_pure_child
         self._roots: dict[Definition, frozenset[object]] = {}
 
@@ -64,14 +74,13 @@ class Effects:
             return self._union(*out, *node.args)
         if self.is_known(node):
             return frozenset()
-        receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-        return self._union(*receiver, *node.args, *[keyword.value for keyword in node.keywords]) | {"unknown"}
+        return self._union(*self._reads(node)) | {"unknown"}
 
     def is_known(self, call: ast.Call) -> bool:
         """Whether a call is known to leave its arguments alone."""
         function = call.func
-        if isinstance(function, ast.Subscript):
-            return isinstance(function.value, ast.Name) and function.value.id == SITES
+        if self._is_site(call):
+            return True
         if isinstance(function, ast.Name):
             return function.id in _BUILTINS and not self._flow.is_local(function)
         if not isinstance(function, ast.Attribute):
@@ -93,7 +102,7 @@ class Effects:
         if isinstance(node, ast.Attribute):
             if node.attr in METADATA:
                 return frozenset()
-            return self.storage(node.value) if not _is_self(node) else frozenset({("attribute", ast.unparse(node))})
+            return self.storage(node.value) if not self._is_own(node) else frozenset({("attribute", ast.unparse(node))})
         if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
             return self._union(*node.elts)
         if isinstance(node, ast.IfExp):
@@ -103,11 +112,32 @@ class Effects:
         if isinstance(node, ast.Dict):
             return self._union(*node.values)
         if isinstance(node, ast.Call):
+            if self._is_site(node) or self._is_fresh_child(node.func):
+                return frozenset({node})
             # A view, a cast that changes nothing, or a function that hands its argument back.
-            receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
-            shared = self._union(*receiver, *node.args, *[keyword.value for keyword in node.keywords])
+            shared = self._union(*self._reads(node))
             return frozenset(root for root in shared if not _is_callee(root)) | {node}
         return frozenset({node})  # arithmetic makes a new tensor
+
+    def _reads(self, call: ast.Call) -> list[ast.expr]:
+        """The arguments of a call and, of a method of anything but the module, the object."""
+        function = call.func
+        receiver = [function.value] if isinstance(function, ast.Attribute) and not self._is_own(function) else []
+        return [*receiver, *call.args, *[keyword.value for keyword in call.keywords]]
+
+    def _is_own(self, node: ast.Attribute) -> bool:
+        """Whether this is an attribute of the module, or of one of its submodules."""
+        base: ast.expr = node
+        while isinstance(base, (ast.Attribute, ast.Subscript)):
+            base = base.value
+        return isinstance(base, ast.Name) and base.id == self._receiver
+
+    @staticmethod
+    def _is_site(call: ast.Call) -> bool:
+        function = call.func
+        return (
+            isinstance(function, ast.Subscript) and isinstance(function.value, ast.Name) and function.value.id == SITES
+        )
 
     def _union(self, *nodes: ast.AST) -> frozenset[object]:
         return frozenset[object]().union(*map(self.storage, nodes))
@@ -128,14 +158,7 @@ class Effects:
         function = call.func
         if not isinstance(function, ast.Attribute) or function.attr.endswith("_"):
             return False
-        return hasattr(torch.Tensor, function.attr) and not _is_self(function)
-
-
-def _is_self(node: ast.Attribute) -> bool:
-    base: ast.expr = node
-    while isinstance(base, ast.Attribute):
-        base = base.value
-    return isinstance(base, ast.Name) and base.id == "self"
+        return hasattr(torch.Tensor, function.attr) and not self._is_own(function)
 
 
 def _is_callee(root: object) -> bool:

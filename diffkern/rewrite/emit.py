@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from diffkern.rewrite.effects import SITES
 from diffkern.rewrite.flow import Definition
-from diffkern.rewrite.match import Match, Operand, Scope, is_cast
+from diffkern.rewrite.match import Match, Operand, Scope, is_cast, is_view
 from diffkern.rewrite.placement import Placement, cast_arguments
 
 
@@ -207,7 +207,7 @@ def _aside(step: ast.expr) -> Iterable[ast.expr]:
         return [part for part in cast_arguments(step) if isinstance(part, ast.expr)]
     if isinstance(step, ast.Subscript):
         return [part for part in ast.walk(step.slice) if isinstance(part, ast.expr)]
-    if isinstance(step, ast.Call) and isinstance(step.func, ast.Attribute):
+    if isinstance(step, ast.Call) and is_view(step):
         values = [*step.args, *[keyword.value for keyword in step.keywords]]
-        return [part for value in values for part in ast.walk(value) if isinstance(part, ast.expr)] if step.args else []
+        return [part for value in values for part in ast.walk(value) if isinstance(part, ast.expr)]
     return []

@@ -55,6 +55,10 @@ class Facts:
     def is_linear(self, path: Path) -> bool:
         return bool(path) and self._answer("linear", path, self._is_linear)  # type: ignore[return-value]
 
+    def is_projection(self, path: Path) -> bool:
+        """Whether a call of the child returns a new tensor, whatever its class: a linear layer, plain or not."""
+        return bool(path) and self._answer("projection", path, self._is_projection)  # type: ignore[return-value]
+
     def activation(self, path: Path) -> str | None:
         return self._answer("activation", path, self._activation) if path else None  # type: ignore[return-value]
 
@@ -74,11 +78,14 @@ class Facts:
     def _is_linear(self, path: Path) -> bool:
         return re.search(r"proj|linear|fc\d?$|^w\d$|^to_", _name_of(path)) is not None
 
+    def _is_projection(self, path: Path) -> bool:
+        return self._is_linear(path)
+
     def _activation(self, path: Path) -> str | None:
         return "any" if _ACTIVATION_NAME.match(path[-1]) else None
 
 
-_METHOD = {"norm": "is_norm", "linear": "is_linear", "activation": "activation"}
+_METHOD = {"norm": "is_norm", "projection": "is_projection", "linear": "is_linear", "activation": "activation"}
 
 
 class ModuleFacts(Facts):
@@ -98,6 +105,9 @@ class ModuleFacts(Facts):
 
     def _is_linear(self, path: Path) -> bool:
         return type(child_of(self._module, path)) is nn.Linear
+
+    def _is_projection(self, path: Path) -> bool:
+        return hasattr(child_of(self._module, path), "in_features")
 
     def _activation(self, path: Path) -> str | None:
         child = child_of(self._module, path)

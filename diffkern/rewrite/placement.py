@@ -63,7 +63,7 @@ class Placer:
         kept = match.kept if match.kept is not None and self._other_uses(match.kept, match) else None
         removed, duplicated = [], False
         for definition in definitions:
-            if definition is kept:
+            if definition is kept or (is_alias(definition) and self._other_uses(definition, match)):
                 continue
             if not self._other_uses(definition, match):
                 removed.append(definition)
@@ -190,6 +190,14 @@ class Placer:
             for start, end in spans
             for node in self._flow.between(start, end)
         )
+
+
+def is_alias(definition: Definition) -> bool:
+    """Whether a definition only gives another name to a variable or a submodule."""
+    value = definition.value
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return isinstance(value, ast.Name)
 
 
 def cast_arguments(step: ast.expr) -> list[ast.AST]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -92,11 +93,17 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if taken & {SITES, ENTER, STOCK}:
         return "it is rewritten already"
+    as_written = copy.deepcopy(tree)
     helpers = inline.inline_helpers(tree, function, facts)
     planner = _Planner(source, facts)
     reason = planner.run()
     if reason is not None:
         return reason
+    if helpers and not helpers.keys() <= planner.helpers:  # what no site needs stays a call
+        source, tree = replace(source, tree=as_written), as_written
+        helpers = inline.inline_helpers(tree, function, facts, only=planner.helpers)
+        planner = _Planner(source, facts)
+        planner.run()
     if not planner.sites:
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
     _add_entry(tree)
@@ -113,6 +120,7 @@ class _Planner:
         self._source, self._facts = source, facts
         self.sites: list[SitePlan] = []
         self.refused: list[tuple[int, str, str]] = []
+        self.helpers: set[str] = set()
 
     def run(self) -> str | None:
         for rule in RULES:
@@ -129,7 +137,12 @@ class _Planner:
     def _apply(self, rule: Rule, scope: Scope) -> bool:
         """Applies a rule once; False if it finds nothing any more."""
         flow = scope.flow
-        effects = Effects(flow, lambda callee: _is_pure(scope, callee))
+        effects = Effects(
+            flow,
+            self._facts.receiver,
+            lambda callee: _is_pure(scope, callee),
+            lambda callee: _is_fresh(scope, callee),
+        )
         placer = Placer(scope, effects)
         for node in reversed(flow.nodes):
             if not isinstance(node, (ast.BinOp, ast.Call)) or node not in flow.statement:
@@ -152,6 +165,7 @@ class _Planner:
         placement = placer.place(root, match, region.leaves)
         if isinstance(placement, str):
             return placement
+        self.helpers.update(helper for step in match.steps if (helper := inline.helper_of(step)) is not None)
         self.sites.append(self._site(rule, scope, root, match, region, placement, kept is not None))
         replace_match(scope, root, match, region, placement, kept, len(self.sites) - 1)
         return None
@@ -188,19 +202,27 @@ def _misfit(scope: Scope, match: Match) -> str | None:
         return "part of it stands in a condition or a nested function"
     if any(isinstance(flow.statement.get(node), (ast.For, ast.While, ast.If)) for node in match.steps[:1]):
         return ""
-    residual = match.operands.get("residual")
-    if residual is not None and "gate" in match.operands:
-        node = residual.node
-        definition = flow.single(node)
-        value = definition.value if definition is not None else node
-        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
-            return ""  # a * b + c * d is a rotation, an interpolation
+    if "residual" in match.operands:
+        names = ["residual"] if "gate" in match.operands else ["residual", "x"]
+        if any(_is_product(flow, match.operands[name].node) for name in names):
+            return ""  # a * b + c * d is a rotation or an interpolation, and r + g * y another match
     return None
+
+
+def _is_product(flow: Flow, node: ast.expr) -> bool:
+    definition = flow.single(node)
+    value = definition.value if definition is not None else node
+    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
 
 
 def _is_pure(scope: Scope, callee: ast.expr) -> bool:
     path = scope.facts.path(scope.flow, callee)
     return bool(path) and (scope.facts.is_norm(path) or scope.facts.activation(path) is not None)  # type: ignore[arg-type]
+
+
+def _is_fresh(scope: Scope, callee: ast.expr) -> bool:
+    path = scope.facts.path(scope.flow, callee)
+    return bool(path) and (scope.facts.is_norm(path) or scope.facts.is_projection(path))  # type: ignore[arg-type]
 
 
 def _add_entry(tree: ast.FunctionDef) -> None:

@@ -46,7 +46,8 @@ _SCALE = OnePlus("scale")
 _FACTOR = Either((_SCALE, Leaf("scale")))
 _GATED = Sum(Leaf("residual"), Product(_GATE, Leaf("x")))
 _RESIDUAL = Either((_GATED, Sum(Leaf("residual"), Leaf("x"))))
-_POST_NORM = Norm(Leaf("x"))
+#: ``residual + gate * norm(x)`` is a modulated norm whose scale is the whole factor, and whose shift is the residual.
+_POST_NORM = Sum(Leaf("shift"), Either((Product(Norm(Leaf("x")), Leaf("scale")), Norm(Leaf("x")))))
 _WHOLE = {"scale_offset": 0.0}
 
 RULES = (
@@ -58,9 +59,10 @@ RULES = (
         options=_WHOLE,
     ),
     Rule("residual, norm", "gate_residual_norm_modulate", Norm(Kept(_RESIDUAL)), keeps=True),
-    Rule("norm, modulation", "norm_modulate", _modulated(Norm(Leaf("x")), _FACTOR), options=_WHOLE),
+    Rule("norm, modulation", "norm_modulate", _modulated(Norm(Leaf("x")), _SCALE)),
+    Rule("post-norm, residual", "norm_modulate", _POST_NORM, options=_WHOLE),
+    Rule("norm, scale", "norm_modulate", Product(Norm(Leaf("x")), Leaf("scale")), options=_WHOLE),
     Rule("modulation", "norm_modulate", _modulated(Leaf("x"), _SCALE), options={"norm": None}),
-    Rule("post-norm, residual", "norm_gate_residual", Sum(Leaf("residual"), Either((Product(_GATE, _POST_NORM), _POST_NORM)))),
     Rule("gated residual", "gate_residual", _GATED),
     Rule("gated linear unit", "glu", Product(Activated("gate", _GLU), Leaf("value"))),
     Rule("linear, GELU", "linear_gelu", Activated("linear", frozenset({"gelu_tanh"}), Linear(Leaf("x")))),

@@ -162,22 +162,6 @@ def _gate_residual_norm_modulate(
     return residual, ops.norm_modulate(y, **modulation, **rest, norm=None, provider=provider)
 
 
-def _norm_gate_residual(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
-    """Two ops: there is no single one yet for a norm in front of a residual."""
-    options = dict(way.options)
-    if way.calls_norm is None:
-        rounding = options.get("rounding", "once")
-        x = operands["x"]
-        operands["x"] = ops.norm_modulate(
-            x, **site.norm_arguments(module), rounding=rounding, out_dtype=x.dtype, provider=provider
-        )
-    else:
-        operands["x"] = site.run_norm(module, operands["x"], way.calls_norm)
-    return ops.gate_residual(**operands, **options, provider=provider)
-
-
 def _glu(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Tensor:
     return ops.glu(**operands, **way.options, provider=provider)
 
@@ -201,7 +185,6 @@ _CALLS: Mapping[str, Any] = {
     "norm_modulate": _norm_modulate,
     "gate_residual": _gate_residual,
     "gate_residual_norm_modulate": _gate_residual_norm_modulate,
-    "norm_gate_residual": _norm_gate_residual,
     "glu": _glu,
     "linear_gelu": _linear_gelu,
 }
