@@ -13,6 +13,24 @@ from diffkern.rewrite.flow import Flow
 
 Path = tuple[str, ...]
 
+
+class _Unknown:
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+class _Present:
+    """Stands for a submodule or a parameter, of which branches ask only whether it is there."""
+
+    def __repr__(self) -> str:
+        return "PRESENT"
+
+
+UNKNOWN, PRESENT = _Unknown(), _Present()
+
+#: Attributes that change between calls.
+_CHANGING = frozenset({"training", "gradient_checkpointing"})
+
 _NORM_NAME = re.compile(r"(^|_)(norm|ln|layernorm|rmsnorm)\d*(_|$)|norm\d*$|_norm|norm_")
 _ACTIVATION_NAME = re.compile(r"^(act|act_fn|activation|activation_fn|nonlinearity|silu|gelu|act_mlp|gate_act|mlp_act)$")
 #: What modules of activations compute, by exact class.
@@ -62,6 +80,15 @@ class Facts:
     def activation(self, path: Path) -> str | None:
         return self._answer("activation", path, self._activation) if path else None  # type: ignore[return-value]
 
+    def value(self, path: Path) -> object:
+        """A plain attribute, None or PRESENT for a submodule; UNKNOWN for everything else."""
+        return self._answer("value", path, self._value)
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The attributes that something was decided by."""
+        return {path[0]: value for (kind, path), value in self.answers.items() if kind == "value" and value is not UNKNOWN}
+
     def _answer(self, question: str, path: Path, ask: Any) -> object:
         if (question, path) not in self.answers:
             self.answers[question, path] = ask(path)
@@ -81,11 +108,14 @@ class Facts:
     def _is_projection(self, path: Path) -> bool:
         return self._is_linear(path)
 
+    def _value(self, path: Path) -> object:
+        return UNKNOWN
+
     def _activation(self, path: Path) -> str | None:
         return "any" if _ACTIVATION_NAME.match(path[-1]) else None
 
 
-_METHOD = {"norm": "is_norm", "projection": "is_projection", "linear": "is_linear", "activation": "activation"}
+_METHOD = {"norm": "is_norm", "value": "value", "projection": "is_projection", "linear": "is_linear", "activation": "activation"}
 
 
 class ModuleFacts(Facts):
@@ -106,6 +136,9 @@ class ModuleFacts(Facts):
     def _is_linear(self, path: Path) -> bool:
         return type(child_of(self._module, path)) is nn.Linear
 
+    def _value(self, path: Path) -> object:
+        return plain_attribute(self._module, path[0])
+
     def _is_projection(self, path: Path) -> bool:
         return hasattr(child_of(self._module, path), "in_features")
 
@@ -118,6 +151,20 @@ class ModuleFacts(Facts):
         # A method of the class, such as GEGLU.gelu: the proof says which activation it is.
         method = getattr(type(self._module), path[0], None) if len(path) == 1 else None
         return "any" if callable(method) and _ACTIVATION_NAME.match(path[0]) else None
+
+
+def plain_attribute(module: nn.Module | None, name: str) -> object:
+    """What an attribute is as far as branches may be decided by it; the guard of a plan asks the same again."""
+    if module is None or name in _CHANGING or isinstance(getattr(type(module), name, None), property):
+        return UNKNOWN
+    state = module.__dict__
+    for registry in ("_modules", "_parameters", "_buffers"):
+        if name in state[registry]:
+            value = state[registry][name]
+            # Of a container, truth is its length.
+            return None if value is None else (PRESENT if not hasattr(type(value), "__len__") else UNKNOWN)
+    value = state.get(name, UNKNOWN)
+    return value if value is None or type(value) in (bool, int, float, str) else UNKNOWN
 
 
 def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:

@@ -111,8 +111,8 @@ class Flow:
     def _block(self, block: list[ast.stmt], env: Env) -> Env:
         for index, statement in enumerate(block):
             self.places[statement] = Place(block, index, tuple(self._stack))
-            self._env_at.setdefault(statement, dict(env))
-            self._env_at[statement] = _joined(self._env_at[statement], env)
+            known = self._env_at.get(statement)
+            self._env_at[statement] = dict(env) if known is None else _joined(known, env)
             self.first.setdefault(statement, len(self.nodes))
             self._stack.append(statement)
             env = self._statement(statement, dict(env))
@@ -306,5 +306,10 @@ class Flow:
 
 
 def _joined(*envs: Env) -> Env:
-    names = {name for env in envs for name in env}
-    return {name: frozenset[Definition]().union(*[env.get(name, frozenset()) for env in envs]) for name in names}
+    first, *rest = envs
+    joined = dict(first)
+    for env in rest:
+        for name, reaching in env.items():
+            known = joined.get(name)
+            joined[name] = reaching if known is None or known == reaching else known | reaching
+    return joined

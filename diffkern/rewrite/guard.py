@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diffkern.blocks.pieces import calls_are_watched, untouched
-from diffkern.rewrite.facts import Path, child_of
+from diffkern.rewrite.facts import Path, child_of, plain_attribute
 from diffkern.rewrite.site import FusedSite
 
 #: Sites by their numbers, each on (the site) or off (its original expression).
@@ -24,6 +24,7 @@ class Guard:
         module: A module of the kind, with the children that the sites were made for.
         helpers: Functions whose bodies are part of the rewritten source, by name; see :mod:`diffkern.rewrite.inline`.
         namespace: The globals of the function.
+        values: Attributes by which branches were decided.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Guard:
         module: nn.Module,
         helpers: Mapping[str, Callable[..., Any]],
         namespace: Mapping[str, Any],
+        values: Mapping[str, object],
     ) -> None:
         self.sites = sites
         #: Numbers of sites that are off whatever the modules are: forced, or without a gain.
         self.disabled: set[int] = set()
         self._namespace = namespace
+        self._values = tuple(values.items())
         self._globals = {name: function for name, function in helpers.items() if not name.startswith("self.")}
         methods = {name.removeprefix("self."): function for name, function in helpers.items() if name.startswith("self.")}
         children: dict[Path, tuple[type[nn.Module], Any]] = {}
@@ -57,6 +60,10 @@ class Guard:
         """Returns what each site runs; None if the stock forward must run."""
         if calls_are_watched() or torch._C._is_any_autocast_enabled():
             return None
+        for name, value in self._values:
+            now = plain_attribute(module, name)
+            if now is not value and (now != value or type(now) is not type(value)):
+                return None
         for name, function in self._globals.items():
             if self._namespace.get(name) is not function:
                 return None

@@ -20,6 +20,7 @@ from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.placement import Placer, Placement
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
+from diffkern.rewrite.variants import decide_branches
 
 #: Names in rewritten functions: what decides which sites are on, and what runs if none may.
 ENTER, STOCK = "_enter", "_stock"
@@ -33,6 +34,7 @@ class SitePlan:
         index: Its number in the rewritten function.
         rule: The rule that found it.
         line: The line of the file.
+        places: Lines and columns of what the op computes.
         text: The expression.
         original: Code of the expression as a function of ``self`` and the leaves.
         operands: Code that makes the operands of the op from the same arguments.
@@ -46,6 +48,7 @@ class SitePlan:
     index: int
     rule: Rule
     line: int
+    places: tuple[tuple[int, int], ...]
     text: str
     original: CodeType
     operands: CodeType
@@ -95,6 +98,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         return "it is rewritten already"
     as_written = copy.deepcopy(tree)
     helpers = inline.inline_helpers(tree, function, facts)
+    decide_branches(tree, facts)
     planner = _Planner(source, facts)
     reason = planner.run()
     if reason is not None:
@@ -102,6 +106,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     if helpers and not helpers.keys() <= planner.helpers:  # what no site needs stays a call
         source, tree = replace(source, tree=as_written), as_written
         helpers = inline.inline_helpers(tree, function, facts, only=planner.helpers)
+        decide_branches(tree, facts)
         planner = _Planner(source, facts)
         planner.run()
     if not planner.sites:
@@ -123,13 +128,12 @@ class _Planner:
         self.helpers: set[str] = set()
 
     def run(self) -> str | None:
+        flow = Flow(self._source.tree)
         for rule in RULES:
-            while True:
-                flow = Flow(self._source.tree)
-                if flow.decline is not None:
-                    return flow.decline
-                if not self._apply(rule, Scope(flow, self._facts)):
-                    break
+            while flow.decline is None and self._apply(rule, Scope(flow, self._facts)):
+                flow = Flow(self._source.tree)  # the tree has changed
+        if flow.decline is not None:
+            return flow.decline
         found = {site.line for site in self.sites}
         self.refused = [entry for entry in dict.fromkeys(self.refused) if entry[0] not in found]
         return None
@@ -187,7 +191,7 @@ class _Planner:
         assert original is not None and operands is not None
         paths = {name: scope.facts.path(scope.flow, callee) for name, callee in match.modules.items()}
         return SitePlan(
-            len(self.sites), rule, root.lineno, " ; ".join(map(ast.unparse, region.original.body)), original, operands,
+            len(self.sites), rule, root.lineno, tuple([(step.lineno, step.col_offset) for step in match.steps]), " ; ".join(map(ast.unparse, region.original.body)), original, operands,
             region.names, {name: path for name, path in paths.items() if path}, {**rule.options, **match.options},
             gives_residual, placement.moves_calls,
         )  # fmt: skip

@@ -89,11 +89,15 @@ class FusedSite:
 
     def compute(self, module: nn.Module, leaves: tuple[Any, ...], way: Way, provider: str | None) -> Any:
         """Computes the site with the op: the result, or the new residual and the result."""
-        operands = dict(zip(self.plan.names, self._operands(module, *leaves), strict=True))
+        operands = self.operands(module, leaves)
         result = _CALLS[self.plan.rule.op](self, module, operands, way, provider)
         if self.plan.rule.keeps and not self.plan.gives_residual:
             return result[1]
         return result
+
+    def operands(self, module: nn.Module, leaves: tuple[Any, ...]) -> dict[str, Any]:
+        """The operands of the op by name: leaves, or views of them."""
+        return dict(zip(self.plan.names, self._operands(module, *leaves), strict=True))
 
     def norm_arguments(self, module: nn.Module) -> dict[str, Any]:
         """What the op needs to know of the norm, read from the module at every call."""

@@ -1,0 +1,203 @@
+"""Which expressions of a package have a shape that rules know, and which of them are fused: from its source alone.
+
+A candidate is what looks like glue to a scan that is looser than the rules: it goes through any definition that reaches
+a name, whatever else uses it, and asks nothing about order, branches and aliases. So what a rule misses shows.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
+
+from diffkern.rewrite.facts import Facts
+from diffkern.rewrite.flow import Definition, Flow
+from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Match, Norm, OnePlus, Product, Scope, Shape, Sum, is_number
+from diffkern.rewrite.plan import Plan, plan
+from diffkern.rewrite.source import Source
+
+_GATES = frozenset({"tanh", "sigmoid"})
+_GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
+_GATE = Either((Activated("gate", _GATES), Leaf("gate")))
+_GATED = Sum(Leaf("residual"), Product(_GATE, Leaf("x")))
+_POST_NORM = Sum(Leaf("residual"), Norm(Leaf("x"), "post_norm"))
+_RESIDUAL = Either((_GATED, Sum(Leaf("residual"), Leaf("x"))))
+_SCALED = Either((Product(Leaf("x"), OnePlus("scale")), Product(Norm(Leaf("x")), Leaf("scale"))))
+
+#: What is counted: name -> shape of the node that stands for the candidate.
+KINDS: dict[str, Shape] = {
+    "norm + modulate": _SCALED,
+    "residual -> norm + modulate": Product(Norm(Kept(_RESIDUAL)), Leaf("scale")),
+    "gated and post-norm residual": Either((_GATED, _POST_NORM)),
+    "gated linear unit": Product(Activated("gate", _GLU), Leaf("value")),
+}
+#: Packages whose modulations are not those of a transformer: spatial norms, resnets.
+_CONVOLUTIONAL = (".autoencoders.", ".unets.", ".resnet", ".upsampling", ".downsampling", ".adapter", ".vq_model")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One expression that looks like glue.
+
+    Attributes:
+        kind: One of :data:`KINDS`.
+        module: The file, as a module name.
+        function: The qualified name of the function that it stands in.
+        line: Its line.
+        text: The expression.
+        rule: The rule that covers it, or None.
+        reason: Why none does.
+    """
+
+    kind: str
+    module: str
+    function: str
+    line: int
+    text: str
+    rule: str | None = None
+    reason: str = ""
+
+
+class _LooseFlow(Flow):
+    """Goes through any definition of a name."""
+
+    def single(self, name: ast.expr) -> Definition | None:
+        if not isinstance(name, ast.Name):
+            return None
+        reaching = [one for one in self.definitions.get(name, frozenset()) if one.value is not None]
+        return min(reaching, key=lambda one: one.value.lineno) if reaching else None  # type: ignore[union-attr]
+
+
+def survey(package: str = "diffusers.models") -> list[Candidate]:
+    """Returns all candidates in a package, each with the rule that covers it or the reason why none does."""
+    found: dict[tuple[str, str, int, int], Candidate] = {}
+    covered: dict[tuple[str, int, int], str] = {}
+    reasons: dict[tuple[str, int], str] = {}
+    for module in modules(package):
+        for owner, function in functions(module):
+            source = Source.of(function)
+            if isinstance(source, str):
+                continue
+            for key, candidate in _candidates(source, owner):
+                found.setdefault((candidate.kind, candidate.module, *key), candidate)
+            if owner is None or source.function.__name__ not in ("forward", "__call__"):
+                continue
+            planned = _plan(source, owner)
+            if isinstance(planned, str):
+                continue
+            for site in planned.sites:
+                for place in site.places:
+                    covered.setdefault((module.__name__, *place), site.rule.name)
+            for line, _, reason in planned.refused:
+                reasons.setdefault((module.__name__, line), reason)
+    return [
+        replace(
+            candidate,
+            rule=covered.get((name, line, column)),
+            reason=reasons.get((name, line), "no rule knows this spelling, or nothing calls it"),
+        )
+        for (_, name, line, column), candidate in found.items()
+    ]
+
+
+def _plan(source: Source, owner: type) -> Plan | str:
+    names = [argument.arg for argument in (*source.tree.args.posonlyargs, *source.tree.args.args)]
+    return plan(source, Facts(names[0], owner)) if names else "it takes no module"
+
+
+def _candidates(source: Source, owner: type | None) -> Iterator[tuple[tuple[int, int], Candidate]]:
+    arguments = source.tree.args.args
+    flow = _LooseFlow(source.tree)
+    scope = Scope(flow, Facts(arguments[0].arg if arguments else "self", owner))
+    function = source.function
+    for node in flow.nodes:
+        if not isinstance(node, ast.BinOp) or node not in flow.statement:
+            continue
+        for kind, shape in KINDS.items():
+            match = next(iter(shape.match(scope, node, Match())), None)
+            if match is None or _is_something_else(flow, kind, match, node):
+                continue
+            yield (node.lineno, node.col_offset), Candidate(
+                kind, function.__module__, function.__qualname__, node.lineno, ast.unparse(node)
+            )
+
+
+def _is_something_else(flow: Flow, kind: str, match: Match, node: ast.BinOp) -> bool:
+    """Whether a shape that fits is a rotation, an interpolation, a sum of numbers: what no reader calls glue."""
+    operands = [operand.node for operand in match.operands.values()]
+    if any(is_number(flow, operand) for operand in operands) or _has_number(match):
+        return True
+    if kind == "residual -> norm + modulate":
+        return "norm" not in match.modules
+    if kind == "gated and post-norm residual":
+        residual = match.operands["residual"].node
+        definition = flow.single(residual)
+        value = definition.value if definition is not None else residual
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+            return True
+        factor = match.operands.get("gate")
+        return factor is not None and any(_is_one_plus(flow, part) for part in (factor.node, match.operands["x"].node))
+    return False
+
+
+def _is_one_plus(flow: Flow, node: ast.expr) -> bool:
+    scope = Scope(flow, Facts("self"))
+    return next(iter(OnePlus("scale").match(scope, node, Match())), None) is not None
+
+
+def _has_number(match: Match) -> bool:
+    """Whether a factor is a plain attribute that is a number by its name."""
+    names = ("scale_factor", "output_scale_factor", "rescale", "_scale", "eps", "weight_offset")
+    texts = [ast.unparse(operand.node) for operand in match.operands.values()]
+    return any(text.startswith("self.") and text.endswith(names) for text in texts)
+
+
+def modules(package: str) -> Iterator[ModuleType]:
+    """The modules of a package that can be imported."""
+    root = importlib.import_module(package)
+    yield root
+    for info in pkgutil.walk_packages(root.__path__, f"{package}."):
+        if "flax" in info.name:
+            continue
+        try:
+            yield importlib.import_module(info.name)
+        except Exception:  # an optional dependency is missing, or anything else that its author left
+            continue
+
+
+def functions(module: ModuleType) -> Iterator[tuple[type | None, FunctionType]]:
+    """The functions and methods that a module defines."""
+    for value in list(vars(module).values()):
+        if inspect.isclass(value) and value.__module__ == module.__name__:
+            for method in vars(value).values():
+                if isinstance(method, FunctionType) and method.__module__ == module.__name__:
+                    yield value, method
+        elif isinstance(value, FunctionType) and value.__module__ == module.__name__:
+            yield None, value
+
+
+def is_transformer_side(candidate: Candidate) -> bool:
+    """Whether a candidate stands in a file of transformers, not of convolutional models."""
+    return not any(part in f"{candidate.module}." for part in _CONVOLUTIONAL)
+
+
+def table(candidates: list[Candidate]) -> str:
+    """The counts as a table in Markdown, and below it what is not covered, with its reason."""
+    lines = ["| kind | candidates | fused | share |", "|---|---|---|---|"]
+    for kind in KINDS:
+        of_kind = [one for one in candidates if one.kind == kind]
+        fused = sum(one.rule is not None for one in of_kind)
+        lines.append(f"| {kind} | {len(of_kind)} | {fused} | {fused / max(len(of_kind), 1):.0%} |")
+    rules = Counter(one.rule for one in candidates if one.rule is not None)
+    lines += ["", "| rule | expressions |", "|---|---|", *[f"| {rule} | {count} |" for rule, count in rules.most_common()]]
+    lines += ["", "| left | where | reason |", "|---|---|---|"]
+    for one in sorted(candidates, key=lambda one: (one.kind, one.module, one.line)):
+        if one.rule is None:
+            text = one.text.replace("|", "\\|")
+            lines.append(f"| {one.kind} | `{one.module}.{one.function}`: `{text[:80]}` | {one.reason} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,117 @@
+"""Decides the branches that the configuration of a module decides, so that rules see one straight line.
+
+``if self.use_dual_attention:`` is one branch for a module whose attribute is False. What was assumed is a fact of the
+plan; the guard checks it at every call, since ``set_chunk_feed_forward`` and the like change it.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from diffkern.rewrite.facts import UNKNOWN, Facts
+
+_COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.In: lambda one, others: one in others,
+    ast.NotIn: lambda one, others: one not in others,
+}
+
+
+def decide_branches(tree: ast.FunctionDef, facts: Facts | None) -> bool:
+    """Replaces each decidable ``if`` of a tree by the branch that runs.
+
+    Args:
+        tree: It is changed.
+        facts: Knows the attributes of the module; None decides tests of constants alone, as inlined helpers have them.
+
+    Returns:
+        Whether anything was decided.
+    """
+    decider = _Decider(facts, _stored_attributes(tree))
+    decider.visit(tree)
+    if decider.decided:
+        _fill_empty_blocks(tree)
+        ast.fix_missing_locations(tree)
+    return decider.decided
+
+
+class _Decider(ast.NodeTransformer):
+    def __init__(self, facts: Facts | None, stored: set[str]) -> None:
+        self._facts, self._stored = facts, stored
+        self.decided = False
+
+    def visit_If(self, node: ast.If) -> Any:
+        test = self._value(node.test)
+        if test is UNKNOWN:
+            return self.generic_visit(node)
+        self.decided = True
+        kept = [self.visit(statement) for statement in (node.body if test else node.orelse)]
+        return [one for part in kept for one in (part if isinstance(part, list) else [part])]
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        test = self._value(node.test)
+        if test is UNKNOWN:
+            return self.generic_visit(node)
+        self.decided = True
+        return self.visit(node.body if test else node.orelse)
+
+    def visit_Lambda(self, node: ast.Lambda) -> Any:
+        return node
+
+    visit_ClassDef = visit_Lambda
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        """The body of the function itself; nested functions, which run at another time, stay."""
+        return self.generic_visit(node) if not self._seen() else node
+
+    def _seen(self) -> bool:
+        seen, self._inside = getattr(self, "_inside", False), True
+        return seen
+
+    def _value(self, node: ast.expr) -> Any:
+        """The value of an expression, or UNKNOWN."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            values = [self._value(element) for element in node.elts]
+            return UNKNOWN if UNKNOWN in values else values
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            value = self._value(node.operand)
+            return UNKNOWN if value is UNKNOWN else not value
+        if isinstance(node, ast.BoolOp):
+            return self._bool_op(node)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
+            one, other = self._value(node.left), self._value(node.comparators[0])
+            if one is UNKNOWN or other is UNKNOWN:
+                return UNKNOWN
+            return _COMPARE[type(node.ops[0])](one, other)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and self._facts is not None:
+            if node.value.id == self._facts.receiver and node.attr not in self._stored:
+                return self._facts.value((node.attr,))
+        return UNKNOWN
+
+    def _bool_op(self, node: ast.BoolOp) -> Any:
+        """In source order: what stands behind an unknown part may not be evaluated without it."""
+        value: Any = UNKNOWN
+        for part in node.values:
+            value = self._value(part)
+            if value is UNKNOWN or bool(value) == isinstance(node.op, ast.Or):
+                return value
+        return value
+
+
+def _stored_attributes(tree: ast.FunctionDef) -> set[str]:
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in attributes if not isinstance(node.ctx, ast.Load)}
+
+
+def _fill_empty_blocks(tree: ast.FunctionDef) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.While, ast.With, ast.Try)) and not node.body:
+            node.body.append(ast.Pass())
