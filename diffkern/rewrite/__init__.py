@@ -1,0 +1,11 @@
+"""WHERE FUSED OPS STAND IN A MODEL: found in the source of its forwards, which are recompiled with sites in them.
+
+``Rewriter(numerics).rewrite(module)`` returns a :class:`Rewritten` forward, or the reason why there is none. A site calls
+its op if it is proven and nothing it computes around is watched, and the expression of the source otherwise.
+"""
+
+from diffkern.rewrite.rewriter import Rewriter, Rewritten
+from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.verify import SiteVerifier
+
+__all__ = ["FusedSite", "Rewriter", "Rewritten", "SiteVerifier"]

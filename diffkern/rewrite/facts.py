@@ -103,7 +103,7 @@ class Facts:
         return _NORM_NAME.search(_name_of(path)) is not None
 
     def _is_linear(self, path: Path) -> bool:
-        return re.search(r"proj|linear|fc\d?$|^w\d$|^to_", _name_of(path)) is not None
+        return re.search(r"proj|linear|fc\d?$|^w\d$|^to_|^(gate|up|down|wi_\d|gate_layer|up_layer)$", _name_of(path)) is not None
 
     def _is_projection(self, path: Path) -> bool:
         return self._is_linear(path)

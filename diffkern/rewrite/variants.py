@@ -36,7 +36,7 @@ def decide_branches(tree: ast.FunctionDef, facts: Facts | None) -> bool:
     decider = _Decider(facts, _stored_attributes(tree))
     decider.visit(tree)
     if decider.decided:
-        _fill_empty_blocks(tree)
+        _tidy_blocks(tree)
         ast.fix_missing_locations(tree)
     return decider.decided
 
@@ -111,7 +111,13 @@ def _stored_attributes(tree: ast.FunctionDef) -> set[str]:
     return {node.attr for node in attributes if not isinstance(node.ctx, ast.Load)}
 
 
-def _fill_empty_blocks(tree: ast.FunctionDef) -> None:
+def _tidy_blocks(tree: ast.FunctionDef) -> None:
+    """Drops what stands behind a return, and fills blocks that have become empty."""
     for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                ends = [i for i, one in enumerate(block) if isinstance(one, (ast.Return, ast.Raise))]
+                del block[ends[0] + 1 if ends else len(block) :]
         if isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.While, ast.With, ast.Try)) and not node.body:
             node.body.append(ast.Pass())

@@ -1,4 +1,8 @@
-"""Which expressions of a package have a shape that rules know, and which of them are fused: from its source alone.
+"""Writes docs/models.md: which expressions of diffusers' models look like glue, and which of them rules fuse.
+
+python scripts/write_rewrite_coverage.py
+
+Reads the source alone; no model is built.
 
 A candidate is what looks like glue to a scan that is looser than the rules: it goes through any definition that reaches
 a name, whatever else uses it, and asks nothing about order, branches and aliases. So what a rule misses shows.
@@ -10,9 +14,12 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FunctionType, ModuleType
 
 from diffkern.rewrite.facts import Facts
@@ -38,6 +45,12 @@ KINDS: dict[str, Shape] = {
 }
 #: Packages whose modulations are not those of a transformer: spatial norms, resnets.
 _CONVOLUTIONAL = (".autoencoders.", ".unets.", ".resnet", ".upsampling", ".downsampling", ".adapter", ".vq_model")
+
+
+_NUMBER_NAME = re.compile(
+    r"(_len|_tokens|_patches|_frames|_size|_start|_idx|_height|_width|offset|_std|_mean|eps|scale_factor|lora_scale"
+    r"|grid_(start|end)_mel|rescale|\bscale|depth|hw|ratio|\bn|\b[ijk])(\.to\(\w+\))?$|torch\.rand|math\."
+)
 
 
 @dataclass(frozen=True)
@@ -83,8 +96,9 @@ def survey(package: str = "diffusers.models") -> list[Candidate]:
             source = Source.of(function)
             if isinstance(source, str):
                 continue
-            for key, candidate in _candidates(source, owner):
-                found.setdefault((candidate.kind, candidate.module, *key), candidate)
+            if not source.function.__name__.startswith(("__init__", "_fuse", "unpatchify", "project_")):
+                for key, candidate in _candidates(source, owner):
+                    found.setdefault((candidate.kind, candidate.module, *key), candidate)
             if owner is None or source.function.__name__ not in ("forward", "__call__"):
                 continue
             planned = _plan(source, owner)
@@ -151,10 +165,8 @@ def _is_one_plus(flow: Flow, node: ast.expr) -> bool:
 
 
 def _has_number(match: Match) -> bool:
-    """Whether a factor is a plain attribute that is a number by its name."""
-    names = ("scale_factor", "output_scale_factor", "rescale", "_scale", "eps", "weight_offset")
-    texts = [ast.unparse(operand.node) for operand in match.operands.values()]
-    return any(text.startswith("self.") and text.endswith(names) for text in texts)
+    """Whether an operand is a number by its name: a count of tokens, a constant factor."""
+    return any(_NUMBER_NAME.search(ast.unparse(operand.node)) for operand in match.operands.values())
 
 
 def modules(package: str) -> Iterator[ModuleType]:
@@ -198,6 +210,28 @@ def table(candidates: list[Candidate]) -> str:
     lines += ["", "| left | where | reason |", "|---|---|---|"]
     for one in sorted(candidates, key=lambda one: (one.kind, one.module, one.line)):
         if one.rule is None:
-            text = one.text.replace("|", "\\|")
+            text = one.text.replace("|", "\|")
             lines.append(f"| {one.kind} | `{one.module}.{one.function}`: `{text[:80]}` | {one.reason} |")
     return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Writes the document."""
+    warnings.filterwarnings("ignore")
+    candidates = [candidate for candidate in survey() if is_transformer_side(candidate)]
+    import diffusers
+
+    text = _HEAD.format(version=diffusers.__version__) + table(candidates)
+    (Path(__file__).parents[1] / "docs" / "models.md").write_text(text, encoding="utf-8")
+
+
+_HEAD = """# Models: what the rewriter fuses
+
+Written by `scripts/write_rewrite_coverage.py` from the source of diffusers {version}; transformers and what they share,
+without convolutional models. A candidate is an expression that looks like glue; the last table lists every one that
+stays as it is, with the reason.
+
+"""
+
+if __name__ == "__main__":
+    main()
