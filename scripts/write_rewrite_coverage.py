@@ -24,7 +24,20 @@ from types import FunctionType, ModuleType
 
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Definition, Flow
-from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Match, Norm, OnePlus, Product, Scope, Shape, Sum, is_number
+from diffkern.rewrite.match import (
+    Activated,
+    Either,
+    Kept,
+    Leaf,
+    Match,
+    Norm,
+    OnePlus,
+    Product,
+    Scope,
+    Shape,
+    Sum,
+    is_number,
+)
 from diffkern.rewrite.plan import Plan, plan
 from diffkern.rewrite.source import Source
 
@@ -49,7 +62,7 @@ _CONVOLUTIONAL = (".autoencoders.", ".unets.", ".resnet", ".upsampling", ".downs
 
 _NUMBER_NAME = re.compile(
     r"(_len|_tokens|_patches|_frames|_size|_start|_idx|_height|_width|offset|_std|_mean|eps|scale_factor|lora_scale"
-    r"|grid_(start|end)_mel|rescale|\bscale|depth|hw|ratio|\bn|\b[ijk])(\.to\(\w+\))?$|torch\.rand|math\."
+    r"|grid_(start|end)_mel|rescale|depth|hw|ratio|\b[ijk])(\.to\(\w+\))?$|torch\.rand|math\."
 )
 
 
@@ -136,8 +149,9 @@ def _candidates(source: Source, owner: type | None) -> Iterator[tuple[tuple[int,
             match = next(iter(shape.match(scope, node, Match())), None)
             if match is None or _is_something_else(flow, kind, match, node):
                 continue
-            yield (node.lineno, node.col_offset), Candidate(
-                kind, function.__module__, function.__qualname__, node.lineno, ast.unparse(node)
+            yield (
+                (node.lineno, node.col_offset),
+                Candidate(kind, function.__module__, function.__qualname__, node.lineno, ast.unparse(node)),
             )
 
 
@@ -206,7 +220,12 @@ def table(candidates: list[Candidate]) -> str:
         fused = sum(one.rule is not None for one in of_kind)
         lines.append(f"| {kind} | {len(of_kind)} | {fused} | {fused / max(len(of_kind), 1):.0%} |")
     rules = Counter(one.rule for one in candidates if one.rule is not None)
-    lines += ["", "| rule | expressions |", "|---|---|", *[f"| {rule} | {count} |" for rule, count in rules.most_common()]]
+    lines += [
+        "",
+        "| rule | expressions |",
+        "|---|---|",
+        *[f"| {rule} | {count} |" for rule, count in rules.most_common()],
+    ]
     lines += ["", "| left | where | reason |", "|---|---|---|"]
     for one in sorted(candidates, key=lambda one: (one.kind, one.module, one.line)):
         if one.rule is None:

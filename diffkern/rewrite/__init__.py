@@ -1,7 +1,7 @@
 """WHERE FUSED OPS STAND IN A MODEL: found in the source of its forwards, which are recompiled with sites in them.
 
-``Rewriter(numerics).rewrite(module)`` returns a :class:`Rewritten` forward, or the reason why there is none. A site calls
-its op if it is proven and nothing it computes around is watched, and the expression of the source otherwise.
+``Rewriter(numerics).rewrite(module)`` returns a :class:`Rewritten` forward, or the reason why there is none. A site
+calls its op if that is proven and no hook watches what it replaces, and the expression of the source otherwise.
 """
 
 from diffkern.rewrite.rewriter import Rewriter, Rewritten

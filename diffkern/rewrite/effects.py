@@ -11,16 +11,16 @@ from diffkern.rewrite.flow import Definition, Flow
 
 #: Methods that return a view of a tensor, or the tensor itself.
 VIEWS = frozenset(
-    "unsqueeze squeeze view view_as reshape expand expand_as flatten unflatten transpose permute movedim contiguous"
-    " narrow select chunk split unbind t detach".split()
+    "unsqueeze squeeze view view_as reshape expand expand_as flatten unflatten transpose permute movedim "
+    "contiguous narrow select chunk split unbind t detach".split()
 )
 #: Methods that change the dtype of a tensor alone; any of them may return the tensor itself.
-CASTS = frozenset("to float half bfloat16 double type_as type".split())
+CASTS = frozenset(["to", "float", "half", "bfloat16", "double", "type_as", "type"])
 #: Attributes that tell about a tensor without reading its data.
-METADATA = frozenset("shape dtype ndim device itemsize layout is_cuda requires_grad names".split())
+METADATA = frozenset(["shape", "dtype", "ndim", "device", "itemsize", "layout", "is_cuda", "requires_grad", "names"])
 _BUILTINS = frozenset(
-    "len int float bool str tuple list dict set range zip enumerate isinstance hasattr getattr type min max sum abs"
-    " round sorted reversed print repr map all any callable slice ValueError TypeError RuntimeError".split()
+    "len int float bool str tuple list dict set range zip enumerate isinstance hasattr getattr type min max "
+    "sum abs round sorted reversed print repr map all any callable slice ValueError TypeError RuntimeError".split()
 )
 #: The name under which rewritten code calls its sites.
 SITES = "_sites"

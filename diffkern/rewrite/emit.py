@@ -71,7 +71,7 @@ class _Writer:
     def name_of(self, node: ast.AST) -> str | None:
         """The variable that stands for a node, if one does."""
         if node in self._operands:
-            return self._leaves[self._key(node)][0]  # type: ignore[arg-type]
+            return self._leaves[self._key(node)][0]
         if not isinstance(node, ast.Name):
             return None
         definition = self._passed.get(node) or self._internal(node)
@@ -97,6 +97,7 @@ class _Writer:
         for view in operand.views:
             inner = view.value if isinstance(view, ast.Subscript) else view.func.value  # type: ignore[attr-defined]
             rendered = _Render(self, {inner: value}).visit(view)
+            assert isinstance(rendered, ast.expr)
             value = rendered
         return value
 
@@ -117,7 +118,7 @@ class _Render(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         if node in self._known:
-            return self._known[node]  # type: ignore[index]
+            return self._known[node]
         name = self._writer.name_of(node)
         if name is not None:
             return ast.copy_location(ast.Name(name, ast.Load()), node)
@@ -172,9 +173,9 @@ def replace_match(
             _insert(flow.places[end].block, end, [both])
         _replace(flow.places[kept.statement].block, kept.statement, replaced, like=kept.statement)
         call = ast.Name(result, ast.Load())
-    for statement in gone:
-        assert statement is not None
-        _replace(flow.places[statement].block, statement, evaluated_early(statement), like=statement)
+    for old in gone:
+        assert old is not None
+        _replace(flow.places[old].block, old, evaluated_early(old), like=old)
     _Swap(root, ast.copy_location(call, root)).visit(end)
     ast.fix_missing_locations(scope.flow.tree)
 

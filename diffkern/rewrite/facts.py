@@ -32,7 +32,9 @@ UNKNOWN, PRESENT = _Unknown(), _Present()
 _CHANGING = frozenset({"training", "gradient_checkpointing"})
 
 _NORM_NAME = re.compile(r"(^|_)(norm|ln|layernorm|rmsnorm)\d*(_|$)|norm\d*$|_norm|norm_")
-_ACTIVATION_NAME = re.compile(r"^(act|act_fn|activation|activation_fn|nonlinearity|silu|gelu|act_mlp|gate_act|mlp_act)$")
+_ACTIVATION_NAME = re.compile(
+    r"^(act|act_fn|activation|activation_fn|nonlinearity|silu|gelu|act_mlp|gate_act|mlp_act)$"
+)
 #: What modules of activations compute, by exact class.
 _ACTIVATION_CLASSES = {
     "torch.nn.modules.activation.SiLU": "silu",
@@ -68,9 +70,11 @@ class Facts:
         return None
 
     def is_norm(self, path: Path) -> bool:
+        """Whether the child is a norm over the last dimension."""
         return bool(path) and self._answer("norm", path, self._is_norm)  # type: ignore[return-value]
 
     def is_linear(self, path: Path) -> bool:
+        """Whether the child is a linear layer of torch's own class."""
         return bool(path) and self._answer("linear", path, self._is_linear)  # type: ignore[return-value]
 
     def is_projection(self, path: Path) -> bool:
@@ -78,16 +82,22 @@ class Facts:
         return bool(path) and self._answer("projection", path, self._is_projection)  # type: ignore[return-value]
 
     def activation(self, path: Path) -> str | None:
+        """The activation that the child computes, "any" for one that the proof has to find; None for others."""
         return self._answer("activation", path, self._activation) if path else None  # type: ignore[return-value]
 
     def value(self, path: Path) -> object:
         """A plain attribute, None or PRESENT for a submodule; UNKNOWN for everything else."""
         return self._answer("value", path, self._value)
 
+    def forget_module(self) -> None:
+        """Keeps the answers alone: a plan outlives the module that it was made for."""
+
     @property
     def values(self) -> dict[str, object]:
         """The attributes that something was decided by."""
-        return {path[0]: value for (kind, path), value in self.answers.items() if kind == "value" and value is not UNKNOWN}
+        return {
+            path[0]: value for (kind, path), value in self.answers.items() if kind == "value" and value is not UNKNOWN
+        }
 
     def _answer(self, question: str, path: Path, ask: Any) -> object:
         if (question, path) not in self.answers:
@@ -103,7 +113,10 @@ class Facts:
         return _NORM_NAME.search(_name_of(path)) is not None
 
     def _is_linear(self, path: Path) -> bool:
-        return re.search(r"proj|linear|fc\d?$|^w\d$|^to_|^(gate|up|down|wi_\d|gate_layer|up_layer)$", _name_of(path)) is not None
+        return (
+            re.search(r"proj|linear|fc\d?$|^w\d$|^to_|^(gate|up|down|wi_\d|gate_layer|up_layer)$", _name_of(path))
+            is not None
+        )
 
     def _is_projection(self, path: Path) -> bool:
         return self._is_linear(path)
@@ -115,7 +128,13 @@ class Facts:
         return "any" if _ACTIVATION_NAME.match(path[-1]) else None
 
 
-_METHOD = {"norm": "is_norm", "value": "value", "projection": "is_projection", "linear": "is_linear", "activation": "activation"}
+_METHOD = {
+    "norm": "is_norm",
+    "value": "value",
+    "projection": "is_projection",
+    "linear": "is_linear",
+    "activation": "activation",
+}
 
 
 class ModuleFacts(Facts):
@@ -172,7 +191,8 @@ def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:
     current: Any = module
     for name in path:
         current = current._modules.get(name) if isinstance(current, nn.Module) else None
-    return current
+    found: nn.Module | None = current
+    return found
 
 
 def last_dim_norm(module: nn.Module) -> NormSemantics | None:

@@ -41,7 +41,9 @@ class Guard:
         self._namespace = namespace
         self._values = tuple(values.items())
         self._globals = {name: function for name, function in helpers.items() if not name.startswith("self.")}
-        methods = {name.removeprefix("self."): function for name, function in helpers.items() if name.startswith("self.")}
+        methods = {
+            name.removeprefix("self."): function for name, function in helpers.items() if name.startswith("self.")
+        }
         children: dict[Path, tuple[type[nn.Module], Any]] = {}
         self._users: dict[Path, list[int]] = {}
         for site in sites:

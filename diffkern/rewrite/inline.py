@@ -1,7 +1,7 @@
 """Takes the bodies of a model's own helpers into the function that calls them, so that rules see through them.
 
-``x, gate = self._modulate(self.norm(x), table)`` becomes the statements of ``_modulate`` with its variables renamed. The
-guard checks at every call that the helper is still the function that was read.
+``x, gate = self._modulate(self.norm(x), table)`` becomes the statements of ``_modulate`` with its variables renamed.
+The guard checks at every call that the helper is still the function that was read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from diffkern.rewrite.source import Source
 #: Statements that a helper may consist of, before the one return at its end.
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.If, ast.Expr, ast.Return, ast.Raise, ast.Pass)
 #: What the body of a helper must not hold: scopes of their own, and what would leave the caller.
-_FORBIDDEN = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await, ast.Yield)
+_FORBIDDEN = (
+    ast.Lambda,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+    ast.NamedExpr,
+    ast.Await,
+    ast.Yield,
+)
 #: Helpers in one function, helpers of helpers included.
 _LIMIT = 16
 
@@ -126,17 +135,26 @@ class _Inliner:
         self, helper: ast.FunctionDef, arguments: dict[str, ast.expr], name: str, call: ast.Call
     ) -> tuple[list[ast.stmt], ast.expr]:
         names = {*arguments}
-        names |= {node.id for node in ast.walk(helper) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        stored = {node.id for node in ast.walk(helper) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names |= {
+            node.id for node in ast.walk(helper) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        stored = {
+            node.id for node in ast.walk(helper) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         # A parameter that stands for a variable is that variable: nothing in the helper binds the caller's names.
-        same = {old: arguments.pop(old) for old in names - stored if isinstance(arguments.get(old), (ast.Name, ast.Constant))}
+        same = {
+            old: arguments.pop(old)
+            for old in names - stored
+            if isinstance(arguments.get(old), (ast.Name, ast.Constant))
+        }
         mapping: dict[str, ast.expr] = {old: ast.Name(f"_h{self._count}_{old}", ast.Load()) for old in names}
         mapping.update(same)
         statements: list[ast.stmt] = [
             ast.copy_location(ast.Assign([ast.Name(f"_h{self._count}_{parameter}", ast.Store())], value), call)
             for parameter, value in arguments.items()
         ]
-        body = [_Rename(mapping, name).visit(copy.deepcopy(statement)) for statement in helper.body]
+        copies: Any = [_Rename(mapping, name).visit(copy.deepcopy(one)) for one in helper.body]
+        body: list[ast.stmt] = copies
         if ast.get_docstring(helper, clean=False) is not None:
             body = body[1:]
         *rest, last = body

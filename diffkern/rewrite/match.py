@@ -50,6 +50,7 @@ class Match:
     kept: Definition | None = None
 
     def step(self, node: ast.expr) -> Match:
+        """The match with one more node that the op computes."""
         return replace(self, steps=(*self.steps, node))
 
 
@@ -91,6 +92,7 @@ class Leaf:
     name: str
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         while is_cast(node):
             match, node = match.step(node), node.func.value  # type: ignore[attr-defined]
         if not is_number(scope.flow, node):
@@ -105,6 +107,7 @@ class Sum:
     b: Shape
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         yield from _binary(ast.Add, self.a, self.b, scope, node, match)
 
 
@@ -116,6 +119,7 @@ class Product:
     b: Shape
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         yield from _binary(ast.Mult, self.a, self.b, scope, node, match)
 
 
@@ -138,6 +142,7 @@ class OnePlus:
     name: str
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         node, match, views = _through_views(scope, node, match)
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
             return
@@ -160,6 +165,7 @@ class Activated:
     argument: Shape | None = None
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         node, match, views = _through_views(scope, node, match)
         found = activation(scope, node)
         if found is None:
@@ -187,6 +193,7 @@ class Norm:
     name: str = "norm"
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         node, match = peel(scope, node, match)
         module = norm_call(scope, node)
         if module is not None:
@@ -203,6 +210,7 @@ class Linear:
     argument: Shape
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         node, match = peel(scope, node, match)
         if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
             module = scope.facts.path(scope.flow, node.func)
@@ -218,6 +226,7 @@ class Kept:
     shape: Shape
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         yield from self.shape.match(scope, *peel(scope, node, match, keep=True))
 
 
@@ -228,6 +237,7 @@ class Either:
     shapes: tuple[Shape, ...]
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
         for shape in self.shapes:
             yield from shape.match(scope, node, match)
 

@@ -130,7 +130,7 @@ class Placer:
 
     def _other_uses(self, definition: Definition, match: Match) -> list[ast.Name]:
         """The loads of a definition outside of the match."""
-        inside = {name for name, _ in match.passed}
+        inside: set[ast.AST] = {name for name, _ in match.passed}
         inside |= {part for step in match.steps for part in cast_arguments(step)}
         return [use for use in definition.uses if use not in inside]
 

@@ -17,7 +17,7 @@ from diffkern.rewrite.emit import Region, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Scope
-from diffkern.rewrite.placement import Placer, Placement
+from diffkern.rewrite.placement import Placement, Placer
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
 from diffkern.rewrite.variants import decide_branches
@@ -191,7 +191,8 @@ class _Planner:
         assert original is not None and operands is not None
         paths = {name: scope.facts.path(scope.flow, callee) for name, callee in match.modules.items()}
         return SitePlan(
-            len(self.sites), rule, root.lineno, tuple([(step.lineno, step.col_offset) for step in match.steps]), " ; ".join(map(ast.unparse, region.original.body)), original, operands,
+            len(self.sites), rule, root.lineno, tuple([(step.lineno, step.col_offset) for step in match.steps]),
+            " ; ".join(map(ast.unparse, region.original.body)), original, operands,
             region.names, {name: path for name, path in paths.items() if path}, {**rule.options, **match.options},
             gives_residual, placement.moves_calls,
         )  # fmt: skip

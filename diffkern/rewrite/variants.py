@@ -47,6 +47,7 @@ class _Decider(ast.NodeTransformer):
         self.decided = False
 
     def visit_If(self, node: ast.If) -> Any:
+        """The branch that runs, if that is decided."""
         test = self._value(node.test)
         if test is UNKNOWN:
             return self.generic_visit(node)
@@ -55,6 +56,7 @@ class _Decider(ast.NodeTransformer):
         return [one for part in kept for one in (part if isinstance(part, list) else [part])]
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
+        """The value that is taken, if that is decided."""
         test = self._value(node.test)
         if test is UNKNOWN:
             return self.generic_visit(node)
@@ -62,9 +64,12 @@ class _Decider(ast.NodeTransformer):
         return self.visit(node.body if test else node.orelse)
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
+        """Nothing in it: it runs at another time."""
         return node
 
-    visit_ClassDef = visit_Lambda
+    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
+        """Nothing in it: it is a scope of its own."""
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         """The body of the function itself; nested functions, which run at another time, stay."""
@@ -91,10 +96,10 @@ class _Decider(ast.NodeTransformer):
             if one is UNKNOWN or other is UNKNOWN:
                 return UNKNOWN
             return _COMPARE[type(node.ops[0])](one, other)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and self._facts is not None:
-            if node.value.id == self._facts.receiver and node.attr not in self._stored:
-                return self._facts.value((node.attr,))
-        return UNKNOWN
+        if self._facts is None or not isinstance(node, ast.Attribute) or node.attr in self._stored:
+            return UNKNOWN
+        own = isinstance(node.value, ast.Name) and node.value.id == self._facts.receiver
+        return self._facts.value((node.attr,)) if own else UNKNOWN
 
     def _bool_op(self, node: ast.BoolOp) -> Any:
         """In source order: what stands behind an unknown part may not be evaluated without it."""

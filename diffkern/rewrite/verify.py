@@ -78,7 +78,9 @@ class SiteVerifier:
             except Exception as error:
                 reason = reason or f"failed: {type(error).__name__}: {error}"
                 continue
-            refused = [self._refused(*results) for results in zip(*map(_transposed, (fused, stock, reference)), strict=True)]
+            refused = [
+                self._refused(*results) for results in zip(*map(_transposed, (fused, stock, reference)), strict=True)
+            ]
             if not any(refused):
                 return way
             reason = reason or next(filter(None, refused))
@@ -195,7 +197,9 @@ def _options_of_op(site: FusedSite, found: dict[str, object]) -> dict[str, Any] 
     return options
 
 
-def _dtype_options(site: FusedSite, options: dict[str, Any], dtypes: list[torch.dtype], rounding: str) -> dict[str, Any]:
+def _dtype_options(
+    site: FusedSite, options: dict[str, Any], dtypes: list[torch.dtype], rounding: str
+) -> dict[str, Any]:
     op = site.plan.rule.op
     if op == "glu":
         return {**options, "round_activation": rounding == "each"}

@@ -52,7 +52,7 @@ def written(source: str, **namespace: Any) -> dict[str, Any]:
 
 
 def leaves(names: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random arguments by name: ``[2, 1, D]`` for scales, shifts and gates, ``[2, D]`` with a 2 at the end, else rows."""
+    """Random arguments by name: scales, shifts, gates ``[2, 1, D]``, with a 2 at the end ``[2, D]``; others rows."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"scale": (2, 1, SIZE), "shift": (2, 1, SIZE), "gate": (2, 1, SIZE)}
     shapes.update({f"{name}2": (2, SIZE) for name in ("scale", "shift", "gate")})

@@ -82,7 +82,10 @@ def test_modules_of_other_configurations_have_other_plans() -> None:
     other.mode = "other"
     rewriter = Rewriter()
     one, two = rewriter.rewrite(module), rewriter.rewrite(other)
-    assert [site.plan.rule.name for found in (one, two) for site in found.sites] == ["norm, modulation", "gated residual"]
+    assert [site.plan.rule.name for found in (one, two) for site in found.sites] == [
+        "norm, modulation",
+        "gated residual",
+    ]
     twin = type(module)().eval().requires_grad_(False)
     assert rewriter.rewrite(twin) is one
 

@@ -17,7 +17,7 @@ FUSED = {
     "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation"},
     "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},
     "qwenimage": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},
-    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation"},
+    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation"},  # noqa: E501
     "sana": {"gated residual", "gated linear unit", "linear, GELU", "norm, modulation", "residual, norm, modulation"},
     "pixart": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},
 }  # fmt: skip

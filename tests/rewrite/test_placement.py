@@ -25,7 +25,7 @@ HAZARDS = {
     "an augmented assignment writes to an operand": "n = self.norm(x)\nx *= 2\nreturn n * (1 + scale) + shift",
     "a view of an operand is written to": "n = self.norm(x)\nv = x[:, 1:]\nv.add_(1)\nreturn n * (1 + scale) + shift",
     "a call may write to an operand": "n = self.norm(x)\nself.clobber(x)\nreturn n * (1 + scale) + shift",
-    "a call gets a view of an operand": "n = self.norm(x)\nself.clobber(x.view(x.shape))\nreturn n * (1 + scale) + shift",
+    "a call gets a view of an operand": "n = self.norm(x)\nself.clobber(x.view(x.shape))\nreturn n * (1 + scale) + shift",  # noqa: E501
     "a call in the expression writes to an operand": "return self.norm(x) * (1 + scale) + self.clobber(x)",
     "the residual is read before the norm can be": (
         "x = x + gate * y\nscale = scale + x.mean()\nreturn self.norm(x) * (1 + scale) + shift + x"
@@ -87,7 +87,9 @@ def test_a_residual_sinks_to_a_norm_whose_operands_come_later() -> None:
 
 
 def test_a_residual_in_another_branch_than_its_norm_is_computed_alone() -> None:
-    module = block(NAMES, "x = x + gate * y\nif scale.mean() < 9:\n    x = x + self.norm(x) * (1 + scale) + shift\nreturn x")
+    module = block(
+        NAMES, "x = x + gate * y\nif scale.mean() < 9:\n    x = x + self.norm(x) * (1 + scale) + shift\nreturn x"
+    )
     assert rules(rewritten(module)) == ["gated residual", "norm, modulation"]
 
 

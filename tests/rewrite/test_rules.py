@@ -23,7 +23,7 @@ SPELLINGS = [
     ("x, scale2, shift2", "return self.norm(x) * (1 + scale2)[:, None, :] + shift2[:, None, :]", MODULATION),
     ("x, scale2, shift2", "return self.norm(x) * (1 + scale2[:, None]) + shift2.unsqueeze(1)", MODULATION),
     ("x, scale, shift", "return (self.norm(x.float()) * (1 + scale) + shift).type_as(x)", MODULATION),
-    ("x, scale, shift", "return (self.norm(x.float()) * (scale.float() + 1.0) + shift.float()).to(x.dtype)", MODULATION),
+    ("x, scale, shift", "return (self.norm(x.float()) * (scale.float() + 1.0) + shift.float()).to(x.dtype)", MODULATION),  # noqa: E501
     ("x, scale", "return self.rms_norm(x) * (1 + scale)", MODULATION),
     ("x, scale", "return self.norm2(x) * scale", "norm, scale"),
     ("x, scale, shift", "return x * (1 + scale) + shift", "modulation"),
@@ -41,7 +41,7 @@ SPELLINGS = [
     ("r, y, gate", "r = r + gate * y\nreturn r, self.norm2(r)", "residual, norm"),
     ("r, y", "r = r + y\nreturn r, self.norm2(r.float()).type_as(r)", "residual, norm"),
     ("r, y, gate, scale, shift", "r = r + gate * y\nn = self.norm(r)\nreturn r, n * (1 + scale) + shift", MODULATED),
-    ("r, y, scale, shift", "r = r + y\nn = (self.norm(r.float()) * (1 + scale) + shift).type_as(r)\nreturn r, n", MODULATED),
+    ("r, y, scale, shift", "r = r + y\nn = (self.norm(r.float()) * (1 + scale) + shift).type_as(r)\nreturn r, n", MODULATED),  # noqa: E501
     ("a, b", "return F.silu(a) * b", "gated linear unit"),
     ("a, b", "return b * F.gelu(a, approximate='tanh')", "gated linear unit"),
     ("a, b", "return self.act(a) * self.proj(b)", "gated linear unit"),
@@ -60,7 +60,9 @@ def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-@pytest.mark.parametrize(("names", "body", "rule"), SPELLINGS, ids=[body.replace("\n", " ; ") for _, body, _ in SPELLINGS])
+@pytest.mark.parametrize(
+    ("names", "body", "rule"), SPELLINGS, ids=[body.replace("\n", " ; ") for _, body, _ in SPELLINGS]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_spelling_is_one_site_that_keeps_the_contract(names: str, body: str, rule: str, dtype: torch.dtype) -> None:
     module = _block(names, body, dtype)
@@ -80,7 +82,9 @@ def test_a_spelling_is_one_site_that_keeps_the_contract(names: str, body: str, r
         assert relative_error(one, exact) <= 1.05 * relative_error(other, exact) + 1e-6
 
 
-@pytest.mark.parametrize(("names", "body", "rule"), SPELLINGS, ids=[body.replace("\n", " ; ") for _, body, _ in SPELLINGS])
+@pytest.mark.parametrize(
+    ("names", "body", "rule"), SPELLINGS, ids=[body.replace("\n", " ; ") for _, body, _ in SPELLINGS]
+)
 def test_exact_numerics_give_the_bits_of_the_source(names: str, body: str, rule: str) -> None:
     module = _block(names, body, torch.bfloat16)
     arguments = leaves(names, torch.bfloat16)
@@ -109,5 +113,3 @@ def test_a_product_of_numbers_runs_as_it_is_written() -> None:
     assert torch.equal(found.function(module, x, 0.5), module(x, 0.5))
     assert found.sites[0].fused_calls == 0 and found.sites[0].original_calls == 1
     assert "not a tensor" in next(iter(found.sites[0].reasons.values()))
-
-
