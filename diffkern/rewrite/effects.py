@@ -9,18 +9,23 @@ import torch
 
 from diffkern.rewrite.flow import Definition, Flow
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 #: Methods that return a view of a tensor, or the tensor itself.
-VIEWS = frozenset(
+VIEWS = _words(
     "unsqueeze squeeze view view_as reshape expand expand_as flatten unflatten transpose permute movedim "
-    "contiguous narrow select chunk split unbind t detach".split()
+    "contiguous narrow select chunk split unbind t detach"
 )
 #: Methods that change the dtype of a tensor alone; any of them may return the tensor itself.
 CASTS = frozenset(["to", "float", "half", "bfloat16", "double", "type_as", "type"])
 #: Attributes that tell about a tensor without reading its data.
 METADATA = frozenset(["shape", "dtype", "ndim", "device", "itemsize", "layout", "is_cuda", "requires_grad", "names"])
-_BUILTINS = frozenset(
+_BUILTINS = _words(
     "len int float bool str tuple list dict set range zip enumerate isinstance hasattr getattr type min max "
-    "sum abs round sorted reversed print repr map all any callable slice ValueError TypeError RuntimeError".split()
+    "sum abs round sorted reversed print repr map all any callable slice ValueError TypeError RuntimeError"
 )
 #: The name under which rewritten code calls its sites.
 SITES = "_sites"

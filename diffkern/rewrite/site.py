@@ -64,6 +64,7 @@ class FusedSite:
         self._semantics: NormSemantics | None = None if norm is None else last_dim_norm(norm)
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for a module and the leaves of its expression."""
         way = self.way(module, leaves)
         if way is None:
             return self.run_original(module, *leaves)
