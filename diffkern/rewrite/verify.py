@@ -19,13 +19,11 @@ from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.rewrite.match import ANY_ACTIVATION
 from diffkern.rewrite.reference import CastsLifted, float64_twin, to_float64
 from diffkern.rewrite.site import FusedSite, Way, signature_of
+from diffkern.verify.contract import EXACT_ROWS, RATIO, ROWS, SLACK
 from diffkern.verify.measures import relative_error
-from diffkern.verify.proof import RATIO, SLACK
 
 #: Relative error up to which two float64 results compute the same.
 AGREEMENT = 1e-10
-#: Rows from which on the ratio, and bit identity, mean something.
-ROWS, EXACT_ROWS = 64, 1024
 #: Elements of a random leaf at most: a proof must not cost what a step costs.
 _LARGEST = 1 << 22
 
