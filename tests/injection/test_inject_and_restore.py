@@ -394,7 +394,7 @@ def test_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_the_r
         "diffkern.ops.registration.kernel_for",
         lambda op, *args: unwritable if op == "qk_norm_rope" else real(op, *args),
     )
-    registry.remembered.clear()
+    registry.dispatch_cache.clear()
     if strict:
         site._state.strict = True
         with (

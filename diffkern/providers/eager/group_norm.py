@@ -31,6 +31,8 @@ def group_norm_silu(
     groups = upcast.unflatten(1, (num_groups, x.shape[1] // num_groups))
     dims = (2, *range(4 if per_frame else 3, groups.ndim))
     centred = groups - groups.mean(dims, keepdim=True)
+    # Torch's mean over many strided elements is off by several roundings, which a small deviation magnifies.
+    centred = centred - centred.mean(dims, keepdim=True)
     y = (centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)).flatten(1, 2)
     if weight is not None:
         y = y * _channels(weight, y)
