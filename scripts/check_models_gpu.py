@@ -134,7 +134,7 @@ def _run(model: Model, case: Case) -> str | None:
     results = model.outputs(module)
     case.fused = sum(count["fused"] > 0 for count in fused.calls().values())
     case.error, case.stock_error = model.error(results), model.error(model.stock)
-    problem = _outside_contract(case, results, model.stock)
+    problem = _outside_contract(case, results, model.stock, case.error)
     graph = inject_optimized_kernels(module, numerics=case.numerics, cuda_graph=True)
     replayed = model.outputs(module)
     if any(site.op == "cuda_graph" for site in graph.patched):
@@ -142,8 +142,9 @@ def _run(model: Model, case: Case) -> str | None:
         case.captured, case.reasons = count["fused"], dict(count["stock_reasons"])
     else:
         case.reasons = {site.reason or "": 1 for site in graph.skipped if site.op == "cuda_graph"}
-    if not _equal(replayed, results):
-        problem = problem or "a graph gives other bits than the fused calls"
+    # Other products may serve a graph than the first calls, so that nothing but the contract holds for both.
+    reason = _outside_contract(case, replayed, model.stock, model.error(replayed))
+    problem = problem or (reason and f"as a graph: {reason}")
     graph.restore()
     fused.restore()
     if not _equal(model.outputs(module), model.stock):
@@ -151,17 +152,20 @@ def _run(model: Model, case: Case) -> str | None:
     return problem
 
 
-def _outside_contract(case: Case, results: list[list[Tensor]], stock: list[list[Tensor]]) -> str | None:
+def _outside_contract(
+    case: Case, results: list[list[Tensor]], stock: list[list[Tensor]], error: float | None
+) -> str | None:
     if case.numerics == "exact":
         return None if _equal(results, stock) else "exact is not stock to the bit"
     if not all(bool(leaf.isfinite().all()) for call in results for leaf in call):
         return "not finite"
-    if case.error is None or case.stock_error is None:
+    if error is None or case.stock_error is None:
         return None
     if case.numerics == "fp8":
-        return None if case.error <= FP8_ERROR else f"the error in fp8 is {case.error:.2f}"
-    if case.error > RATIO * case.stock_error + SLACK:
-        return f"the error is {case.error / max(case.stock_error, 1e-30):.2f} times stock's"
+        # Of a model whose stock error is that large, random weights leave nothing to compare.
+        return f"the error in fp8 is {error:.2f}" if error > max(FP8_ERROR, RATIO * case.stock_error) else None
+    if error > RATIO * case.stock_error + SLACK:
+        return f"the error is {error / max(case.stock_error, 1e-30):.2f} times stock's"
     return None
 
 

@@ -132,7 +132,8 @@ def test_products(dtype: torch.dtype, device: str) -> None:
     bias = random(48, device=device, dtype=dtype, seed=3)
     rows, of_weight = activation_fp8(x, provider="eager"), activation_fp8(weight, provider="eager")
     truth = (rows[0].double() * rows[1].double()) @ (of_weight[0].double() * of_weight[1].double()).t()
-    for b in (bias, None):
+    every_third = torch.full((48 * 3,), float("nan"), device=device, dtype=dtype)[::3].copy_(bias)
+    for b in (bias, every_third, None):
         y = linear_fp8(*rows, *of_weight, b, out_dtype=dtype)
         assert y.shape == (2, 24, 48) and y.dtype == dtype
         assert relative_error(y, truth if b is None else truth + b.double()) <= 1e-2
