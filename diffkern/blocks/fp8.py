@@ -120,8 +120,8 @@ class Fp8Weights(DerivedCache):
             if name.startswith(prefix):
                 self._copies.pop(name, None)
 
-    def copies(self) -> list[object]:
-        """All copies that there are now."""
+    @override
+    def entries(self) -> list[object]:
         return list(self._copies.values())
 
     def state(self) -> Hashable:
@@ -144,12 +144,6 @@ def state_of(block: nn.Module) -> Hashable:
     """What a CUDA graph of a block depends on: which copies it read, and that they are valid."""
     weights: Fp8Weights | None = memory(block).get("fp8")
     return None if weights is None else weights.state()
-
-
-def copies_of(block: nn.Module) -> list[object]:
-    """The copies that there are now: a CUDA graph reads them, and has to keep them alive."""
-    weights: Fp8Weights | None = memory(block).get("fp8")
-    return [] if weights is None else weights.copies()
 
 
 @torch.no_grad()

@@ -108,6 +108,10 @@ class _RotaryTables(DerivedCache):
         kept = self.kept
         return () if kept is None else kept.results
 
+    @override
+    def entries(self) -> list[object]:
+        return [self.kept]
+
 
 #: Tables of cosines that are kept -> all that is kept with them, weakly.
 _kept: Any = WeakIdKeyDictionary()

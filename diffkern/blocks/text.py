@@ -100,6 +100,10 @@ class _Caption(DerivedCache):
     def results(self) -> Iterable[TensorFingerprint]:
         return [kept.result for kept in self._kept]
 
+    @override
+    def entries(self) -> list[object]:
+        return list(self._kept)
+
     def projected(self, module: Any, caption: Tensor) -> Tensor:
         """Returns the projection of a caption, the kept one if it is valid."""
         layers = module.linear_1._parameters, module.linear_2._parameters
@@ -160,6 +164,10 @@ class TextAttention(DerivedCache):
     @override
     def fingerprints(self) -> Iterable[TensorFingerprint]:
         return [source for text in self._texts for source in text.sources]
+
+    @override
+    def entries(self) -> list[object]:
+        return list(self._texts)
 
     def keys_and_values(self, children: Mapping[str, Any], states: Tensor, compute: Callable[[], Pair]) -> Pair:
         """Returns those of a text: the kept ones, or what ``compute`` returns.

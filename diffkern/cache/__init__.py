@@ -1,6 +1,14 @@
 """Tensors that are computed from other tensors and kept between calls, and the one rule of how long they are valid."""
 
-from diffkern.cache.derived import DerivedCache, TensorFingerprint, generation, match_all, start_round, version
+from diffkern.cache.derived import (
+    DerivedCache,
+    TensorFingerprint,
+    entries_of,
+    generation,
+    match_all,
+    start_round,
+    version,
+)
 from diffkern.cache.memory import UNDO, drop, forget, memory
 
 __all__ = [
@@ -8,6 +16,7 @@ __all__ = [
     "DerivedCache",
     "TensorFingerprint",
     "drop",
+    "entries_of",
     "forget",
     "generation",
     "match_all",

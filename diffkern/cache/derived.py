@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from itertools import count
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Self
 
+from diffkern.cache.memory import memory
 from diffkern.providers.dispatch_modes import modes_active
 
 #: On CUDA a weight matrix is part of one round in so many.
@@ -145,6 +146,10 @@ class DerivedCache(ABC):
         """Those of results that others can write into."""
         return ()
 
+    @abstractmethod
+    def entries(self) -> list[object]:
+        """What is kept now. A CUDA graph that reads it holds this: the cache may replace it, which frees the memory."""
+
     def on_call(self, device: torch.device) -> None:
         """To be called once in each step on ``device``, before anything that is kept is used: checks the sources."""
         if modes_active():
@@ -229,6 +234,15 @@ def _answer(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tup
         flag.copy_(found, non_blocking=True)
         event.record()
     return flag, event
+
+
+def entries_of(module: nn.Module) -> list[object]:
+    """What is kept now of a module, see :meth:`DerivedCache.entries`."""
+    found: list[object] = []
+    for value in tuple(memory(module).values()):
+        for one in tuple(value.values()) if isinstance(value, dict) else (value,):
+            found += one.entries() if isinstance(one, DerivedCache) else [one]
+    return found
 
 
 def start_round(device: torch.device) -> None:

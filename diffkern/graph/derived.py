@@ -19,7 +19,7 @@ def derived_state(patched: Iterable[nn.Module]) -> list[Hashable]:
 
 def derived_tensors(modules: Iterable[nn.Module]) -> list[Any]:
     """What holds the derived tensors of some modules, to keep them alive for a graph that reads them."""
-    return [part for module in modules for part in (dict(cache.memory(module)), fp8.copies_of(module))]
+    return [entry for module in modules for entry in cache.entries_of(module)]
 
 
 def check_sources(device: torch.device) -> None:

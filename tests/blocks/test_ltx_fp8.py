@@ -21,7 +21,7 @@ from diffkern.bench.measure import relative_error
 from diffkern.blocks import fp8
 from diffkern.blocks.ltx import FP8_ALLOWANCE
 from diffkern.cache import derived, memory
-from diffkern.injection import inject
+from diffkern.injection import planning
 from tests.injection.models import all_fused, ltx_inputs, replay_dependencies, tiny_ltx
 
 
@@ -32,7 +32,7 @@ def _hardware(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         if torch.cuda.get_device_capability() < (8, 9):
             pytest.skip("this GPU has no numbers of 8 bits")
     elif "device" in request.fixturenames:
-        monkeypatch.setattr(inject, "fp8_unavailable_reason", lambda device: None)
+        monkeypatch.setattr(planning, "fp8_unavailable_reason", lambda device: None)
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,8 @@ from diffkern import cache, inject_optimized_kernels
 from diffkern.blocks import packing
 from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.cache import derived, memory
+from diffkern.graph.derived import derived_tensors
+from diffkern.injection import planning
 from tests.injection.models import ltx_inputs, tiny_ltx
 
 TIERS = ("fast", "exact")
@@ -362,6 +364,35 @@ def test_forget_leaves_what_restore_needs() -> None:
     assert_steps_alike(model, stock, ltx_inputs(), "exact", 2)
 
 
+@pytest.mark.parametrize("numerics", ["fast", "fp8"])
+def test_what_a_graph_reads_stays_in_memory_when_the_caches_replace_it(
+    numerics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "fp8_unavailable_reason", lambda device: None)  # the CPU computes fp8 as well
+    model, _ = twins(numerics)
+    inputs = ltx_inputs(batch=2)
+    for _ in range(3):
+        step(model, inputs)
+    held = derived_tensors(model.modules())
+    kept = [weakref.ref(table) for table in memory(model.rope)["tables"].kept.tables]
+    kept += map(weakref.ref, memory(model.transformer_blocks[0])["texts"]["attn2"]._texts[0].pair)
+    if numerics == "fp8":
+        kept += [weakref.ref(copy.values) for copy in memory(model.transformer_blocks[0])["fp8"].entries()]
+    for seed in (2, 3, 4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0)  # counted, so everything is computed again
+        inputs = ltx_inputs(batch=2, seed=seed, frames=3)
+        for _ in range(2):
+            step(model, inputs)
+    gc.collect()
+    assert all(part() is not None for part in kept)
+    del held
+    step(model, ltx_inputs(batch=2, seed=5))
+    gc.collect()
+    assert all(part() is None for part in kept)
+
+
 def test_nothing_that_is_kept_outlives_the_model_or_enters_its_state() -> None:
     model, stock = twins("fast")
     inputs = ltx_inputs(batch=2)
@@ -429,6 +460,9 @@ class Kept(cache.DerivedCache):
 
     def fingerprints(self) -> list[derived.TensorFingerprint]:
         return self.kept
+
+    def entries(self) -> list[object]:
+        return []
 
 
 @pytest.mark.parametrize(("shape", "latest"), [((8,), 2), ((8, 8), derived.ROUNDS + 1)])
