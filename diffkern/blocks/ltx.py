@@ -260,7 +260,7 @@ class LTXBlock(BlockRecipe):
             return (torch.randn(shape, generator=generator, device="cpu") * scale).to(device=device, dtype=dtype)
 
         frames, height = 3, 3
-        width = max(5, tokens // (frames * height)) | 1
+        width = tokens // (frames * height) | 1
         length, dim, text = frames * height * width, block.scale_shift_table.shape[-1], 7
         rotary = LTXVideoRotaryPosEmbed(dim)
         tables = rotary(random(2, length, dim), frames, height, width, (0.3, 32.0, 32.0))

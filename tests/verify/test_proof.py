@@ -203,3 +203,36 @@ def test_a_proof_that_raises_in_a_step_runs_stock(monkeypatch: pytest.MonkeyPatc
         result = run(model, dtype=torch.bfloat16)
     assert any("no sample fits" in str(warning.message) for warning in heard)
     torch.testing.assert_close(result, run(stock, dtype=torch.bfloat16), rtol=0.05, atol=0.05)
+
+
+def test_a_block_with_wrong_gradients_trains_on_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffkern.blocks import ltx
+
+    class Doubled(torch.autograd.Function):
+        """The same number, with twice its gradient."""
+
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    right = ltx.LTXBlock.compute
+    monkeypatch.setattr(ltx.LTXBlock, "compute", lambda *args: Doubled.apply(right(*args)))
+    stock, model = tiny_ltx(1).transformer_blocks[0], tiny_ltx(1).transformer_blocks[0]
+    report = inject_optimized_kernels(model)
+    (call,) = ltx.RECIPE.samples(stock, 9, CPU, torch.float32)[:1]
+    gradients = []
+    for block in (stock, model):
+        x = call[0].clone().requires_grad_()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            block(x, *call[1:]).square().sum().backward()
+        gradients.append(x.grad)
+    assert any("runs stock wherever gradients are wanted" in str(warning.message) for warning in heard)
+    assert torch.equal(*gradients) and report.calls()[""]["stock"] == 1
+    with torch.no_grad():
+        model(*call)
+    assert report.calls()[""]["fused"] == 1
