@@ -12,7 +12,8 @@ A list of mutations is a file ``scripts/mutations/*.toml``:
 
 Where two guards stand behind each other, ``also = [{file = ..., old = ..., new = ...}]`` takes out the others with it.
 ``gpu = true`` marks a mutation whose test needs a GPU. The edits are made in copies of the tree, never in the tree
-itself. Every test must pass without the edit, and a test that cannot even be collected with it proves nothing.
+itself. Nothing is built: an edit of ``csrc`` is one
+for tests that read the sources. Every test must pass without the edit, and a test that cannot even be collected with it proves nothing.
 
     python scripts/mutate.py                  all
     python scripts/mutate.py --only text      those whose guard, file or test contains "text"
@@ -79,8 +80,6 @@ class Edit:
         path = root / self.file
         if not path.is_file():
             raise ValueError(f"there is no file {self.file}")
-        if self.file.startswith("csrc/"):
-            raise ValueError(f"{self.file} would have to be built: only edits that take effect at once are made here")
         text = path.read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
             raise ValueError(f"the old text is in {self.file} {count} times: it must be there once")

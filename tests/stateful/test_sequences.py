@@ -46,7 +46,6 @@ def test_averaged_weights_are_swapped_in_and_out(state: ModelMachine, numerics: 
     state.swap_out_averaged_weights()
 
 
-@pytest.mark.xfail(strict=True, reason="proofs do not know that layers of an adapter keep their own dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("inject_first", [True, False])
 @pytest.mark.parametrize("state", ["ltx", "ltx2"], indirect=True)
