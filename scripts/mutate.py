@@ -12,8 +12,8 @@ A list of mutations is a file ``scripts/mutations/*.toml``:
 
 Where two guards stand behind each other, ``also = [{file = ..., old = ..., new = ...}]`` takes out the others with it.
 ``gpu = true`` marks a mutation whose test needs a GPU. The edits are made in copies of the tree, never in the tree
-itself. Nothing is built: an edit of ``csrc`` is one
-for tests that read the sources. Every test must pass without the edit, and a test that cannot even be collected with it proves nothing.
+itself, and nothing is built: an edit in ``csrc`` is one for tests that read the sources. Every test must pass without
+the edit, and a test that cannot even be collected with it proves nothing.
 
     python scripts/mutate.py                  all
     python scripts/mutate.py --only text      those whose guard, file or test contains "text"
