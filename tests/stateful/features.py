@@ -144,6 +144,8 @@ def _outcome(feature: Feature, model: str, inject_first: bool) -> str:
 
 
 def _measure(state: ModelMachine, feature: Feature, inject_first: bool) -> str:
+    # Before the feature is there: it may change classes that other models have too.
+    usual = set() if feature.gpu else _usually_fused(state.subject, feature.options.get("numerics", "fast"))
     if feature.gpu:
         state.device = "cuda"
         state.twins.both(lambda model: model.to("cuda"))
@@ -166,8 +168,7 @@ def _measure(state: ModelMachine, feature: Feature, inject_first: bool) -> str:
     fused, others = _ran(before, report.calls())
     if not fused:
         return STOCK
-    usual = fused if feature.gpu else _usually_fused(state.subject, report.numerics)
-    return SITE if others or usual - fused else FUSED
+    return SITE if others or not usual <= fused else FUSED
 
 
 def _ran(before: dict[str, Any], after: dict[str, Any]) -> tuple[set[str], set[str]]:

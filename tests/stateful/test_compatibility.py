@@ -13,17 +13,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = json.loads((DOCS / "compatibility.json").read_text(encoding="utf-8"))
 STALE = "run: python scripts/write_compatibility_table.py"
 
-#: Rows in which the patched model is still wrong.
-WRONG = pytest.mark.xfail(strict=True, reason="replaced forwards of classes do not take effect inside of fused blocks")
-
-
-def _marks(feature: Feature, model: str) -> list[pytest.MarkDecorator]:
-    wrong = not feature.gpu and model not in RESULTS[feature.name]
-    return [pytest.mark.gpu] * feature.gpu + [WRONG] * wrong
-
-
 ROWS = [
-    pytest.param(feature, model, id=f"{feature.name}-{model}", marks=_marks(feature, model))
+    pytest.param(feature, model, id=f"{feature.name}-{model}", marks=[pytest.mark.gpu] * feature.gpu)
     for feature in FEATURES
     for model in feature.models
 ]
