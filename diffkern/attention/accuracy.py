@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffkern.attention.call import AttentionCall
 from diffkern.attention.measure import unobserved
+from diffkern.providers.foreign import MisconductError, copy_of, same_bits
 
 Compute = Callable[[AttentionCall], Tensor]
 
@@ -74,18 +75,47 @@ def without_dropout(call: AttentionCall) -> AttentionCall:
     return replace(call, query=query, key=key, value=value, dropout=0.0)
 
 
+def short_sample(call: AttentionCall) -> AttentionCall:
+    """A random call of the same signature with a few queries and keys, of which one query is NaN."""
+    queries, keys = call.query.shape[1], call.key.shape[1]
+    fewer, more = (queries, keys) if queries < keys else (keys, queries)
+    fewer, more = min(fewer, 5), min(more, 7 if fewer < more else 5)
+    length, keys = (fewer, more) if queries < keys else (more, fewer)
+    short = _cut(call, length, keys)
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator, device="cpu").to(like.device, like.dtype)
+
+    query, key, value = (random(x) for x in (short.query, short.key, short.value))
+    if length > 1:
+        query[:, length // 2] = torch.nan
+    mask = short.mask
+    if mask is not None:
+        mask = mask.clone()
+        mask[..., 0] = True if mask.dtype == torch.bool else 0.0  # every query sees a key
+    return replace(short, query=query, key=key, value=value, mask=mask)
+
+
 def gradient_errors(call: AttentionCall, computes: tuple[Compute, ...]) -> list[float]:
-    """Relative errors of the gradients of queries, keys and values together, over the first positions."""
+    """Relative errors of the gradients of queries, keys and values together, over the first positions.
+
+    Raises:
+        MisconductError: an implementation changed its input.
+    """
     call = first_positions(call)
     exact: Tensor | None = None
     results = []
     for compute in (reference, *computes):
-        wide = torch.float64 if compute is reference else call.query.dtype
-        leaves = [x.detach().to(wide).requires_grad_() for x in (call.query, call.key, call.value)]
+        dtype = torch.float64 if compute is reference else call.query.dtype
+        inputs = [x.to(dtype) for x in (call.query, call.key, call.value)]
+        leaves = [copy_of(x).requires_grad_() for x in inputs]
         with torch.enable_grad(), unobserved():
             y = compute(replace(call, query=leaves[0], key=leaves[1], value=leaves[2]))
             cotangent = torch.linspace(-1, 1, y.shape[-1], device=y.device, dtype=y.dtype).expand_as(y)
             gradients = torch.autograd.grad(y, leaves, cotangent)
+        if not all(same_bits(x, leaf) for x, leaf in zip(inputs, leaves, strict=True)):
+            raise MisconductError("it changed its input")
         flat = torch.cat([gradient.flatten().double() for gradient in gradients])
         if exact is None:
             exact = flat
@@ -96,7 +126,10 @@ def gradient_errors(call: AttentionCall, computes: tuple[Compute, ...]) -> list[
 
 def first_positions(call: AttentionCall) -> AttentionCall:
     """The call cut to its first positions, without dropout."""
-    length, keys = min(call.query.shape[1], POSITIONS), min(call.key.shape[1], POSITIONS)
+    return _cut(call, POSITIONS, POSITIONS)
+
+
+def _cut(call: AttentionCall, length: int, keys: int) -> AttentionCall:
     mask = call.mask
     if mask is not None:
         if mask.ndim > 1 and mask.shape[-2] > length:

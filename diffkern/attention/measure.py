@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diffkern.attention.call import AttentionCall
+from diffkern.providers.foreign import copy_of
 
 #: Timed runs, and the seconds after which there are no more of them.
 RUNS, ENOUGH = 7, 0.2
@@ -47,7 +48,7 @@ def peak_bytes(compute: Callable[[AttentionCall], Tensor], call: AttentionCall) 
 def runner(compute: Callable[[AttentionCall], Tensor], call: AttentionCall) -> Callable[[], None]:
     """Returns a function that runs a copy of a call, with its backward if gradients are wanted."""
     gradients = call.signature().gradients
-    leaves = [x.detach() for x in (call.query, call.key, call.value)]
+    leaves = [copy_of(x) for x in (call.query, call.key, call.value)]
 
     def run() -> None:
         with torch.set_grad_enabled(gradients), unobserved():

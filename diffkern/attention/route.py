@@ -6,8 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -18,6 +17,7 @@ from diffkern.attention.backends import Backend
 from diffkern.attention.call import AttentionCall, Signature
 from diffkern.attention.measure import runner, seconds
 from diffkern.providers.dispatch_modes import transforms_active
+from diffkern.providers.foreign import call_twice, identical, is_of_user, preserved, summary
 
 Compute = Callable[[AttentionCall], Tensor]
 
@@ -66,9 +66,11 @@ class Observer(Protocol):
 class Route:
     """Sends attention calls to one of some backends, and counts them.
 
-    A backend is tried on the first real call of a kind, on which it must be as accurate as the stock attention
-    (backends that are lossy on purpose are measured, not judged), and with ``exact`` equal to it bit for bit. If
-    there is a choice, the fastest one serves, by measurement, for sequences of about that length.
+    A backend is tried on the first real call of a kind, on copies of its tensors, and on a short one with a query of
+    NaN. There it must be as accurate as the stock attention (backends that are lossy on purpose are measured, not
+    judged), with ``exact`` equal to it bit for bit, and do nothing besides. If there is a choice, the fastest one
+    serves, by measurement, for sequences of about that length. A backend that raises later is given up, and the stock
+    attention serves.
     Inside a graph that is being compiled or captured nothing can be tried: there the choice of an earlier call of
     that kind serves, and without one the stock attention.
 
@@ -115,9 +117,22 @@ class Route:
         backend, reason = self._choose(call, stock)
         if backend is None:
             return self.decline(reason, call, stock)
-        self.fused_calls += 1
-        self.chosen[backend.name] += 1
-        return backend.compute(call)
+        try:
+            y = backend.compute(call)
+        except Exception as error:
+            if is_of_user(error):
+                raise
+            failure = error
+        else:
+            self.fused_calls += 1
+            self.chosen[backend.name] += 1
+            return y
+        result = stock(call)  # raises as well where the call is wrong, and not the backend
+        reason = self._give_up(backend, call, failure)
+        if self.strict:
+            raise self.error(f"attention cannot run on {reason}") from failure
+        self.stock_calls[reason] += 1
+        return result
 
     def decline(self, reason: str, call: AttentionCall, stock: Compute) -> Tensor:
         """Computes a call as it was before, and counts the reason; an empty one if that is simply the fastest."""
@@ -144,7 +159,7 @@ class Route:
                 return None, "not tried yet, and not to be tried while a CUDA graph is captured: run one call before"
             if transforms_active():
                 return None, "not tried yet, and not to be tried under a transform: run one call before"
-            with _same_random_numbers(call.query.device):
+            with preserved(call.query.device):
                 choice = self._measure(call, stock) if self.auto else self._first(call, stock)
             # Graphs do not know how long sequences are, and take the last choice.
             self._choices[key] = self._choices[kind] = choice
@@ -172,13 +187,24 @@ class Route:
                 best, least = backend, needed
         return best, ""
 
+    def _give_up(self, backend: Backend, call: AttentionCall, error: Exception) -> str:
+        """Keeps a backend that raised from calls of this kind; returns the reason."""
+        signature, none = call.signature(), float("nan")
+        trial = Trial(backend.name, signature, none, none, False, f"failed: {summary(error)}")
+        self._trials[backend.name, signature] = trial
+        for key in [key for key in self._choices if key == signature or (isinstance(key, tuple) and signature in key)]:
+            del self._choices[key]
+        if self.observer is not None:
+            self.observer.tried(trial, auto=False)
+        return f"{backend.name} {trial.refusal}"
+
     def _refusal(self, backend: Backend, call: AttentionCall, stock: Compute) -> str | None:
         """Why a backend cannot serve calls of this kind, or None."""
         signature = call.signature()
         refusal = backend.refusal(signature)
-        if refusal is not None or not self.verify:
-            return refusal
         key = (backend.name, signature)
+        if refusal is not None or (not self.verify and key not in self._trials):
+            return refusal
         if key not in self._trials:
             trial = self._trials[key] = self._try(backend, call, stock)
             if self.observer is not None:
@@ -186,34 +212,74 @@ class Route:
         return self._trials[key].refusal or None
 
     def _try(self, backend: Backend, call: AttentionCall, stock: Compute) -> Trial:
-        signature, none = call.signature(), float("nan")
-        outputs: list[Tensor] = []
-
-        def kept(call: AttentionCall) -> Tensor:
-            outputs.append(backend.compute(call))
-            return outputs[-1]
-
+        plain = accuracy.without_dropout(call)
+        with torch.no_grad():
+            # First, and outside of what is caught: what is wrong with a call, the stock attention has to say.
+            expected = stock(plain)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                error, stock_error = accuracy.errors(call, (kept, stock))
-                same = self._bits(call, stock, outputs[0]) if self.exact else error == stock_error
-                refusal = self._verdict(backend, call, error, stock_error, same)
-                if not refusal and signature.gradients:
-                    pair = accuracy.gradient_errors(call, (backend.compute, stock))
-                    same = same and pair[0] == pair[1]
-                    refusal = self._verdict(backend, call, pair[0], pair[1], same)
-                    refusal = refusal and f"gradients: {refusal}"
-                if not refusal and signature.dropout:
-                    runner(backend.compute, call)()
-            except Exception as failure:  # whatever a foreign kernel raises is the reason not to use it
+                return self._compare(backend, call, plain, stock, expected)
+            except BaseException as failure:  # whatever a foreign kernel raises is the reason not to use it
+                if is_of_user(failure):
+                    raise
                 because = [str(warning.message).split("(Triggered")[0].strip() for warning in said]
-                return Trial(backend.name, signature, none, none, False, " ".join([f"failed: {failure}", *because]))
+                none = float("nan")
+                reason = " ".join([f"failed: {failure}", *because])
+                return Trial(backend.name, call.signature(), none, none, False, reason)
+
+    def _compare(
+        self, backend: Backend, call: AttentionCall, plain: AttentionCall, stock: Compute, expected: Tensor
+    ) -> Trial:
+        """Tries a backend twice on the call, on a short one, and on what else its signature asks for."""
+        signature = call.signature()
+
+        def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return backend.compute(replace(plain, query=query, key=key, value=value, mask=mask))
+
+        with torch.no_grad():
+            results = call_twice(run, plain.query, plain.key, plain.value, plain.mask)
+            rows = accuracy.spread(plain)
+            exact = accuracy.reference(plain, rows)
+            stock_error = accuracy.distance(expected[:, rows], exact)
+            errors = [accuracy.distance(y[:, rows], exact) for y in results if y.shape == expected.shape]
+        error = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=math.nan)
+        same = all(identical(y, expected) for y in results) if self.exact else error == stock_error
+        other = next((y for y in results if (y.dtype, y.shape) != (expected.dtype, expected.shape)), None)
+        if other is not None:
+            refusal = f"returns {other.dtype} {tuple(other.shape)} in place of {expected.dtype} {tuple(expected.shape)}"
+        else:
+            refusal = self._verdict(backend, call, error, stock_error, same)
+        refusal = refusal or self._refuse_short(backend, call, stock)
+        if not refusal and signature.gradients:
+            pair = accuracy.gradient_errors(call, (stock, backend.compute))[::-1]
+            same = same and pair[0] == pair[1]
+            refusal = self._verdict(backend, call, pair[0], pair[1], same)
+            refusal = refusal and f"gradients: {refusal}"
+        if not refusal and signature.dropout:
+            runner(backend.compute, call)()
         return Trial(backend.name, signature, error, stock_error, same, refusal)
 
-    def _bits(self, call: AttentionCall, stock: Compute, output: Tensor) -> bool:
-        with torch.no_grad():
-            return torch.equal(output, stock(accuracy.without_dropout(call)))
+    def _refuse_short(self, backend: Backend, call: AttentionCall, stock: Compute) -> str:
+        """Why a backend does not serve a short call with one query of NaN, or ""."""
+        sample = accuracy.short_sample(call)
+        try:
+            with torch.no_grad():
+                expected, y = stock(sample), backend.compute(sample)
+        except Exception as failure:  # too short for it; a real call of that length then runs stock
+            if is_of_user(failure):
+                raise
+            return ""
+        if self.exact:
+            return "" if identical(y, expected) else "is not bit-identical to the stock attention on a short sequence"
+        # What becomes of NaN itself differs: PyTorch's kernel for the CPU drops it.
+        known = torch.isfinite(sample.query).all(-1)
+        if not backend.lossy and not torch.equal(torch.isfinite(y[known]), torch.isfinite(expected[known])):
+            return "spreads NaN from one query to others"
+        exact = accuracy.reference(sample)[known]
+        error, stock_error = (accuracy.distance(result[known], exact) for result in (y, expected))
+        refusal = self._verdict(backend, sample, error, stock_error, same=False)
+        return refusal and f"{refusal} on a short sequence"
 
     def _verdict(self, backend: Backend, call: AttentionCall, error: float, stock_error: float, same: bool) -> str:
         if self.exact:
@@ -229,11 +295,6 @@ class Route:
 
 
 _STOCK_IS_BEST = "measured to be the best"
-
-
-def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
-    """Gives the generators back as they were: trials with dropout draw from them."""
-    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 def _size(call: AttentionCall) -> Hashable:
