@@ -175,11 +175,11 @@ def test_what_is_wrong_with_a_call_is_no_fault_of_the_backend(make_call: Make) -
     wrong = replace(call, mask=torch.ones(2, 1, 9, 5, dtype=torch.bool))
     route = Route([backend(stock)], observer=(heard := Heard()))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="expanded size|broadcast|must match"):
+        with pytest.raises(RuntimeError, match=r"expanded size|broadcast|must match"):
             route(wrong, stock)
     right = replace(call, mask=torch.ones(2, 1, 9, 12, dtype=torch.bool))
     route(right, stock)
-    with pytest.raises(RuntimeError, match="expanded size|broadcast|must match"):
+    with pytest.raises(RuntimeError, match=r"expanded size|broadcast|must match"):
         route(wrong, stock)
     route(right, stock)
     assert route.fused_calls == 2 and not route.stock_calls and [trial.refusal for trial in heard.trials] == [""]
