@@ -14,6 +14,7 @@ from diffkern.attention.backends import Backend, UnavailableError, backend_of
 from diffkern.attention.call import AttentionCall
 from diffkern.hub.policy import HubError, Policy
 from diffkern.hub.reference import KernelReference, is_reference
+from diffkern.providers.foreign import is_of_user, preserved, summary
 
 #: Functions that are taken if the reference names none.
 FUNCTIONS = ("flash_attn_func", "sageattn", "scaled_dot_product_attention", "attention")
@@ -87,10 +88,15 @@ def kernel_backend(name: str, function: Callable[..., Any]) -> Backend:
 
 def _function(kernel: ModuleType, reference: KernelReference) -> Callable[..., Any]:
     names = (reference.name,) if reference.name else FUNCTIONS
-    for name in names:
-        function = getattr(kernel, name, None)
-        if callable(function):
-            return function  # type: ignore[no-any-return]
+    try:
+        with preserved():
+            function = next((f for name in names if callable(f := getattr(kernel, name, None))), None)
+    except BaseException as error:  # a module may look its attributes up in any way
+        if is_of_user(error):
+            raise
+        raise UnavailableError(f"looking for {' and '.join(names)} in the kernel raised {summary(error)}") from error
+    if function is not None:
+        return function  # type: ignore[no-any-return]
     there = ", ".join(sorted(name for name, value in vars(kernel).items() if callable(value) and name[0] != "_"))
     raise UnavailableError(
         f"the kernel has no {' and no '.join(names)}: name one of its functions ({there or 'it has none'})"
@@ -100,5 +106,5 @@ def _function(kernel: ModuleType, reference: KernelReference) -> Callable[..., A
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin, such as an op of an extension
+    except Exception:  # a builtin, such as an op of an extension, or an object that only claims to be a function
         return {}

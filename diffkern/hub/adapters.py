@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from diffkern.providers import eager
 from diffkern.providers.base import Kernel
 from diffkern.providers.eager.rope import FLOAT32, FLOAT64, INPUT
+from diffkern.providers.foreign import is_of_user, preserved, summary
 
 
 @dataclass(frozen=True)
@@ -50,23 +52,49 @@ class Adapter:
     whole: bool = False
 
 
-def adapters(module: ModuleType, namespace: str, name: str) -> list[Adapter]:
+def adapters(module: ModuleType, namespace: str, name: str) -> tuple[list[Adapter], str]:
     """Lists the ways to compute our ops with a kernel, the preferred first.
 
     Args:
         module: Its Python package.
         namespace: Its ``id``, under which its torch ops are.
         name: The one layer or function to use; empty for any function.
+
+    Returns:
+        The ways, and what the kernel raised while they were looked for, or "".
     """
-    if name:
-        return _of_name(module, name)
-    return [*_own_ops(namespace), *(adapter for make in _INTERFACES for adapter in make(module)), *_norm_layers(module)]
+    makers: list[Callable[[], list[Adapter]]] = [
+        lambda: _own_ops(namespace),
+        *(partial(make, module) for make in _INTERFACES),
+        lambda: _norm_layers(module),
+    ]
+    found: list[Adapter] = []
+    raised: dict[str, None] = {}
+    for make in [lambda: _of_name(module, name)] if name else makers:
+        try:
+            with preserved():
+                found += make()
+        except BaseException as error:  # a module may look its attributes up in any way
+            if is_of_user(error):
+                raise
+            raised[summary(error)] = None
+    return found, "; ".join(raised)
 
 
 def layer_of(module: ModuleType, name: str) -> type[torch.nn.Module] | None:
-    """The layer of a kernel that has this name, or None."""
+    """The layer of a kernel that has this name, or None.
+
+    Raises:
+        Exception: whatever the kernel raises where it looks the name up.
+    """
     layer = getattr(getattr(module, "layers", None), name, None)
     return layer if isinstance(layer, type) and issubclass(layer, torch.nn.Module) else None
+
+
+def layer_names(module: ModuleType) -> list[str]:
+    """The names of the layers of a kernel."""
+    layers = getattr(module, "layers", None)
+    return [name for name in sorted(getattr(layers, "__dict__", ())) if layer_of(module, name) is not None]
 
 
 def _of_name(module: ModuleType, name: str) -> list[Adapter]:
@@ -86,12 +114,12 @@ def _of_name(module: ModuleType, name: str) -> list[Adapter]:
 def _own_ops(namespace: str) -> list[Adapter]:
     found = []
     for op in eager.PROVIDER.support:
-        packet = getattr(getattr(torch.ops, namespace), op, None)
-        if packet is None:
+        overload = getattr(getattr(getattr(torch.ops, namespace), op, None), "default", None)
+        if overload is None:
             continue
         parameters = list(inspect.signature(eager.PROVIDER.kernel(op, torch.device("cpu"))).parameters)
-        if [argument.name for argument in packet.default._schema.arguments] == parameters:
-            found.append(Adapter(op, f"torch.ops.{namespace}.{op}", packet.default, lambda args: None, whole=True))
+        if [argument.name for argument in overload._schema.arguments] == parameters:
+            found.append(Adapter(op, f"torch.ops.{namespace}.{op}", overload, lambda args: None, whole=True))
     return found
 
 
@@ -403,12 +431,11 @@ def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
 
 def _norm_layers(module: ModuleType) -> list[Adapter]:
     """The layers of a kernel that are called norms, each as the norm that it is called."""
-    layers = getattr(module, "layers", None)
     found: list[Adapter] = []
     for suffix, op in (("RMSNorm", "rms_norm"), ("LayerNorm", "layer_norm")):
-        for name in sorted(vars(layers) if layers is not None else ()):
+        for name in layer_names(module):
             layer = layer_of(module, name)
-            if layer is not None and name.endswith(suffix):
+            if layer is not None and name.endswith(suffix) and callable(layer.forward):
                 found += [adapter for adapter in _layer(layer) if adapter.op == op]
     return found
 

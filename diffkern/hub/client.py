@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def download(repository: str, commit: str, variant: str, files: Sequence[str]) -
         HubError: it cannot be had, or the cache cannot be written to.
     """
     where = snapshot_directory(repository, commit) / "build" / variant
-    paths = [f"build/{variant}/{name}" for name in files]
+    paths = [glob.escape(f"build/{variant}/{name}") for name in files]
     try:
         _ask(
             repository,

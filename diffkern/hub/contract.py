@@ -20,6 +20,7 @@ from torch import Tensor
 from diffkern.providers import eager
 from diffkern.providers.base import Kernel
 from diffkern.providers.eager.rope import ARITHMETICS
+from diffkern.providers.foreign import MisconductError, call_twice, is_of_user, summary
 
 #: error(kernel) may be this much of error(plain PyTorch), plus this much, relative.
 RATIO = 1.05
@@ -80,22 +81,26 @@ def examine(
 def _measure(op: str, kernel: Kernel, args: Sequence[Any]) -> Verdict:
     reference = _flat(eager.PROVIDER.kernel(op, torch.device("cpu"))(*map(_wide, args)))
     stock = _flat(eager.PROVIDER.kernel(op, torch.device("cpu"))(*args))
-    before = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
+    none = float("nan")
     try:
-        result = _flat(kernel(*args))
-    except Exception as error:  # whatever a foreign kernel comes up with is a reason, not a crash
-        lines = str(error).strip().splitlines() or [""]
-        return Verdict(float("nan"), float("nan"), f"it raised {type(error).__name__}: {lines[0]}")
-    changed = any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in zip(args, before, strict=True))
-    if changed:
-        return Verdict(float("nan"), float("nan"), "it changed its input")
-    for got, want in zip(result, stock, strict=True):
-        if not isinstance(got, Tensor) or (got.dtype, got.shape) != (want.dtype, want.shape):
-            kind = f"{got.dtype} {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
-            said = f"it returned {kind} in place of {want.dtype} {tuple(want.shape)}"
-            return Verdict(float("nan"), float("nan"), said)
-    errors = [max(_error(y, r) for y, r in zip(ys, reference, strict=True)) for ys in (result, stock)]
-    kernel_error, stock_error = errors
+        results = [_flat(result) for result in call_twice(kernel, *args)]
+    except MisconductError as error:
+        return Verdict(none, none, str(error))
+    except BaseException as error:  # whatever a foreign kernel comes up with is a reason, not a crash
+        if is_of_user(error):
+            raise
+        return Verdict(none, none, f"it raised {summary(error)}")
+    for result in results:
+        if len(result) != len(stock):
+            return Verdict(none, none, f"it returned {len(result)} results in place of {len(stock)}")
+        for got, want in zip(result, stock, strict=True):
+            if not isinstance(got, Tensor) or (got.dtype, got.shape) != (want.dtype, want.shape):
+                kind = f"{got.dtype} {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+                return Verdict(none, none, f"it returned {kind} in place of {want.dtype} {tuple(want.shape)}")
+    first, second, stock_error = (
+        max(_error(y, r) for y, r in zip(ys, reference, strict=True)) for ys in (*results, stock)
+    )
+    kernel_error = max(first, second)
     if kernel_error <= RATIO * stock_error + SLACK:
         return Verdict(kernel_error, stock_error)
     return Verdict(kernel_error, stock_error, f"error {kernel_error:.1e} against {stock_error:.1e} of plain PyTorch")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
-#: What the digest in the metadata does not speak of: the metadata, and its signature.
+#: Files for which metadata gives no digest: the metadata itself, and its signature.
 _UNLISTED = frozenset({"metadata.json", "metadata.json.sigstore"})
 
 
@@ -21,12 +23,17 @@ def sha256(path: Path) -> str:
 
 
 def files_of(directory: Path) -> dict[str, str]:
-    """The digests of all files of a build, by their path below ``directory``."""
-    return {path.relative_to(directory).as_posix(): sha256(path) for path in _files(directory)}
+    """The digests of all files of a build except bytecode, by their path below ``directory``."""
+    entries = ((name, entry) for name, entry in _entries(directory) if "__pycache__" not in PurePath(name).parts)
+    return {name: sha256(Path(entry.path)) for name, entry in entries if entry.is_file()}
 
 
 def damage(directory: Path, expected: Mapping[str, str]) -> str | None:
-    """Returns how the files of ``directory`` differ from the expected ones, or None."""
+    """Returns how ``directory`` differs from a folder with exactly the expected files, or None.
+
+    Besides these it may hold the folders they are in, as folders and not as links to others, and the bytecode that
+    Python writes beside a source in ``__pycache__``, which :mod:`diffkern.hub.loader` does not use.
+    """
     for name, digest in sorted(expected.items()):
         path = directory / name
         try:
@@ -36,11 +43,21 @@ def damage(directory: Path, expected: Mapping[str, str]) -> str | None:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-    known = {*expected, *_UNLISTED}
-    for path in _files(directory):
-        name = path.relative_to(directory).as_posix()
-        if name not in known:
-            return f"{name} is none of the files that were published"
+    files = set(expected) if "metadata.json" in expected else {*expected, *_UNLISTED}
+    folders = {parent.as_posix() for name in files for parent in PurePath(name).parents}
+    try:
+        for name, entry in _entries(directory):
+            if entry.is_dir(follow_symlinks=False):
+                bytecode = entry.name == "__pycache__" and PurePath(name).parent.as_posix() in folders
+                known = bytecode or name in folders
+            elif entry.is_dir():
+                return f"{name} is a link to another folder, and none of the files that were published"
+            else:
+                known = name in files or (not entry.is_symlink() and _source(name) in files)
+            if not known:
+                return f"{name} is none of the files that were published"
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
     return None
 
 
@@ -55,10 +72,22 @@ def declared(directory: Path) -> dict[str, str]:
         return {}
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.suffix != ".pyc" and "__pycache__" not in path.parts:
-            yield path
+def _entries(directory: Path, below: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Everything in a folder and in the folders inside of it, by path; links are not followed."""
+    with os.scandir(directory / below) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            name = f"{below}/{entry.name}" if below else entry.name
+            yield name, entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _entries(directory, name)
+
+
+def _source(name: str) -> str:
+    """The source that a file in ``__pycache__`` would be the bytecode of, or ""."""
+    try:
+        return PurePath(importlib.util.source_from_cache(name)).as_posix()
+    except (ValueError, NotImplementedError):
+        return ""
 
 
 def _digest_like(digest: str, path: Path) -> str:

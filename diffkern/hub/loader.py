@@ -19,6 +19,7 @@ from diffkern.hub import client, digests
 from diffkern.hub.policy import HubError, Policy, switched_off
 from diffkern.hub.reference import KernelReference
 from diffkern.hub.resolve import Found, find
+from diffkern.providers.foreign import is_of_user, preserved
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,6 @@ class LoadedKernel:
     found: Found
     metadata: Mapping[str, Any]
     module: ModuleType
-
-    @property
-    def layers(self) -> ModuleType | None:
-        """The module with its layers, or None."""
-        layers = getattr(self.module, "layers", None)
-        return layers if isinstance(layers, ModuleType) else None
 
     def describe(self) -> str:
         """What was loaded, in one line."""
@@ -109,13 +104,20 @@ def _import(found: Found, device: torch.device) -> tuple[Mapping[str, Any], Modu
             "configuration names: name a kernel that needs no other, or call this one yourself, by kernels.get_kernel"
         )
     _check_arch(directory, device)
-    same = _already_here(str(metadata["id"]), directory)
+    name = str(metadata["id"])
+    same = _already_here(name, directory)
     if same is not None:
         return metadata, same
+    before = sys.modules.get(name)
     try:
-        with _fresh_bytecode():
+        with _fresh_bytecode(), preserved(device):
             module = kernels.get_local_kernel(directory, backend="cpu" if device.type == "cpu" else None)
-    except (Exception, SystemExit) as error:  # whatever a foreign module comes up with is a reason, not a crash
+    except BaseException as error:  # whatever a foreign module comes up with is a reason, not a crash
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
+        if is_of_user(error):
+            raise
         raise HubError(f"loading {directory} failed ({_describe(error)})") from error
     return metadata, module
 
@@ -165,7 +167,12 @@ def _already_here(name: str, directory: Path) -> ModuleType | None:
     Two builds with other libraries cannot have one name: torch cannot define an op twice.
     """
     module = sys.modules.get(name)
-    if module is None or module.__file__ is None or (other := Path(module.__file__).parent) == directory:
+    if module is None:
+        return None
+    other = _directory_of(module)
+    if other is None:
+        raise HubError(f"{directory} calls itself {name}, which is the name of another module of this process")
+    if other == directory:
         return None
     here, there = digests.files_of(directory), digests.files_of(other)
     if here == there:
@@ -176,6 +183,13 @@ def _already_here(name: str, directory: Path) -> ModuleType | None:
             f"{directory} calls itself {name}, like {other}, which is loaded and is not the same: use one of them"
         )
     return None
+
+
+def _directory_of(module: ModuleType) -> Path | None:
+    """The build that a module was imported from, or None if it is no kernel."""
+    file = getattr(module, "__file__", None)
+    parents = Path(file).parents if isinstance(file, str) else ()
+    return next((parent for parent in tuple(parents)[:2] if (parent / "metadata.json").is_file()), None)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ _RANGE = re.compile(r"(?:(?:>=|<=|==|!=|~=|>|<)\d+(?:\.\d+)*)(?:,(?:>=|<=|==|!=|
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _FORMS = "'org/repo', 'org/repo@v1', 'org/repo@>=1.0,<2.0:Layer', '/absolute/path:Layer'"
+_LOCAL = ("/", "./", "../", "~")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class KernelReference:
         source: ``"org/repo"``, or a path.
         revision: A branch, a tag, a version (``"v1.2.0"``, ``"1"``), a commit, or a range of versions
             (``">=1.0,<2.0"``); empty for version 1. A path has none.
-        name: A layer or function of the kernel; empty for whatever of it serves the op at hand.
+        name: A layer or function of the kernel; empty for whatever of it serves the op at hand. A path with a colon in
+            it is written with another one at its end: ``"/a/b:c:"``, ``"/a/b:c:Layer"``.
     """
 
     source: str
@@ -37,9 +39,9 @@ class KernelReference:
         Raises:
             ValueError: it has none of the forms; the message says how to write it.
         """
-        if text.startswith(("/", "./", "../", "~")):
+        if text.startswith(_LOCAL):
             path, colon, name = text.rpartition(":")
-            if colon and _NAME.fullmatch(name):
+            if colon and (not name or _NAME.fullmatch(name)):
                 return cls(path, "", name)
             return cls(text)
         compact = text.replace(" ", "")
@@ -59,7 +61,7 @@ class KernelReference:
     @property
     def is_local(self) -> bool:
         """Whether it is a path on this machine."""
-        return self.source.startswith(("/", "./", "../", "~"))
+        return self.source.startswith(_LOCAL)
 
     @property
     def is_range(self) -> bool:
@@ -78,7 +80,9 @@ class KernelReference:
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
-        return f"{self.source}{revision}{f':{self.name}' if self.name else ''}"
+        # A colon at the end says that what follows an earlier one belongs to the path.
+        name = f":{self.name}" if self.name or (self.is_local and ":" in self.source) else ""
+        return f"{self.source}{revision}{name}"
 
 
 def is_reference(text: str) -> bool:

@@ -241,7 +241,9 @@ def _warn_unchecked(reference: KernelReference, policy: Policy, error: HubError)
 def _find_local(reference: KernelReference, backend: str | None) -> Found:
     path = reference.path
     if not path.is_dir():
-        raise HubError(f"{path} is no directory: a kernel is a directory with build/<variant>/metadata.json")
+        whole = f"{reference.source}:{reference.name}"
+        hint = f". For the directory {whole} write {whole + ':'!r}" if Path(whole).expanduser().is_dir() else ""
+        raise HubError(f"{path} is no directory: a kernel is a directory with build/<variant>/metadata.json{hint}")
     if (path / "metadata.json").is_file():
         directory = path
     else:

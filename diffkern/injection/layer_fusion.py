@@ -16,6 +16,7 @@ from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, NoProviderError
+from diffkern.providers.foreign import summary
 from diffkern.providers.hub import is_kernel, layer_for, public_name
 from diffkern.verify import gradients
 from diffkern.verify.samples import clone_tree, random_input
@@ -164,7 +165,10 @@ def unlike(layer: type[nn.Module], module: type[nn.Module]) -> str | None:
     """Why a layer cannot stand in for a class, by the rules of ``kernels``: no state, and the same arguments."""
     if layer.__init__ is not nn.Module.__init__:
         return f"{layer.__name__} has a constructor, and a layer has no state of its own"
-    ours, theirs = (list(inspect.signature(cls.forward).parameters.values()) for cls in (module, layer))
+    try:
+        ours, theirs = (list(inspect.signature(cls.forward).parameters.values()) for cls in (module, layer))
+    except Exception as error:
+        return f"what {layer.__name__} takes cannot be read ({summary(error)})"
     if [p.kind for p in ours] != [p.kind for p in theirs]:
         return f"{layer.__name__} takes other arguments than {module.__name__}"
     return None

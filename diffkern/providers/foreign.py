@@ -72,7 +72,7 @@ def call_twice(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
     Args:
         function: The function; it and its results may hold tensors in any containers.
-        args: Its arguments; those that are tensors keep their strides in the copies.
+        args: Its arguments. Tensors keep their strides in the copies, and share memory where they shared it.
 
     Raises:
         MisconductError: it changed an argument or a setting of the process, or its result shares memory with an
@@ -84,9 +84,9 @@ def call_twice(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     results: list[Any] = []
     with preserved(device) as changed:
         for _ in range(2):
-            copies = [copy_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            copies, unchanged = _copies(leaves)
             result = function(*pytree.tree_unflatten(copies, tree))
-            if not all(same_bits(a, b) for a, b in zip(leaves, copies, strict=True) if isinstance(a, Tensor)):
+            if not unchanged():
                 raise MisconductError("it changed its input")
             if settings := changed():
                 raise MisconductError(f"it changed {settings}")
@@ -96,6 +96,28 @@ def call_twice(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
                 raise MisconductError("it returns the same memory at every call")
             results.append(result)
     return results[0], results[1]
+
+
+def _copies(leaves: list[Any]) -> tuple[list[Any], Callable[[], bool]]:
+    """Copies of the tensors among some values, with their storages; and whether these are still like the originals."""
+    storages: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_neg() or x.is_conj():
+            copy = x.detach().clone()
+            storages[id(copy)] = x.detach(), copy
+            return copy
+        storage = x.untyped_storage()
+        if storage._cdata not in storages:
+            original = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
+            storages[storage._cdata] = original, original.clone()
+        memory = storages[storage._cdata][1].untyped_storage()
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
+
+    copies = [copied(leaf) for leaf in leaves]
+    return copies, lambda: all(torch.equal(original, copy) for original, copy in storages.values())
 
 
 def copy_of(x: Tensor) -> Tensor:
@@ -179,6 +201,8 @@ def _generators(device: torch.device | None) -> Callable[[], None]:
     state, of_python = torch.random.get_rng_state(), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
     module = None if device is None or device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if module is not None and not module.is_initialized():
+        module = None  # nothing was drawn there yet
     of_device = None if module is None else module.get_rng_state(device)
 
     def restore() -> None:

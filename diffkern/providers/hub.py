@@ -1,9 +1,9 @@
 """Kernels of the Hub: for platforms that nothing else serves, and wherever the user names one.
 
 A provider here stands for one kernel, ``"org/repo@v1:Layer"``, or for the kernels that
-:mod:`diffkern.hub.defaults` lists, ``"hub"``. An injection adds a tag, ``"org/repo#2"``, for what its configuration
-allows; then a call for which the kernel has no room runs in plain PyTorch, and is counted, where a provider that is
-named in a call raises.
+:mod:`diffkern.hub.defaults` lists, ``"hub"``. An injection adds a tag to the name, for what its configuration allows;
+then a call for which the kernel has no room runs in plain PyTorch, and is counted, where a provider that is named in a
+call raises.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from diffkern.providers import eager
 from diffkern.providers.base import KERNEL_DTYPES, Kernel, KernelFileError, Request, Support
+from diffkern.providers.foreign import is_of_user, preserved, summary
 
 if TYPE_CHECKING:
     from diffkern.hub.adapters import Adapter
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 NAME = "hub"
 #: The name that, with a tag, stands for the usual order with the Hub in it.
 WITH_HUB = "auto+hub"
+#: Between the name of a provider and its tag: what no path can have in it.
+_TAG = "\0"
 
 #: Why the Hub does not serve where nobody asked for it.
 NOT_ASKED = "not asked for: name a kernel in the configuration, such as 'org/repo:Layer', or say hub='auto'"
@@ -125,6 +128,7 @@ class _Op:
 class _Loaded:
     kernel: LoadedKernel
     ops: Mapping[str, _Op]
+    raised: str
 
 
 class KernelProvider:
@@ -201,7 +205,8 @@ class KernelProvider:
             return None  # unavailable_reason says it
         served = outcome.ops.get(request.op)
         if served is None:
-            return f"it has no {request.op} that diffkern knows how to call"
+            raised = f" ({outcome.raised})" if outcome.raised else ""
+            return f"it has no {request.op} that diffkern knows how to call{raised}"
         refused = served.refusal(request.dtypes)
         return None if refused is None else f"it is no {request.op}: {refused}"
 
@@ -226,9 +231,9 @@ class KernelProvider:
             if self._falls_through:
                 warnings.warn(f"diffkern: {error}; the next provider serves", stacklevel=2)
             return str(error)
-        found = adapters(kernel.module, str(kernel.metadata["id"]), self.reference.name)
+        found, raised = adapters(kernel.module, str(kernel.metadata["id"]), self.reference.name)
         by_op = {op: [adapter for adapter in found if adapter.op == op] for op in EXAMINED}
-        return _Loaded(kernel, {op: _Op(op, ways, device) for op, ways in by_op.items() if ways})
+        return _Loaded(kernel, {op: _Op(op, ways, device) for op, ways in by_op.items() if ways}, raised)
 
 
 class DefaultsProvider:
@@ -283,18 +288,18 @@ _register = threading.RLock()
 
 def is_kernel(name: str) -> bool:
     """Whether the name of a provider stands for the Hub or for one kernel."""
-    base = name.partition("#")[0]
+    base = name.partition(_TAG)[0]
     return base in (NAME, WITH_HUB) or "/" in base or base.startswith("~")
 
 
 def public_name(name: str) -> str:
     """The name of a provider without the tag."""
-    return name.partition("#")[0] if is_kernel(name) else name
+    return name.partition(_TAG)[0] if is_kernel(name) else name
 
 
 def who_serves(name: str, op: str, device: torch.device) -> str:
     """The name of a provider for reports: for ``"hub"`` that of the kernel it takes."""
-    if name.partition("#")[0] != NAME:
+    if name.partition(_TAG)[0] != NAME:
         return public_name(name)
     provider = provider_for(name)
     assert isinstance(provider, DefaultsProvider)
@@ -306,7 +311,7 @@ def tagged(name: str, policy: Policy) -> str:
     with _register:
         tag = next((tag for tag, known in _policies.items() if known == policy), None)
         if tag is None:
-            tag = f"#{len(_policies) + 1}"
+            tag = f"{_TAG}{len(_policies) + 1}"
             _policies[tag] = policy
         return f"{name}{tag}"
 
@@ -321,7 +326,7 @@ def provider_for(name: str) -> KernelProvider | DefaultsProvider:
         if name not in _providers:
             from diffkern.hub.policy import Policy
 
-            base, mark, _ = name.partition("#")
+            base, mark, _ = name.partition(_TAG)
             tag = name[len(base) :]
             policy = _policies[tag] if mark else Policy()
             falls_through = bool(mark) and not policy.strict
@@ -351,7 +356,7 @@ def layer_for(name: str, device: torch.device) -> type[torch.nn.Module]:
 
 
 def _find_layer(name: str, device: torch.device, key: str) -> type[torch.nn.Module]:
-    from diffkern.hub.adapters import layer_of
+    from diffkern.hub.adapters import layer_names, layer_of
     from diffkern.providers.registry import NoProviderError
 
     provider = provider_for(name)
@@ -359,11 +364,18 @@ def _find_layer(name: str, device: torch.device, key: str) -> type[torch.nn.Modu
     kernel = provider.loaded(device) if isinstance(provider, KernelProvider) else None
     if reason is not None or kernel is None:
         raise NoProviderError(f"{public_name(name)}: {reason or 'it names no layer'}")
-    layer = layer_of(kernel.module, kernel.reference.name)
+    try:
+        with preserved(device):
+            layer = layer_of(kernel.module, kernel.reference.name)
+            there = "" if layer is not None else ", ".join(layer_names(kernel.module)) or "none"
+    except BaseException as error:
+        if is_of_user(error):
+            raise
+        raise NoProviderError(f"{public_name(name)}: looking for its layer raised {summary(error)}") from error
     if layer is None:
-        layers = getattr(kernel.module, "layers", None)
-        there = ", ".join(key for key in vars(layers or object) if layer_of(kernel.module, key)) or "none"
         raise NoProviderError(f"{public_name(name)}: it has no such layer; its layers: {there}")
+    if not callable(layer.forward):
+        raise NoProviderError(f"{public_name(name)}: its forward is {layer.forward!r}, and no function")
     _layers[key] = layer
     return layer
 
