@@ -6,22 +6,24 @@ take that back; here nothing but the processors is touched, and each gets back e
 
 from __future__ import annotations
 
-import copyreg
-from collections.abc import Iterable, Iterator
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from diffkern.attention.call import AttentionCall
-from diffkern.attention.route import Route
+from diffkern.attention.route import REPLACED, Route
 
 ATTRIBUTE = "_attention_backend"
 
 #: Arguments of the dispatcher that a call has room for.
 _KNOWN = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
 
-#: Routed backends and what was there before them, by the name of the member; copies of a model find theirs here.
+#: What processors had before they were routed, by the value of the backend that they have now.
 _before: dict[str, Any] = {}
+_numbers = itertools.count()
 _MISSING = object()
 
 
@@ -53,8 +55,7 @@ class Installation:
     """The processors of one model on a route: what :meth:`restore` takes back."""
 
     def __init__(self, model: nn.Module, route: Route) -> None:
-        self.member: Any = None
-        self.routed: list[Any] = []
+        self.routed: list[weakref.ref[Any]] = []
         groups: dict[Any, list[Any]] = {}
         for _, _, processor in processors(model):
             if refusal(processor) is None:
@@ -63,11 +64,11 @@ class Installation:
             member = _register(route, before)
             for processor in members:
                 setattr(processor, ATTRIBUTE, member)
-                self.routed.append(processor)
+                self.routed.append(weakref.ref(processor))
 
     def restore(self) -> int:
         """Gives the processors back what they had; returns 1 if any of them still had the route."""
-        return restore(self.routed)
+        return restore(processor for kept in self.routed if (processor := kept()) is not None)
 
 
 def restore(routed: Iterable[Any]) -> int:
@@ -90,27 +91,28 @@ def _restore(processor: Any) -> bool:
 def _register(route: Route, before: Any) -> Any:
     """Adds a backend to diffusers' registry that asks ``route``, and returns its name as the dispatcher wants it.
 
-    The dispatcher takes members of an enumeration only. Extending that is what makes copies of a model work, and
-    ``torch.compile``, which sees a constant.
+    The dispatcher takes members of an enumeration only; ``torch.compile`` sees a constant. The registry knows this one
+    by its value, a string that is equal to it, and forgets it with the last processor, or copy of one, that names it.
     """
     from diffusers.models import attention_dispatch as dispatch
 
     registry, names = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName
     every = set().union(*registry._supported_arg_names.values())
+    replaced = dict(registry._backends)
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         name = registry._active_backend if before is _MISSING or before is None else names(before)
         function, known = registry._backends[name], registry._supported_arg_names[name]
 
-        mask = wide = arguments.get("attn_mask")
+        mask = per_key = arguments.get("attn_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2 and tuple(mask.shape) == (query.shape[0], key.shape[1]):
-            wide = mask[:, None, None]  # a row of keys for each sample
+            per_key = mask[:, None, None]  # a row of keys for each sample
         dropout, causal = arguments.get("dropout_p", 0.0), arguments.get("is_causal", False)
-        call = AttentionCall(query, key, value, wide, dropout, causal, arguments.get("scale"))
+        call = AttentionCall(query, key, value, per_key, dropout, causal, arguments.get("scale"))
 
         def stock(call: AttentionCall) -> Tensor:
             ours = {
-                "attn_mask": mask if call.mask is wide else call.mask,
+                "attn_mask": mask if call.mask is per_key else call.mask,
                 "dropout_p": call.dropout,
                 "is_causal": call.causal,
                 "scale": call.scale,
@@ -119,32 +121,39 @@ def _register(route: Route, before: Any) -> Any:
             result: Tensor = function(query=call.query, key=call.key, value=call.value, **given)
             return result
 
+        if function is not replaced.get(name):
+            return route.decline(REPLACED, call, stock)
         foreign = next((key for key, value in arguments.items() if key not in _KNOWN and value), None)
         if foreign is not None:
             return route.decline(f"the call has a {foreign.strip('_')}", call, stock)
         return route(call, stock)
 
-    value = f"diffkern_{len(_before)}"
+    value = f"diffkern_{next(_numbers)}"
     member = str.__new__(names, value)
     member._name_, member._value_ = value, value
-    names._value2member_map_[value] = member
-    registry.register(member)(attention)
-    registry._supported_arg_names[member] = every
+    member.__deepcopy__ = _returns(weakref.ref(member))
+    member.__reduce_ex__ = _reduces_to(before)
+    registry.register(value)(attention)
+    registry._supported_arg_names[value] = every
     _before[value] = before
-    copyreg.pickle(names, _reduce)
+    weakref.finalize(member, _forget, value)
     return member
 
 
-def _reduce(member: Any) -> tuple[Any, ...]:
-    """How copies and pickles write a name of diffusers' enumeration."""
-    if member.name not in _before:
-        return type(member), (member.value,)
-    before = _before[member.name]
-    return _resolve, (member.value, None if before is _MISSING else before)
+def _forget(value: str) -> None:
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    for table in (registry._backends, registry._constraints, registry._supported_arg_names, _before):
+        table.pop(value, None)
 
 
-def _resolve(value: str, before: Any) -> Any:
-    """The route of that name; in another process there is none, and what was there before it comes back."""
-    from diffusers.models.attention_dispatch import AttentionBackendName
+def _returns(kept: weakref.ref[Any]) -> Callable[[Any], Any]:
+    """How a member is deep-copied: not at all, so that copies of a model share its route."""
+    return lambda memo: kept()
 
-    return AttentionBackendName(value) if value in _before else before
+
+def _reduces_to(before: Any) -> Callable[[int], Any]:
+    """How a member is pickled: as what was there before it, which any process knows, with diffkern or without."""
+    if before is _MISSING or before is None:
+        return lambda protocol: (type(None), ())
+    return lambda protocol: (type(before), (getattr(before, "value", before),))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from diffkern.attention.call import AttentionCall
-from diffkern.attention.route import Route
+from diffkern.attention.route import REPLACED, Route
 
 #: The implementation whose masks and meaning of ``is_causal`` the routes share.
 STOCK = "sdpa"
 _PREFIX = "diffkern_"
 _ATTRIBUTE = "_attn_implementation_internal"
+_numbers = itertools.count()
 
 #: Arguments of an attention implementation that need something else than softmax(QK)V.
 _BEYOND = ("position_bias", "softcap", "s_aux", "output_attentions")
@@ -60,6 +63,16 @@ def refusal(model: Any) -> str | None:
     return None
 
 
+class _Name(str):
+    """The name of a route. Copies of a configuration share it; what is pickled names the stock attention."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Name:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return str, (STOCK,)
+
+
 class Installation:
     """The configuration of one model on a route: what :meth:`restore` takes back."""
 
@@ -85,12 +98,12 @@ def restore_config(config: Any) -> bool:
 def _register(route: Route) -> str:
     """Adds an attention implementation that asks ``route``, and returns its name.
 
-    The name stays known after :meth:`Installation.restore`: copies of the model may use it.
+    transformers forgets it with the last configuration, or copy of one, that names it.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    sdpa = ALL_ATTENTION_FUNCTIONS[STOCK]
+    at_injection = ALL_ATTENTION_FUNCTIONS[STOCK]
 
     def attention(
         module: nn.Module,
@@ -116,6 +129,8 @@ def _register(route: Route) -> str:
             scaling,
         )
 
+        sdpa = ALL_ATTENTION_FUNCTIONS[STOCK]
+
         def stock(call: AttentionCall) -> Tensor:
             tensors = [x.transpose(1, 2) for x in (call.query, call.key, call.value)]
             result: Tensor = sdpa(
@@ -123,12 +138,27 @@ def _register(route: Route) -> str:
             )[0]
             return result
 
+        if sdpa is not at_injection:
+            return route.decline(REPLACED, call, stock), None
         beyond = next((name for name in _BEYOND if others.get(name) is not None and others[name] is not False), None)
         if beyond is not None:
             return route.decline(f"the call has a {beyond}", call, stock), None
         return route(call, stock).contiguous(), None
 
-    name = f"{_PREFIX}{sum(key.startswith(_PREFIX) for key in ALL_ATTENTION_FUNCTIONS.valid_keys())}"
-    ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[STOCK])
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return ALL_MASK_ATTENTION_FUNCTIONS[STOCK](*args, **kwargs)
+
+    name = _Name(f"{_PREFIX}{next(_numbers)}")
+    key = str(name)
+    ALL_ATTENTION_FUNCTIONS.register(key, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(key, mask)
+    weakref.finalize(name, _forget, key)
     return name
+
+
+def _forget(key: str) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        interface._global_mapping.pop(key, None)

@@ -1,0 +1,215 @@
+"""What routes leave behind: nothing in registries or memory, nothing in pickles; and who replaced the attention is called."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from diffkern import inject_optimized_kernels
+from diffkern.attention import in_diffusers
+from tests.transformers.models import build, inputs, logits
+
+ROOT = Path(__file__).parents[2]
+ALONE = {"*": None}
+
+
+def tiny_flux() -> FluxTransformer2DModel:
+    torch.manual_seed(0)
+    return FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    ).eval()  # fmt: skip
+
+
+def flux_output(model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        result: Tensor = model(
+            hidden_states=torch.randn(1, 6, 4, generator=generator),
+            encoder_hidden_states=torch.randn(1, 3, 32, generator=generator),
+            pooled_projections=torch.randn(1, 32, generator=generator),
+            timestep=torch.tensor([0.5]), img_ids=torch.zeros(6, 3), txt_ids=torch.zeros(3, 3),
+        )[0]  # fmt: skip
+    return result
+
+
+def run(model: Any) -> Tensor:
+    return flux_output(model) if isinstance(model, FluxTransformer2DModel) else logits(model, inputs("llama"))
+
+
+def registered() -> tuple[int, ...]:
+    registry = _AttentionBackendRegistry
+    tables: tuple[Any, ...] = (
+        registry._backends, registry._constraints, registry._supported_arg_names, in_diffusers._before,
+        type(next(iter(registry._backends)))._value2member_map_, ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS,
+    )  # fmt: skip
+    return tuple(map(len, tables))
+
+
+def cycles(model: nn.Module, count: int) -> int:
+    """Injects and restores; returns how many objects there are afterwards."""
+    for _ in range(count):
+        assert inject_optimized_kernels(model, attention="native", config=ALONE).restore() == 1
+    gc.collect()
+    return len(gc.get_objects())
+
+
+@pytest.mark.parametrize("make", [tiny_flux, lambda: build("llama")], ids=["flux", "llama"])
+def test_cycles_of_injection_and_restore_leave_nothing(make: Any) -> None:
+    model = make()
+    run(model)
+    cycles(model, 3)
+    before, objects = registered(), cycles(model, 1)
+    assert cycles(model, 12) <= objects and registered() == before
+
+
+@pytest.mark.parametrize("make", [tiny_flux, lambda: build("llama")], ids=["flux", "llama"])
+def test_a_route_lives_as_long_as_a_copy_of_its_model(make: Any) -> None:
+    before, model = registered(), make()
+    expected = run(model)
+    report = inject_optimized_kernels(model, attention="_native_math", config=ALONE)
+    routed, twin = run(model), copy.deepcopy(model)
+    report.restore()
+    assert torch.equal(run(model), expected)
+    del model, report
+    gc.collect()
+    assert registered() != before
+    assert torch.equal(run(twin), routed)
+    del twin
+    gc.collect()
+    assert registered() == before
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_an_image_adapter_is_freed_with_its_model(restored: bool) -> None:
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    before, model = registered(), tiny_flux()
+    attention = model.transformer_blocks[0].attn
+    attention.processor = FluxIPAdapterAttnProcessor(32, 32, (4,))
+    weight = weakref.ref(attention.processor.to_k_ip[0].weight)
+    for _ in range(5):
+        inject_optimized_kernels(model, attention="native", config=ALONE).restore()
+    if not restored:
+        inject_optimized_kernels(model, attention="native", config=ALONE)
+    del attention, model
+    gc.collect()
+    assert weight() is None and registered() == before
+
+
+@pytest.mark.parametrize("diffkern_there", [True, False])
+@pytest.mark.parametrize("make", [tiny_flux, lambda: build("llama")], ids=["flux", "llama"])
+def test_a_model_that_was_saved_whole_runs_stock_in_another_process(
+    make: Any, diffkern_there: bool, tmp_path: Path
+) -> None:
+    model = make()
+    expected = run(model)
+    inject_optimized_kernels(model, attention="native", config=ALONE)
+    torch.testing.assert_close(run(model), expected)
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(expected, tmp_path / "expected.pt")
+    call = "logits(model, inputs('llama'))" if hasattr(model, "lm_head") else "flux_output(model)"
+    without = "sys.modules['diffkern'] = None" if not diffkern_there else "import diffkern"
+    needed = "from tests.transformers.models import inputs, logits" if "logits" in call else _flux_source()
+    code = f"""
+import sys, torch
+{without}
+{needed}
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+assert torch.equal({call}, torch.load({str(tmp_path / "expected.pt")!r}))
+print(getattr(model.config, "_attn_implementation", None))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["sdpa" if "logits" in call else "None"]
+
+
+def _flux_source() -> str:
+    import inspect
+
+    return f"from __future__ import annotations\nfrom typing import Any\nfrom torch import Tensor\n{inspect.getsource(flux_output)}"
+
+
+def test_a_model_that_was_saved_whole_runs_stock_in_this_process() -> None:
+    model = build("llama")
+    expected = logits(model, inputs("llama"))
+    inject_optimized_kernels(model, attention="native")
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert again.config._attn_implementation == "sdpa" and model.config._attn_implementation != "sdpa"
+    assert torch.equal(logits(again, inputs("llama")), expected)
+
+
+# --- who watches ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "native"}])
+def test_an_eager_attention_that_was_replaced_after_the_injection_is_called(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin, batch = (build("llama", attn_implementation="eager") for _ in range(2)), None, inputs("llama")
+    model, twin = model
+    inject_optimized_kernels(model, **options)
+    logits(model, batch)
+    stock, calls = modeling_llama.eager_attention_forward, []
+
+    def scaled(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return stock(module, 0.5 * query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", scaled)
+    expected = logits(twin, batch)
+    y = logits(model, batch)
+    assert len(calls) == 4
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_attention_of_transformers_that_was_replaced_after_the_injection_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, twin = (build("llama") for _ in range(2))
+    batch = inputs("llama")
+    report = inject_optimized_kernels(model, attention="_native_math", config=ALONE)
+    logits(model, batch)
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def scaled(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return stock(module, 0.5 * query, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", scaled)
+    assert torch.equal(logits(model, batch), logits(twin, batch))
+    assert report.calls()[""]["stock_reasons"] == {"the stock attention was replaced after the injection": 2}
+
+
+def test_an_attention_of_diffusers_that_was_replaced_after_the_injection_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, twin = tiny_flux(), tiny_flux()
+    report = inject_optimized_kernels(model, attention="_native_math", config=ALONE)
+    flux_output(model)
+    name, stock = _AttentionBackendRegistry.get_active_backend()
+
+    def scaled(query: Tensor, **kwargs: Any) -> Tensor:
+        result: Tensor = stock(query=0.5 * query, **kwargs)
+        return result
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, name, scaled)
+    assert torch.equal(flux_output(model), flux_output(twin))
+    assert report.calls()[""]["stock_reasons"] == {"the stock attention was replaced after the injection": 2}
