@@ -74,16 +74,18 @@ class _Name(str):
 
 
 class Installation:
-    """The configuration of one model on a route: what :meth:`restore` takes back."""
+    """The configuration of one model on a route: what :meth:`restore` takes back. It keeps neither alive."""
 
     def __init__(self, model: Any, route: Route) -> None:
-        self.config = model.config
-        self.name = _register(route)
-        setattr(self.config, _ATTRIBUTE, self.name)
+        name = _register(route)
+        self._config: weakref.ref[Any] = weakref.ref(model.config)
+        self._key = str(name)
+        setattr(model.config, _ATTRIBUTE, name)
 
     def restore(self) -> int:
         """Gives the configuration back what it had; returns how many still had the route."""
-        return int(getattr(self.config, _ATTRIBUTE, None) == self.name and restore_config(self.config))
+        config = self._config()
+        return int(getattr(config, _ATTRIBUTE, None) == self._key and restore_config(config))
 
 
 def restore_config(config: Any) -> bool:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,20 +108,6 @@ def test_copies_are_routed_and_restored_on_their_own(model: Model) -> None:
     assert torch.equal(output(duplicate), stock) and torch.equal(output(model), routed)
     again = pickle.loads(pickle.dumps(model))
     torch.testing.assert_close(output(again), stock, rtol=1e-4, atol=1e-4)
-
-
-def test_a_pickle_comes_back_unrouted_in_another_process(model: Model, tmp_path: Path) -> None:
-    processors = list(model.attn_processors.values())
-    processors[0]._attention_backend = AttentionBackendName._NATIVE_MATH
-    inject_optimized_kernels(model, attention="_native_flash")
-    (tmp_path / "processors").write_bytes(pickle.dumps(processors[:2]))
-    code = (
-        "import pickle, pathlib\n"
-        f"first, second = pickle.loads(pathlib.Path({str(tmp_path / 'processors')!r}).read_bytes())\n"
-        "print(first._attention_backend, second._attention_backend)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert printed.split() == [str(AttentionBackendName._NATIVE_MATH), "None"]
 
 
 def test_a_second_injection_leaves_the_first(model: Model) -> None:
