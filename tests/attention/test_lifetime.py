@@ -1,4 +1,4 @@
-"""What routes leave behind: nothing in registries or memory, nothing in pickles; and who replaced the attention is called."""
+"""What routes leave behind: nothing in registries, memory or pickles; and an attention that was replaced is called."""
 
 from __future__ import annotations
 
