@@ -51,6 +51,10 @@ class Fusion(Protocol):
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
         """The dtype of the weights that, besides the primary input's, decides whether a call is proven; or None."""
 
+    def variant(self, module: nn.Module, call: Any | None) -> Hashable:
+        """What else of a module and a call decides whether a proof speaks for it; of a sample if there is no call."""
+        return None
+
     def declines(self, module: nn.Module, call: Any) -> str | None:
         """Says why a call must run the stock forward, or None."""
 

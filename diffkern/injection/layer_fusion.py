@@ -16,10 +16,14 @@ from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, NoProviderError
-from diffkern.providers.foreign import summary
+from diffkern.providers.foreign import identical, summary
 from diffkern.providers.hub import is_kernel, layer_for, public_name
 from diffkern.verify import gradients
-from diffkern.verify.samples import clone_tree, random_input
+from diffkern.verify.contract import SANE
+from diffkern.verify.gradients import with_gradients
+from diffkern.verify.isolation import Copy
+from diffkern.verify.measures import as_one, relative_error
+from diffkern.verify.samples import clone_tree, is_ordinary, random_input
 
 #: Rows of a random proof.
 ROWS = 64
@@ -60,7 +64,17 @@ class LayerFusion(Fusion):
         return next((parameter.dtype for parameter in module.parameters()), None)
 
     @override
+    def variant(self, module: nn.Module, call: Call | None) -> Hashable:
+        """Whether the module trains, and which arguments there are: a layer may ignore some of them."""
+        args, kwargs = ((), {}) if call is None else call
+        like_a_sample = not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim == 3
+        return module.training, "a sample" if call is None or like_a_sample else _kinds(call)
+
+    @override
     def declines(self, module: nn.Module, call: Call) -> str | None:
+        opaque = _opaque(call)
+        if opaque is not None:
+            return f"an argument holds a {opaque}, which a proof cannot copy"
         tensors = [value for value in pytree.tree_leaves(call) if isinstance(value, Tensor)]
         if not tensors or any(type(x) is not Tensor or x.is_meta or x.layout is not torch.strided for x in tensors):
             return "its arguments are not plain tensors"
@@ -73,6 +87,8 @@ class LayerFusion(Fusion):
             layer = self._layer(module, x.device)
         except NoProviderError as error:
             return str(error)
+        if any(child is not module and not _is_plain(child) for child in module.modules()):
+            return "a layer inside of it has hooks, adapters or quantised weights, which the kernel may pass by"
         if gradients.wanted(module, x) and not getattr(layer, "has_backward", True):
             return f"{self.layer} has no backward"
         if torch.compiler.is_compiling() and not getattr(layer, "can_torch_compile", False):
@@ -91,7 +107,8 @@ class LayerFusion(Fusion):
     @override
     def kind(self, module: nn.Module) -> Hashable:
         parameters = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
-        return repr(self.rule), full_name(type(module)), repr(module), parameters
+        modes = tuple(child.training for child in module.modules())
+        return repr(self.rule), full_name(type(module)), repr(module), parameters, modes
 
     @override
     def choose(
@@ -110,7 +127,7 @@ class LayerFusion(Fusion):
 
     @override
     def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        return clone_tree(module, device, lambda tensor: tensor.dtype, dtype)
+        return _in_modes_of(module, clone_tree(module, device, lambda tensor: tensor.dtype, dtype))
 
     @override
     def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -146,8 +163,33 @@ class LayerFusion(Fusion):
 
     @override
     def reference(self, module: nn.Module, call: Call) -> Any:
-        copy = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64, torch.float64)
-        return self.stock(copy, pytree.tree_map(_double, call))
+        """The stock forward of a copy in float64.
+
+        Raises:
+            NoProviderError: the stock forward is not that of the copy, so that nothing can be compared.
+        """
+        runs = [as_one(self.stock(module, Copy(call).call)) for _ in range(2)]
+        if not identical(*runs):
+            raise NoProviderError("its stock forward draws random numbers, and no result can be compared with another")
+        result = self.stock(self._in_float64(module, call), pytree.tree_map(_double, call))
+        error = relative_error(runs[0], as_one(result))
+        if not error <= SANE.get(runs[0].dtype, 1e-3):
+            raise NoProviderError(f"its stock forward is {error:.1e} away from the same in float64")
+        return result
+
+    @override
+    def grad_inputs(self, call: Call) -> tuple[Tensor, ...]:
+        tensors = {id(x): x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.is_floating_point()}
+        return tuple(tensors.values())
+
+    @override
+    def exact_training(self, module: nn.Module, call: Call) -> tuple[Tensor, ...]:
+        exact, doubles = self._in_float64(module, call), pytree.tree_map(_double, call)
+        return with_gradients(lambda: self.stock(exact, doubles), (*self.grad_inputs(doubles), *exact.parameters()))
+
+    def _in_float64(self, module: nn.Module, call: Call) -> nn.Module:
+        device = self.primary_input(call).device
+        return _in_modes_of(module, clone_tree(module, device, lambda tensor: torch.float64, torch.float64))
 
     def _layer(self, module: nn.Module, device: torch.device) -> type[nn.Module]:
         """The layer for ``device`` and the mode that the module is in.
@@ -184,4 +226,46 @@ def _input_size(module: nn.Module) -> int | None:
 
 
 def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _in_modes_of(module: nn.Module, copy: nn.Module) -> nn.Module:
+    """The copy, with every part of it in training or not as in the original."""
+    parts = dict(copy.named_modules())
+    for name, child in module.named_modules():
+        if name in parts:
+            parts[name].training = child.training
+    return copy
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer inside computes what its class and its parameters say, whoever reads these."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooked and "_hf_hook" not in module.__dict__ and is_ordinary(module)
+
+
+#: What an argument may be besides a tensor, and a container of such.
+_VALUES = (bool, int, float, str, torch.dtype, torch.device)
+
+
+def _opaque(value: Any) -> str | None:
+    """The class of a part of some arguments that is no value of its own, such as a cache of keys; or None."""
+    if type(value) in (tuple, list):
+        return next((name for item in value if (name := _opaque(item)) is not None), None)
+    if type(value) is dict:
+        return _opaque(list(value.values()))
+    plain = value is None or isinstance(value, (Tensor, *_VALUES))
+    return None if plain else type(value).__name__
+
+
+def _kinds(value: Any) -> Hashable:
+    """What of some arguments may decide what is computed; of numbers, whether they are 0 or 1."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.ndim
+    if type(value) in (tuple, list):
+        return tuple(_kinds(item) for item in value)
+    if type(value) is dict:
+        return tuple((key, _kinds(item)) for key, item in value.items())
+    if type(value) in (int, float):
+        return value if value in (0, 1) else "a number"
+    return str(value)

@@ -7,7 +7,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from diffkern.injection.report import Site
 from diffkern.providers import NoProviderError
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import transforms_active
+from diffkern.providers.foreign import is_of_user, summary
 from diffkern.providers.hub import is_kernel
 from diffkern.verify import gradients
 
@@ -43,7 +44,7 @@ LOCK = threading.RLock()
 
 _REPLACED = "what its class computes was replaced after the injection"
 
-_Proven = tuple[torch.device, torch.dtype, torch.dtype | None, str | None]
+_Proven = tuple[torch.device, torch.dtype, torch.dtype | None, str | None, Hashable]
 
 
 class StrictModeError(RuntimeError):
@@ -117,10 +118,10 @@ class PatchState:
         reason = _REPLACED if self._was_replaced(module) else self.revoked or fusion.declines(module, call)
         if reason is None and self.rule.situations:
             reason = self._left_alone(module, fusion.primary_input(call).device)
-        if reason is None and not self._is_proven(module, fusion.primary_input(call)):
+        if reason is None and not self._is_proven(module, call):
             reason = self._prove(module, call)
         if reason is None and gradients.wanted(module, fusion.primary_input(call)):
-            reason = self._prove_gradients(module, fusion.primary_input(call))
+            reason = self._prove_gradients(module, call)
         if reason is not None:
             if self.strict and not fusion.allowed_in_strict(module, call):
                 raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
@@ -144,7 +145,7 @@ class PatchState:
         if fusion.declines(module, call) is not None:
             return None
         x = fusion.primary_input(call)
-        if not self._is_proven(module, x):
+        if not self._is_proven(module, call):
             if self.revoked is None:
                 notes.traced_as_stock(self.report, type(module).__name__, x.device, x.dtype)
             return None
@@ -171,10 +172,15 @@ class PatchState:
 
     def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Notes that inputs of ``dtype`` on ``device`` are proven for weights of the dtype ``module`` has."""
-        self.proven.add(self._key(module, device, dtype))
+        self.proven.add(self._key(module, device, dtype, None))
 
-    def _key(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> _Proven:
-        return device, dtype, self.fusion.weight_dtype(module), self.rule.at(device, module.training)
+    def _key(self, module: nn.Module, device: torch.device, dtype: torch.dtype, call: Any) -> _Proven:
+        provider, variant = self.rule.at(device, module.training), self.fusion.variant(module, call)
+        return device, dtype, self.fusion.weight_dtype(module), provider, variant
+
+    def _key_of(self, module: nn.Module, call: Any) -> _Proven:
+        x = self.fusion.primary_input(call)
+        return self._key(module, x.device, x.dtype, call)
 
     def _left_alone(self, module: nn.Module, device: torch.device) -> str | None:
         provider = self.rule.at(device, module.training)
@@ -185,10 +191,10 @@ class PatchState:
     def _no_gradients(self, module: nn.Module, x: Tensor) -> str | None:
         return self.no_gradients.get(self.rule.at(x.device, module.training)) if self.no_gradients else None
 
-    def _is_proven(self, module: nn.Module, x: Tensor) -> bool:
+    def _is_proven(self, module: nn.Module, call: Any) -> bool:
         if self.verifier is None:
             return True
-        return self.revoked is None and self._key(module, x.device, x.dtype) in self.proven
+        return self.revoked is None and self._key_of(module, call) in self.proven
 
     def _prove(self, module: nn.Module, call: Any) -> str | None:
         """Proves a device and dtype that injection did not see, on real weights and, if it can be, the real input."""
@@ -199,7 +205,7 @@ class PatchState:
         if transforms_active():
             return "not proven yet, and a proof cannot run under a transform: run one call before"
         with LOCK:
-            if self._is_proven(module, x):
+            if self._is_proven(module, call):
                 return None
             return self.revoked or self._prove_now(module, call, x)
 
@@ -217,7 +223,7 @@ class PatchState:
         if self.site is not None:
             self.site.measurements.append(measurement)
         if measurement.passed:
-            self.trust(module, x.device, x.dtype)
+            self.proven.add(self._key_of(module, call))
             return None
         return self._try_next_provider(module, call, provider, f"lost its proof at first use: {measurement.reason}")
 
@@ -228,7 +234,7 @@ class PatchState:
         if another_may and provider and is_kernel(provider) and not self.strict:
             self.rule = self.rule.map(lambda choice: None if choice == provider else choice)
             self._warn(module, reason, f"the next provider serves {_situation(module, x.device)}")
-            return None if self._is_proven(module, x) else self._prove(module, call)
+            return None if self._is_proven(module, call) else self._prove(module, call)
         if set(self.rule.choices()) <= {provider, STOCK}:
             self.revoked = reason
             self._warn(module, reason, "it runs stock from now on")
@@ -239,13 +245,12 @@ class PatchState:
             self._warn(module, reason, f"it runs stock {_situation(module, x.device)}")
         return reason
 
-    def disable(self, module: nn.Module, error: KernelFileError) -> None:
-        """Leaves a module stock for good: a kernel that is compiled at its first use found no place for the result.
+    def disable(self, module: nn.Module, reason: str, error: Exception) -> None:
+        """Leaves a module stock for good, because of an error of a kernel in a call that was counted as fused.
 
         Raises:
             StrictModeError: the injection was strict.
         """
-        reason = f"a kernel could not be written or read: {error}"
         if self.strict:
             raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}") from error
         self.counts.add_fused(-1)
@@ -260,9 +265,9 @@ class PatchState:
             self.site.reason = reason
         warnings.warn(f"diffkern: {type(module).__name__} {reason}; {consequence}", stacklevel=6)
 
-    def _prove_gradients(self, module: nn.Module, x: Tensor) -> str | None:
+    def _prove_gradients(self, module: nn.Module, call: Any) -> str | None:
         """Proves the gradients of a device and dtype the first time that they are wanted, be that by ``train()``."""
-        key = self._key(module, x.device, x.dtype)
+        x, key = self.fusion.primary_input(call), self._key_of(module, call)
         refused = self._no_gradients(module, x)
         if self.verifier is None or refused is not None or key in self.proven_gradients:
             return refused
@@ -275,7 +280,7 @@ class PatchState:
             if refused is not None or key in self.proven_gradients:
                 return refused
             provider = self.rule.at(x.device, module.training)
-            measurement = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype)
+            measurement = self.verifier.prove_gradients(module, self.fusion, provider, x.device, x.dtype, call)
             if measurement is not None and self.site is not None:
                 self.site.measurements.append(measurement)
             if measurement is None or measurement.passed:
@@ -342,8 +347,15 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
     try:
         return state.fusion.compute(module, call, provider, stock)
     except KernelFileError as error:
-        state.disable(module, error)
-    return _run_below(state, module, args, kwargs)
+        state.disable(module, f"a kernel could not be written or read: {error}", error)
+        return _run_below(state, module, args, kwargs)
+    except Exception as error:
+        if not isinstance(state.fusion, LayerFusion) or torch.compiler.is_compiling() or is_of_user(error):
+            raise
+        failure = error
+    result = _run_below(state, module, args, kwargs)  # raises as well where the call is wrong, and not the layer
+    state.disable(module, f"{state.fusion.op} failed: {summary(failure)}", failure)
+    return result
 
 
 def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

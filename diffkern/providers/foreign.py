@@ -161,13 +161,17 @@ def _default_device() -> torch.device | None:
     return None if context is None else context.device
 
 
-def _autocast() -> tuple[bool, ...]:
-    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+_AUTOCAST = ("cpu", "cuda")
 
 
-def _set_autocast(enabled: tuple[bool, ...]) -> None:
-    for kind, value in zip(("cpu", "cuda"), enabled, strict=True):
-        torch.set_autocast_enabled(kind, value)
+def _autocast() -> list[tuple[bool, torch.dtype]]:
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST]
+
+
+def _set_autocast(values: list[tuple[bool, torch.dtype]]) -> None:
+    for kind, (enabled, dtype) in zip(_AUTOCAST, values, strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -179,6 +183,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "the default device": (_default_device, torch.set_default_device),
     "whether gradients are enabled": (torch.is_grad_enabled, torch._C._set_grad_enabled),
     "autocast": (_autocast, _set_autocast),
+    "the cache of autocast": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     "the precision of float32 products": (  # torch.get_float32_matmul_precision raises where both ways to set it mix
         lambda: torch.backends.cuda.matmul.fp32_precision,
         lambda value: setattr(torch.backends.cuda.matmul, "fp32_precision", value),

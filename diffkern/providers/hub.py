@@ -74,6 +74,11 @@ class _Op:
         self._adapters = adapters
         self._device = device
         self._verdicts: dict[tuple[int, torch.dtype], dict[Hashable, Verdict]] = {}
+        self._given_up: dict[str, str] = {}
+
+    def give_up(self, adapter: Adapter, reason: str) -> None:
+        """Keeps an adapter from all further calls."""
+        self._given_up[adapter.interface] = reason
 
     def refusal(self, dtypes: frozenset[torch.dtype]) -> str | None:
         """Why none of the dtypes is served in any pattern, with the measured errors, or None."""
@@ -95,6 +100,9 @@ class _Op:
         dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
         reason = f"the kernel has no {self.op} of this kind"
         for index, adapter in enumerate(self._adapters):
+            if adapter.interface in self._given_up:
+                reason = self._given_up[adapter.interface]
+                continue
             refused = adapter.declines(args)
             if refused is not None:
                 reason = f"{adapter.interface}: {refused}"
@@ -170,16 +178,27 @@ class KernelProvider:
                     return adapter.call(*args)
                 except OSError as error:  # a kernel that is compiled at its first use
                     raise KernelFileError(str(error)) from error
+                except Exception as error:
+                    if not self._falls_through or _refusals_raise.get() or is_of_user(error):
+                        raise
+                    reason = f"{adapter.interface} failed: {summary(error)}"
+                result = plain(*args)  # raises as well where the call is wrong, and not the kernel
+                served.give_up(adapter, reason)
+                self._note_refused(reason)
+                return result
             if not self._falls_through or _refusals_raise.get():
                 from diffkern.providers.registry import NoProviderError
 
                 raise NoProviderError(f"{self.reference}: {reason}")
-            self.refused_calls[reason] += 1
-            if self.refused_calls[reason] == 1:
-                warnings.warn(f"diffkern: {self.reference}: {reason}; such calls run in plain PyTorch", stacklevel=2)
+            self._note_refused(reason)
             return plain(*args)
 
         return call
+
+    def _note_refused(self, reason: str) -> None:
+        self.refused_calls[reason] += 1
+        if self.refused_calls[reason] == 1:
+            warnings.warn(f"diffkern: {self.reference}: {reason}; such calls run in plain PyTorch", stacklevel=3)
 
     def loaded(self, device: torch.device) -> LoadedKernel | None:
         """The kernel that serves ``device``, or None; for reports."""

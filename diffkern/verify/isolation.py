@@ -1,9 +1,8 @@
-"""What keeps a proof apart from everything around it: the state of torch, the inputs, and the weights."""
+"""What keeps a proof apart from everything around it: copies of the inputs and the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -11,43 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.verify.measures import relative_error
-
-
-@contextmanager
-def preserved_state(device: torch.device) -> Iterator[None]:
-    """Leaves torch's global state as it is, however the body ends.
-
-    That is the default dtype and device, grad mode, autocast, deterministic mode, the precision of float32 products,
-    and the random numbers of the CPU and of ``device``.
-    """
-    kinds = dict.fromkeys(("cpu", device.type)) if device.type != "meta" else ("cpu",)
-    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-    cached = torch.is_autocast_cache_enabled()
-    default_device = _default_device()
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
-    cards = [device] if device.type == "cuda" else []
-    # The grad mode is set back by leaving the context.
-    with torch.set_grad_enabled(torch.is_grad_enabled()), torch.random.fork_rng(cards):
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            if _default_device() != default_device:
-                torch.set_default_device(default_device)
-            for kind, (enabled, autocast_dtype) in autocast.items():
-                torch.set_autocast_enabled(kind, enabled)
-                torch.set_autocast_dtype(kind, autocast_dtype)
-            torch.set_autocast_cache_enabled(cached)
-            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
-            if torch.get_float32_matmul_precision() != precision:
-                torch.set_float32_matmul_precision(precision)
-
-
-def _default_device() -> torch.device | None:
-    """The device that the user chose for new tensors, or None."""
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    return None if context is None else context.device
 
 
 class Copy:

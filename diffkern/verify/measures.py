@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
@@ -55,5 +56,7 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 
 
 def as_one(result: Any) -> Tensor:
-    """The elements of several results as one tensor, of rows of a single element."""
-    return result if isinstance(result, Tensor) else torch.cat([part.reshape(-1, 1) for part in result])
+    """The elements of several results, in any containers, as one tensor, of rows of a single element."""
+    if isinstance(result, Tensor):
+        return result
+    return torch.cat([part.reshape(-1, 1) for part in pytree.tree_leaves(result) if isinstance(part, Tensor)])

@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from diffkern.providers import NoProviderError
+from diffkern.providers.foreign import is_of_user, preserved, summary
 from diffkern.providers.hub import public_name, refusals_raise
 from diffkern.verify import gradients
 from diffkern.verify.contract import RATIO, ROWS, SLACK
 from diffkern.verify.gradients import TrainingErrors
-from diffkern.verify.isolation import Copy, preserved_state, snapshot
+from diffkern.verify.isolation import Copy, snapshot
 from diffkern.verify.measures import Measurement, as_one, relative_error
 
 if TYPE_CHECKING:
@@ -68,21 +70,32 @@ class Verifier:
         return self._remembered(("result", fusion.kind(module), device, dtype, provider), measure)
 
     def prove_gradients(
-        self, module: nn.Module, fusion: Fusion, provider: str | None, device: torch.device, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        fusion: Fusion,
+        provider: str | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        call: Any = None,
     ) -> Measurement | None:
-        """Proves on random input that calls with a backward keep the contract.
+        """Proves on random input, or on a sample of ``call`` as its variant asks, that a backward keeps the contract.
 
         None if there was nothing to prove: no sample, or a fusion whose gradients are not proven apart.
         """
+        variant, sampled = (
+            (None, None) if call is None else (fusion.variant(module, call), fusion.variant(module, None))
+        )
 
         def measure() -> Measurement | None:
             copy = fusion.clone_for_verification(module, device, dtype)
-            calls = fusion.samples(copy, device, dtype, self.exact)
+            calls = fusion.samples(copy, device, dtype, self.exact) if variant == sampled else ()
+            if not calls and call is not None and variant is not None:
+                calls = [Copy(fusion.first_call_sample(call)).call]
             calls = [call for call in calls if fusion.declines(copy, call) is None]
             proofs = [self._measure_gradients(copy, fusion, provider, call) for call in calls]
             return min((proof for proof in proofs if proof is not None), key=_margin, default=None)
 
-        return self._remembered(("gradients", fusion.kind(module), device, dtype, provider), measure)
+        return self._remembered(("gradients", (fusion.kind(module), variant), device, dtype, provider), measure)
 
     def prove_call(self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any) -> Measurement | None:
         """Proves a site on random input and on what can be tried of its first real call there.
@@ -143,6 +156,7 @@ class Verifier:
         weights, by_stock = snapshot(module), Copy(call)
         result = fusion.stock(module, by_stock.call)
         shared, stock = by_stock.shared_with(result), as_one(result).clone()
+        structure = pytree.tree_structure(result)
         reference = as_one(fusion.reference(module, Copy(call).call))
         stock_error = relative_error(stock, reference)
 
@@ -154,7 +168,8 @@ class Verifier:
                 relative_error(fused, reference),
                 fused.dtype == stock.dtype and torch.equal(fused, stock),
             )
-            verdict = self._verdict(fused, stock, error, stock_error, identical, fusion.allowance)
+            verdict = None if pytree.tree_structure(result) == structure else "returns another structure than stock"
+            verdict = verdict or self._verdict(fused, stock, error, stock_error, identical, fusion.allowance)
             tolerance = 0.0 if self.exact else 2 * RATIO * stock_error + SLACK + fusion.allowance
             verdict = verdict or _side_effects(by_stock, copy, weights, shared, result, tolerance)
             return fused, error, identical, verdict
@@ -208,9 +223,14 @@ def _guarded(
     on samples at all.
     """
     try:
-        with preserved_state(device):
-            return measure()
-    except Exception as error:
+        with preserved(device) as changed:
+            proof = measure()
+            if settings := changed():
+                raise NoProviderError(f"it changes {settings}")
+            return proof
+    except BaseException as error:
+        if is_of_user(error):
+            raise
         none, name = float("nan"), public_name(provider or "auto")
         return Measurement(str(device), _name(dtype), name, none, none, False, False, _said(error), of_gradients)
 
@@ -235,12 +255,11 @@ def _as_integers(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """Why a provider refused, or what its kernel raised, in one line."""
     if isinstance(error, NoProviderError):
         return str(error)
-    lines = str(error).strip().splitlines() or [""]
-    return f"failed: {type(error).__name__}: {lines[0]}"
+    return f"failed: {summary(error)}"
 
 
 def _margin(proof: Measurement) -> tuple[bool, float]:

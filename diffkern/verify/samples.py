@@ -75,7 +75,7 @@ def clone_tree(
         dtype_of: The dtype of the copy of a floating point parameter or buffer.
         dtype: The dtype of the replaced layers, which their own weights need not have: that of the calls.
     """
-    if not _is_ordinary(module):
+    if not is_ordinary(module):
         linear: Any = module
         biased = getattr(linear, "bias", None) is not None
         module = nn.Linear(linear.in_features, linear.out_features, biased, device="meta", dtype=dtype)
@@ -109,7 +109,7 @@ def _copy(module: nn.Module, place: Callable[[Tensor], Tensor]) -> nn.Module:
     return copy
 
 
-def _is_ordinary(module: nn.Module) -> bool:
+def is_ordinary(module: nn.Module) -> bool:
     """Whether a module's own parameters are what its class computes with, in some floating point dtype."""
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if not all(isinstance(size, int) for size in sizes):  # PEFT's wrappers of norms have them too, as None
