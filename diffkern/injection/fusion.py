@@ -162,5 +162,6 @@ def only_eager(
     if any(select(op, device, dtypes[:1], provider).provider != "eager" for op in fusion.kernel_ops[1:]):
         return None
     wanted = ("compiled",) if device.type == "cpu" else ("compiled", "triton")
+    wanted = wanted if name is None else (*wanted, hub.NAME)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined if name in wanted)
     return f"{ONLY_EAGER} ({reasons})"

@@ -1,4 +1,4 @@
-"""Layers of kernels on modules that diffkern does not know: what will run is what is proven, or the module runs stock."""
+"""Layers of kernels on modules that diffkern does not know: what will run is what is proven, or stock runs."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_an_op_of_a_kernel_that_raises_later_gives_way(hub: LoopbackHub, tmp_pat
     inject_optimized_kernels(norm, config={"rms_norm": path})
     norm(random(2, 5, 16))
     with pytest.warns(
-        UserWarning, match="apply_rms_norm failed: ValueError: only two; such calls run in plain PyTorch"
+        UserWarning, match="failed: ValueError: only two; such calls run in plain PyTorch"
     ):
         y = norm(random(3, 5, 16))
     torch.testing.assert_close(y, nn.functional.rms_norm(random(3, 5, 16), (16,), norm.weight, 1e-6))
