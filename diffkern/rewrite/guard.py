@@ -44,7 +44,7 @@ class Guard:
         methods = {
             name.removeprefix("self."): function for name, function in helpers.items() if name.startswith("self.")
         }
-        children: dict[Path, tuple[type[nn.Module], Any]] = {}
+        children: dict[Path, type[nn.Module]] = {}
         self._users: dict[Path, list[int]] = {}
         for site in sites:
             for path in site.plan.modules.values():
@@ -52,9 +52,9 @@ class Guard:
                 if child is None:
                     methods[path[0]] = getattr(type(module), path[0])
                 else:
-                    children[path] = (type(child), type(child).forward)
+                    children[path] = type(child)
                 self._users.setdefault(path, []).append(site.plan.index)
-        self._children = tuple([(path, *known) for path, known in children.items()])
+        self._children = tuple(children.items())
         self._methods = tuple(methods.items())
         self._all: Active = sites
 
@@ -73,9 +73,9 @@ class Guard:
             if name in module.__dict__ or getattr(type(module), name, None) is not method:
                 return None
         off = set(self.disabled)
-        for path, cls, forward in self._children:
+        for path, cls in self._children:
             child = child_of(module, path)
-            if cls.forward is not forward or not untouched(child, cls):
+            if not untouched(child, cls):
                 off.update(self._users[path])
         if not off:
             return self._all
