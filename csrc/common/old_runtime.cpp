@@ -3,7 +3,8 @@
 #include <new>
 #include <sstream>
 
-#define DIFFKERN_HIDDEN __attribute__((visibility("hidden")))
+// Weak, so that a libstdc++ that is linked statically brings its own.
+#define DIFFKERN_HIDDEN __attribute__((weak, visibility("hidden")))
 
 extern "C" {
 

@@ -199,7 +199,8 @@ class Twins:
             path
             for live, called in counts
             for path, site in live.paths().items()
-            if site.how == "recipe" and called.get(path, (0, 0))[0]
+            # A block that is fused as a whole, and a step that is replayed, call nothing inside of them.
+            if site.how in ("recipe", "option") and called.get(path, (0, 0))[0]
         }
         for live, called in counts:
             for path, site in live.paths().items():
