@@ -118,7 +118,7 @@ def test_forwards_of_libraries_are_their_own_decorators_and_all(monkeypatch: pyt
     assert untouched(layer, nn.Linear) and unfit_surroundings() is None
     with monkeypatch.context() as patch:
         patch.setattr(nn.Linear, "forward", scaled(nn.Linear.forward, wraps=True))
-        assert not untouched(layer, nn.Linear)
+        assert not untouched(layer, nn.Linear) and replacement(nn.Linear) == f"{__name__}.new"
     assert untouched(layer, nn.Linear)
 
 
