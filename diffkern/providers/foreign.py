@@ -178,16 +178,33 @@ def _deterministic() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def _on_cpu() -> Any:
+    return torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+
+
+def _precision() -> tuple[str | None, str, str]:
+    """By the old way to set it, and by the new one for CUDA and for the CPU."""
+    try:
+        whole = torch.get_float32_matmul_precision()
+    except RuntimeError:  # where both ways mix
+        whole = None
+    return whole, torch.backends.cuda.matmul.fp32_precision, _on_cpu().fp32_precision
+
+
+def _set_precision(value: tuple[str | None, str, str]) -> None:
+    if value[0] is not None:
+        torch.set_float32_matmul_precision(value[0])
+    torch.backends.cuda.matmul.fp32_precision = value[1]
+    _on_cpu().fp32_precision = value[2]
+
+
 _SETTINGS: Mapping[str, _Setting] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the default device": (_default_device, torch.set_default_device),
     "whether gradients are enabled": (torch.is_grad_enabled, torch._C._set_grad_enabled),
     "autocast": (_autocast, _set_autocast),
     "the cache of autocast": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    "the precision of float32 products": (  # torch.get_float32_matmul_precision raises where both ways to set it mix
-        lambda: torch.backends.cuda.matmul.fp32_precision,
-        lambda value: setattr(torch.backends.cuda.matmul, "fp32_precision", value),
-    ),
+    "the precision of float32 products": (_precision, _set_precision),
     "whether algorithms are deterministic": (
         _deterministic,
         lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),

@@ -308,8 +308,6 @@ def test_an_op_of_a_kernel_that_raises_later_gives_way(hub: LoopbackHub, tmp_pat
     norm = nn.RMSNorm(16, eps=1e-6)
     inject_optimized_kernels(norm, config={"rms_norm": path})
     norm(random(2, 5, 16))
-    with pytest.warns(
-        UserWarning, match="failed: ValueError: only two; such calls run in plain PyTorch"
-    ):
+    with pytest.warns(UserWarning, match="failed: ValueError: only two; such calls run in plain PyTorch"):
         y = norm(random(3, 5, 16))
     torch.testing.assert_close(y, nn.functional.rms_norm(random(3, 5, 16), (16,), norm.weight, 1e-6))
