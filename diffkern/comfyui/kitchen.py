@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffkern.comfyui.rope import rotary_tables, unfit_matrices
 from diffkern.ops import norm_modulate, qk_norm_rope, rope
+from diffkern.providers import KERNEL_DTYPES
 
 _INTERLEAVED, _HALF = "interleaved", "half"
 
@@ -23,16 +25,33 @@ FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "apply_rope_split_half": ("rope", ("xq", "xk", "freqs_cis")),
     "apply_rope_split_half1": ("rope", ("x", "freqs_cis")),
     "rms_rope": ("qk_norm_rope", ("q", "k", "freqs_cis", "q_scale", "k_scale")),
+    "rms_rope1": ("qk_norm_rope", ("x", "freqs_cis", "scale")),
     "rms_rope_split_half": ("qk_norm_rope", ("q", "k", "freqs_cis", "q_scale", "k_scale")),
+    "rms_rope_split_half1": ("qk_norm_rope", ("x", "freqs_cis", "scale")),
 }
-
+#: Those that write into what they rotate.
+IN_PLACE = {f"{name}_": function for name, function in FUNCTIONS.items() if "freqs_cis" in function[1]}
+FUNCTIONS |= IN_PLACE
 
 #: The tensors that are normalised or rotated.
 INPUTS = ("x", "q", "k", "xq", "xk")
 
 
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The variant that copies the results into what it rotates, as comfy-kitchen's own do; called with keywords."""
+
+    def write(self: KitchenBackend, **call: Any) -> Any:
+        inputs = [call[name] for name in INPUTS if name in call]
+        results = function(self, **call)
+        for x, y in zip(inputs, results if len(inputs) > 1 else (results,), strict=True):
+            x.copy_(y)
+        return tuple(inputs) if len(inputs) > 1 else inputs[0]
+
+    return write
+
+
 @dataclass(frozen=True)
-class Kitchen:
+class KitchenBackend:
     """The functions, named and called as comfy-kitchen calls them.
 
     Args:
@@ -96,6 +115,23 @@ class Kitchen:
         """Normalises each head of queries and keys, and rotates the halves of the first ``rot_dim`` elements."""
         return self._norm_and_rotate(q, k, freqs_cis, q_scale, k_scale, epsilon, _HALF, rot_dim or None)
 
+    def rms_rope1(self, x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
+        """Normalises each head of queries or keys, and rotates neighbouring elements."""
+        return self._norm_and_rotate1(x, freqs_cis, scale, epsilon, _INTERLEAVED)
+
+    def rms_rope_split_half1(self, x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
+        """Normalises each head of queries or keys, and rotates the halves."""
+        return self._norm_and_rotate1(x, freqs_cis, scale, epsilon, _HALF)
+
+    apply_rope_ = _in_place(apply_rope)
+    apply_rope1_ = _in_place(apply_rope1)
+    apply_rope_split_half_ = _in_place(apply_rope_split_half)
+    apply_rope_split_half1_ = _in_place(apply_rope_split_half1)
+    rms_rope_ = _in_place(rms_rope)
+    rms_rope1_ = _in_place(rms_rope1)
+    rms_rope_split_half_ = _in_place(rms_rope_split_half)
+    rms_rope_split_half1_ = _in_place(rms_rope_split_half1)
+
     def _modulate(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return norm_modulate(x, scale, shift, norm=None, rounding="each", provider=self.provider)
 
@@ -117,22 +153,71 @@ class Kitchen:
             cos_k=cos_k, sin_k=sin_k, pairing=pairing, rotary_dim=rotary_dim, provider=self.provider,
         )  # fmt: skip
 
+    def _norm_and_rotate1(self, x: Tensor, matrices: Tensor, scale: Tensor, eps: float, pairing: str) -> Tensor:
+        if self.exact:
+            return self._rotate(F.rms_norm(x, x.shape[-1:], scale, eps), matrices, pairing)
+        cos, sin = rotary_tables(_trimmed(matrices, x), pairing)
+        # The op takes queries and keys: here the keys are none.
+        y, _ = qk_norm_rope(
+            x, x[:0], scale, scale, cos, sin, eps,
+            cos_k=cos[:0], sin_k=sin[:0], pairing=pairing, provider=self.provider,
+        )  # fmt: skip
+        return y
 
-def unfit(name: str, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Says which argument of a call :class:`Kitchen` cannot take, and why; None if it takes the call."""
+
+def unfit(
+    name: str, arguments: Mapping[str, Any], device: torch.device, dtype: torch.dtype, exact: bool = False
+) -> tuple[str, str] | None:
+    """Says which argument of a call :class:`KitchenBackend` cannot take, and why; None if it takes the call.
+
+    Args:
+        name: The function, of :data:`FUNCTIONS`.
+        arguments: Those of the call, by name.
+        device: What was proven: the kind of device.
+        dtype: What was proven: the dtype of the inputs.
+        exact: Whether the results must have the bits of the package.
+    """
     for parameter in FUNCTIONS[name][1]:
         value = arguments.get(parameter)
-        if value is not None and type(value) is not Tensor:
+        if value is None:
+            continue
+        # Norm weights that need no cast come as parameters.
+        if type(value) is not Tensor and type(value) is not nn.Parameter:
             return parameter, f"a {type(value).__name__}, not a plain tensor"
+        if value.device.type != device.type:
+            return parameter, f"on {value.device}, not on {device}"
+        if value.dtype not in _dtypes(parameter, dtype, exact):
+            return parameter, f"of {value.dtype}, which is not what was proven"
+    inputs = [arguments[parameter] for parameter in FUNCTIONS[name][1] if parameter in INPUTS]
     matrices = arguments.get("freqs_cis")
-    if matrices is None:
-        return None
-    for parameter in (parameter for parameter in FUNCTIONS[name][1] if parameter in INPUTS):
-        x = arguments[parameter]
-        reason = unfit_matrices(_trimmed(matrices, x), x.device, *x.shape[:-1])
-        if reason is not None:
-            return "freqs_cis", reason
+    if matrices is not None:
+        for x in inputs:
+            reason = unfit_matrices(_trimmed(matrices, x), x.device, *x.shape[:-1])
+            if reason is not None:
+                return "freqs_cis", reason
+    return _overlap(name, arguments, inputs) if name in IN_PLACE else None
+
+
+def _overlap(name: str, arguments: Mapping[str, Any], inputs: list[Tensor]) -> tuple[str, str] | None:
+    """What the package refuses to write into goes to the package, whose error it is."""
+    try:
+        from comfy_kitchen._rope_utils import check_rope_inplace
+    except ImportError:
+        return "inputs", "written by a comfy-kitchen whose own check of them is not known"
+    readonly = (arguments.get(parameter) for parameter in FUNCTIONS[name][1] if parameter not in INPUTS)
+    try:
+        check_rope_inplace(*inputs, readonly=tuple(tensor for tensor in readonly if tensor is not None))
+    except (RuntimeError, ValueError) as error:
+        return "inputs", str(error)
     return None
+
+
+def _dtypes(parameter: str, dtype: torch.dtype, exact: bool) -> Collection[torch.dtype]:
+    """The dtypes that are served, of which the proof has spoken."""
+    if parameter == "freqs_cis":
+        # The package rotates in the dtype of the matrices; exactly, only float32 is the same.
+        return {torch.float32} if exact else {torch.float32, dtype}
+    return {dtype} if exact or parameter in INPUTS else KERNEL_DTYPES
 
 
 def _trimmed(matrices: Tensor, x: Tensor) -> Tensor:

@@ -6,18 +6,22 @@ the running thread, so no other model sees it, and a call that it cannot take go
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
-from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, Kitchen, unfit
+from diffkern.comfyui.kitchen import FUNCTIONS, KitchenBackend, unfit
 from diffkern.comfyui.kitchen_fusion import KitchenFusion
-from diffkern.comfyui.patcher import APPLY_MODEL
+from diffkern.comfyui.patcher import APPLY_MODEL, ON_CLEANUP
 from diffkern.comfyui.rope import one_model_call
 from diffkern.injection import InjectionReport
-from diffkern.providers import KERNEL_DTYPES, NoProviderError, select
+from diffkern.injection.counts import CallCounts
+from diffkern.providers import NoProviderError, select
 from diffkern.verify.proof import Verifier
 
 #: When to serve: where comfy-kitchen has nothing but plain torch, always, never.
@@ -26,11 +30,16 @@ CHOICES = ("auto", "on", "off")
 #: Under which the wrapper is known to the model patcher.
 KEY = "diffkern.kitchen"
 
+_log = logging.getLogger("diffkern")
+
+#: The counts of the model that runs in this context.
+_counts: ContextVar[CallCounts | None] = ContextVar("_counts", default=None)
+
 
 def prepare(
     choice: str, device: torch.device, dtype: torch.dtype, numerics: str, provider: str | None, report: InjectionReport
-) -> str | None:
-    """Proves the functions on ``device`` and registers those that hold; returns the name of the backend, or None.
+) -> KitchenService | None:
+    """Proves the functions on ``device`` and registers those that hold; returns what puts them in force, or None.
 
     Args:
         choice: One of :data:`CHOICES`.
@@ -38,17 +47,17 @@ def prepare(
         dtype: The dtype it runs in.
         numerics: ``"fast"`` or ``"exact"``.
         provider: The provider that shall serve, or None to choose.
-        report: Its notes say what is served, and why not the rest.
+        report: Its notes say why a function is not served, and how many calls were, up to the last one of the model.
     """
     if choice == "off":
         return None
     try:
-        from comfy_kitchen.constraints import FunctionConstraints, ParamConstraint, ValidationResult
+        from comfy_kitchen.constraints import FunctionConstraints, ValidationResult
         from comfy_kitchen.registry import registry
     except ImportError as error:
         report.notes.append(f"comfy-kitchen cannot be served: {error}")
         return None
-    kitchen = Kitchen(numerics == "exact", provider)
+    kitchen = KitchenBackend(numerics == "exact", provider)
     verifier = Verifier(numerics)
     refusals = {name: _refusal(name, kitchen, verifier, choice, device, dtype, registry) for name in FUNCTIONS}
     served = [name for name, reason in refusals.items() if reason is None]
@@ -57,69 +66,91 @@ def prepare(
         report.notes.append(f"comfy-kitchen keeps {names}: {reason}")
     if not served:
         return None
-    report.notes.append(f"comfy-kitchen is served while this model runs: {', '.join(served)}")
 
     def rule(name: str) -> Callable[[Mapping[str, Any]], Any]:
         def check(arguments: Mapping[str, Any]) -> Any:
-            reason = unfit(name, arguments)
+            reason = unfit(name, arguments, device, dtype, kitchen.exact)
+            counts = _counts.get()
+            if counts is not None and reason is None:
+                counts.add_fused()
+            elif counts is not None and reason is not None:
+                counts.add_stock(f"{name}: {reason[0]} is {reason[1]}")
             return ValidationResult.ok() if reason is None else ValidationResult.fail(*reason)
 
         return check
 
-    def parameters(name: str) -> dict[str, Any]:
-        return {
-            parameter: ParamConstraint(dtypes=_dtypes(parameter, dtype, kitchen.exact))
-            for parameter in FUNCTIONS[name][1]
-        }
-
     backend = f"diffkern {numerics} {choice} {provider or 'auto'} {device} {dtype}"
-    registry.register(
-        backend,
-        kitchen,
-        {
-            name: FunctionConstraints(
-                params=parameters(name),
-                default_devices=frozenset({device.type}),
-                call_rules=(rule(name),),
-            )
-            for name in served
-        },
-    )
-    return backend
+    registry.register(backend, kitchen, {name: FunctionConstraints(call_rules=(rule(name),)) for name in served})
+    return KitchenService(backend, served, report)
 
 
-def install(model: Any, backend: str) -> None:
+class KitchenService:
+    """The backend in force around every call of one model and its clones.
+
+    Attributes:
+        counts: Calls of functions that are served: those that were, and those that went to comfy-kitchen, by reason.
+    """
+
+    def __init__(self, backend: str, served: list[str], report: InjectionReport) -> None:
+        self.counts = CallCounts()
+        self._backend = backend
+        self._served = served
+        self._note = str(self)
+        report.notes.append(self._note)
+        self._report = weakref.ref(report)  # it knows the modules of one model, and the service goes on to its clones
+
+    def run(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model; the note in the report says afterwards what was served."""
+        from comfy_kitchen.registry import registry
+
+        token = _counts.set(self.counts)
+        try:
+            with one_model_call(), registry.use_backend(self._backend):
+                return executor(*args, **kwargs)
+        finally:
+            _counts.reset(token)
+            self._update_report()
+
+    def tell(self, model: Any) -> None:
+        """Called by ComfyUI after sampling: one line in its log."""
+        _log.info("diffkern: %s", self)
+
+    def __str__(self) -> str:
+        served, reasons = self.counts.fused_calls, self.counts.stock_calls
+        if not served and not reasons:
+            return f"comfy-kitchen: this model has called none of {', '.join(self._served)} so far; calls are served"
+        stock = f", {reasons.total()} not: {reasons.most_common(1)[0][0]}" if reasons else ""
+        return f"comfy-kitchen: {served} calls served so far{stock}"
+
+    def _update_report(self) -> None:
+        report, note = self._report(), str(self)
+        if report is not None and self._note in report.notes:
+            report.notes[report.notes.index(self._note)] = note
+        self._note = note
+
+
+def install(model: Any, service: KitchenService) -> None:
     """Puts the backend in force around every call of a clone of a model, and of its clones."""
-    from comfy_kitchen.registry import registry
-
-    def run(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        with one_model_call(), registry.use_backend(backend):
-            return executor(*args, **kwargs)
-
-    model.add_wrapper_with_key(APPLY_MODEL, KEY, run)
+    model.add_wrapper_with_key(APPLY_MODEL, KEY, service.run)
+    model.add_callback_with_key(ON_CLEANUP, KEY, service.tell)
 
 
-def is_installed(model: Any) -> bool:
-    """Whether a clone of a model has a backend of ours."""
-    return bool(model.get_wrappers(APPLY_MODEL, KEY))
+def service_of(model: Any) -> KitchenService | None:
+    """The service that is installed on a clone of a model, or None."""
+    wrappers = model.get_wrappers(APPLY_MODEL, KEY)
+    service: KitchenService | None = wrappers[0].__self__ if wrappers else None
+    return service
 
 
 def remove(model: Any) -> None:
     """Takes the backend from a clone of a model."""
     model.remove_wrappers_with_key(APPLY_MODEL, KEY)
-
-
-def _dtypes(parameter: str, dtype: torch.dtype, exact: bool) -> frozenset[torch.dtype]:
-    """The dtypes that are served, of which the proof has spoken."""
-    if parameter == "freqs_cis":
-        # The package rotates in the dtype of the matrices; exactly, only float32 is the same.
-        return frozenset({torch.float32}) if exact else frozenset({torch.float32, dtype})
-    return frozenset({dtype}) if exact or parameter in INPUTS else KERNEL_DTYPES
+    model.remove_callbacks_with_key(ON_CLEANUP, KEY)
 
 
 def _refusal(
     name: str,
-    kitchen: Kitchen,
+    kitchen: KitchenBackend,
     verifier: Verifier,
     choice: str,
     device: torch.device,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, Kitchen
+from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, KitchenBackend
 from diffkern.comfyui.recipe import Samples
 from diffkern.injection.fusion import Fusion
 from diffkern.providers import Choice, select
@@ -25,7 +25,7 @@ class KitchenFusion(Fusion):
     """One function. A call is the tuple of its arguments; there is no module."""
 
     name: str
-    kitchen: Kitchen
+    kitchen: KitchenBackend
 
     @property
     @override
@@ -38,12 +38,13 @@ class KitchenFusion(Fusion):
 
         call = self.samples(nn.Identity(), device, dtype, False)[0]
         try:
-            backend: str = registry.get_capable_backend(
-                self.name, dict(zip(FUNCTIONS[self.name][1], call, strict=True))
-            )
+            backend: str = registry.get_capable_backend(self.name, self._named(call))
         except NoCapableBackendError:
             return None
         return backend
+
+    def _named(self, call: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return dict(zip(FUNCTIONS[self.name][1], call, strict=True))
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -67,7 +68,7 @@ class KitchenFusion(Fusion):
 
     @override
     def compute(self, module: nn.Module, call: tuple[Tensor, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
-        return getattr(self.kitchen, self.name)(*call)
+        return getattr(self.kitchen, self.name)(**self._named(call))
 
     @override
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -85,7 +86,8 @@ class KitchenFusion(Fusion):
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
-        return self.name, self.kitchen
+        # A variant that writes its result into its input needs no proof of its own: the numbers are the same.
+        return self.name.removesuffix("_"), self.kitchen
 
     @override
     def choose(
@@ -110,7 +112,7 @@ class KitchenFusion(Fusion):
         for kind in kinds:
             matrices = Samples(device, kind).rotations(1, 1, tokens, _SIZE // 2)
             heads = [random(_BATCH, _HEADS, tokens, _SIZE) for name in FUNCTIONS[self.name][1] if name in INPUTS]
-            scales = [random(_SIZE, scale=0.2) + 1 for name in FUNCTIONS[self.name][1] if name.endswith("_scale")]
+            scales = [random(_SIZE, scale=0.2) + 1 for name in FUNCTIONS[self.name][1] if name.endswith("scale")]
             calls.append((*heads, matrices, *scales))
         return calls
 

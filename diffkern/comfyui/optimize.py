@@ -68,20 +68,20 @@ def optimize(
     dtype, device = inference_dtype(model), torch.device(model.load_device)
     if dtype not in KERNEL_DTYPES:
         report.notes.append(f"the model computes in {dtype}; float32, float16 and bfloat16 are served")
-        patches, backend = {}, None
+        patches, service = {}, None
     else:
         patches = _plan(model, numerics == "exact", chosen, provider, blocks, report, dtype, device)
         if strict:
             _refuse(report)
-        if kitchen_backend.is_installed(model):
-            report.notes.append("comfy-kitchen is served as the Optimize Model before this one says")
+        if kitchen_backend.service_of(model) is not None:
+            report.notes.append("comfy-kitchen is left as the Optimize Model before this one has set it")
             kitchen = "off"
-        backend = kitchen_backend.prepare(kitchen, device, dtype, numerics, provider, report)
+        service = kitchen_backend.prepare(kitchen, device, dtype, numerics, provider, report)
     clone = model.clone()
     if patches:
         patcher.install(clone, patches)
-    if backend is not None:
-        kitchen_backend.install(clone, backend)
+    if service is not None:
+        kitchen_backend.install(clone, service)
     report.seconds = time.perf_counter() - started
     return clone, report
 
@@ -107,10 +107,10 @@ def selects(blocks: str, path: str) -> bool:
     if not parts:
         return True
     number = next((int(part) for part in path.split(".") if part.isdigit()), None)
-    return any([_means(part, number, path.removeprefix(f"{DENOISER}.")) for part in parts])
+    return any([_matches(part, number, path.removeprefix(f"{DENOISER}.")) for part in parts])
 
 
-def _means(part: str, number: int | None, inside: str) -> bool:
+def _matches(part: str, number: int | None, inside: str) -> bool:
     """Whether one part of such a list means the module at ``inside``, in the block of this number."""
     limits = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
     if limits is not None:

@@ -26,7 +26,7 @@ KEY = "diffkern"
 #: Name of ComfyUI's WrappersMP for what runs around every call of a model.
 APPLY_MODEL = "apply_model"
 # Names of ComfyUI's CallbacksMP.
-_ON_CLONE, _ON_CLEANUP = "on_clone", "on_cleanup"
+_ON_CLONE, ON_CLEANUP = "on_clone", "on_cleanup"
 
 _log = logging.getLogger("diffkern")
 
@@ -162,7 +162,7 @@ def install(model: Any, patches: dict[str, Patch]) -> None:
     """Gives a clone of a model its patches, by path; the clone will pass them on to clones of its own."""
     for path, patch in patches.items():
         model.add_object_patch(f"{path}.forward", patch.forward)
-    for event, callback in ((_ON_CLONE, _bind_again), (_ON_CLEANUP, _tell)):
+    for event, callback in ((_ON_CLONE, _bind_again), (ON_CLEANUP, _tell)):
         model.remove_callbacks_with_key(event, KEY)
         model.add_callback_with_key(event, KEY, callback)
     model.remove_wrappers_with_key(APPLY_MODEL, KEY)
@@ -173,7 +173,7 @@ def remove(model: Any) -> None:
     """Takes all patches of ours from a clone of a model."""
     for path in patches_of(model):
         del model.object_patches[f"{path}.forward"]
-    for event in (_ON_CLONE, _ON_CLEANUP):
+    for event in (_ON_CLONE, ON_CLEANUP):
         model.remove_callbacks_with_key(event, KEY)
     model.remove_wrappers_with_key(APPLY_MODEL, KEY)
 

@@ -28,7 +28,7 @@ class Verdict:
         patched: Modules that are patched.
         fused: Calls of theirs that ran fused, those in compiled graphs aside.
         stock: Calls that did not.
-        kitchen: Whether comfy-kitchen was served.
+        kitchen: Calls of comfy-kitchen that were served; None if it is not to be served.
     """
 
     error: float
@@ -39,7 +39,7 @@ class Verdict:
     patched: int
     fused: int
     stock: int
-    kitchen: bool
+    kitchen: int | None
 
     @property
     def passed(self) -> bool:
@@ -63,8 +63,8 @@ class Verdict:
             parts.append(f"{self.fused} calls ran fused, {self.stock} stock")
         elif self.patched:
             parts.append(f"{self.patched} modules patched, whose calls in compiled graphs are not counted")
-        if self.kitchen:
-            parts.append("comfy-kitchen served")
+        if self.kitchen is not None:
+            parts.append(f"{self.kitchen} calls of comfy-kitchen served")
         return ", ".join(parts) or "nothing is patched"
 
 
@@ -82,15 +82,16 @@ def verify(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, 
     expected = denoise(native(model), positive, latent, steps, seed)
     before = _calls(model)
     found = denoise(model, positive, latent, steps, seed)
-    fused, stock = (now - then for now, then in zip(_calls(model), before, strict=True))
+    fused, stock, kitchen = (now - then for now, then in zip(_calls(model), before, strict=True))
     finite, native_finite = (bool(torch.isfinite(result).all()) for result in (found, expected))
     error = relative_error(found, expected) if finite and native_finite else float("nan")
     return Verdict(
         error, torch.equal(found, expected), finite, native_finite, tolerance,
-        len(patches_of(model)), fused, stock, kitchen_backend.is_installed(model),
+        len(patches_of(model)), fused, stock, None if kitchen_backend.service_of(model) is None else kitchen,
     )  # fmt: skip
 
 
-def _calls(model: Any) -> tuple[int, int]:
-    patches = patches_of(model).values()
-    return sum(patch.fused_calls for patch in patches), sum(patch.stock_calls.total() for patch in patches)
+def _calls(model: Any) -> tuple[int, int, int]:
+    patches, service = patches_of(model).values(), kitchen_backend.service_of(model)
+    fused, stock = sum(patch.fused_calls for patch in patches), sum(patch.stock_calls.total() for patch in patches)
+    return fused, stock, 0 if service is None else service.counts.fused_calls

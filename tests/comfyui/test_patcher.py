@@ -215,7 +215,7 @@ def test_a_second_optimizer_leaves_the_kitchen_of_the_first(host: Host, kitchen:
     wrappers = [each.get_wrappers(APPLY_MODEL, kitchen_backend.KEY) for each in (first, second, native(second))]
 
     assert len(wrappers[0]) == 1 and wrappers[1] == wrappers[0] and not wrappers[2]
-    assert "comfy-kitchen is served as the Optimize Model before this one says" in report.notes
+    assert "comfy-kitchen is left as the Optimize Model before this one has set it" in report.notes
     assert not native(second).wrappers.get(APPLY_MODEL)
 
 
