@@ -16,7 +16,7 @@ from diffkern.comfyui.norms import norm_kind
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
 from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, ComfyRecipe, Samples, in_training, sample_options
 from diffkern.comfyui.rope import Tables, rotary_tables, unfit_matrices
-from diffkern.ops import gate_residual, gate_residual_norm_modulate, norm_modulate, qk_norm_rope
+from diffkern.ops import norm_modulate, qk_norm_rope
 
 #: Where the stock forward cuts off what float16 cannot hold.
 _FP16_MAX = 65504
@@ -25,12 +25,15 @@ _FP16_MAX = 65504
 class FluxBlock(ComfyRecipe):
     """What the two kinds of blocks share.
 
+    A residual is written where it lies, as the stock blocks do: their callers go on with the tensor that they gave.
+
     Attributes:
         native_class: The class of ComfyUI whose forward this is.
     """
 
     families: ClassVar[frozenset[str]] = frozenset({MODULATION, QK_NORM_ROPE})
-    ops = ("norm_modulate", "gate_residual", "gate_residual_norm_modulate", "qk_norm_rope")
+    exact_families: ClassVar[frozenset[str]] = frozenset({QK_NORM_ROPE})
+    ops = ("norm_modulate", "qk_norm_rope")
     versions = "ComfyUI 0.33"
     words: ClassVar[frozenset[str]] = frozenset(
         {
@@ -115,25 +118,15 @@ class FluxBlock(ComfyRecipe):
         return q, k, v
 
     def _modulate(self, norm: Any, x: Tensor, modulation: Any, fuse: bool, provider: str | None) -> Tensor:
-        if fuse and not self.exact:
+        if fuse:
             return norm_modulate(x, modulation.scale, modulation.shift, eps=norm.eps, norm="layer", provider=provider)
         y: Tensor = native.apply_mod(norm(x), 1 + modulation.scale, modulation.shift)
         return y
 
-    def _add(self, x: Tensor, y: Tensor, gate: Tensor, provider: str | None) -> Tensor:
+    def _add(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
         if MODULATION in self.chosen:
-            return gate_residual(x, y, gate, rounding="each" if self.exact else "once", provider=provider)
-        return x + y * gate
-
-    def _add_and_modulate(
-        self, norm: Any, x: Tensor, y: Tensor, gate: Tensor, modulation: Any, fuse: bool, provider: str | None
-    ) -> tuple[Tensor, Tensor]:
-        if fuse and not self.exact:
-            return gate_residual_norm_modulate(
-                x, y, gate, modulation.scale, modulation.shift, eps=norm.eps, norm="layer", provider=provider
-            )
-        x = self._add(x, y, gate, provider)
-        return x, self._modulate(norm, x, modulation, fuse, provider)
+            return x.addcmul_(y, gate)
+        return x.add_(y * gate)
 
 
 class FluxDoubleBlock(FluxBlock):
@@ -201,8 +194,9 @@ class FluxDoubleBlock(FluxBlock):
         for name, x, mods in (("img", img, img_mods), ("txt", txt, txt_mods)):
             part = getattr(block, f"{name}_attn").proj(y[:, ends[name]])
             norm, fuse = getattr(block, f"{name}_norm2"), f"{name}_norm2" not in stock
-            x, part = self._add_and_modulate(norm, x, part, mods[0].gate, mods[1], fuse, provider)
-            results.append(self._add(x, getattr(block, f"{name}_mlp")(part), mods[1].gate, provider))
+            x = self._add(x, part, mods[0].gate)
+            part = getattr(block, f"{name}_mlp")(self._modulate(norm, x, mods[1], fuse, provider))
+            results.append(self._add(x, part, mods[1].gate))
         img, txt = results
         return img, _finite(txt)
 
@@ -267,7 +261,7 @@ class FluxSingleBlock(FluxBlock):
             mlp = block.mlp_act(gate) * up
         else:
             mlp = block.mlp_act(mlp)
-        return _finite(self._add(x, block.linear2(torch.cat((y, mlp), dim=2)), modulation.gate, provider))
+        return _finite(self._add(x, block.linear2(torch.cat((y, mlp), dim=2)), modulation.gate))
 
     @override
     def samples(

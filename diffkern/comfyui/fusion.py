@@ -75,8 +75,7 @@ class ComfyFusion(BlockFusion):
 
     @override
     def stock(self, module: nn.Module, call: tuple[Any, ...]) -> Tensor:
-        """Runs it on copies, since the forwards of ComfyUI write into their inputs."""
-        return _as_one(type(module).forward(module, *_mapped(torch.clone, call)))
+        return _as_one(type(module).forward(module, *call))
 
     @override
     def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:

@@ -15,7 +15,7 @@ from diffkern.blocks.pieces import unfit_input
 from diffkern.comfyui.ltx_block import EPS
 from diffkern.comfyui.recipe import MODULATION, ComfyRecipe, Samples, in_training, sample_options
 from diffkern.comfyui.stand_in import input_size
-from diffkern.ops import gate_residual, norm_modulate
+from diffkern.ops import norm_modulate
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,13 @@ _TIMES = (4, 5, 10, 11, 12, 13, 16, 17)
 class LTXAVBlock(ComfyRecipe):
     """``BasicAVTransformerBlock``: modulated RMS norms and gated residuals of both streams.
 
+    Residuals are written where they lie, as the stock block does: its callers go on with the tensors that they gave.
     Modulation that is the same for all tokens of a frame stays one row per frame. The sums of the stock block are
     fused multiply-adds of torch, and its norms torch's or comfy-kitchen's: exactly, nothing is left to fuse.
     """
 
     op = "comfy_ltx_av_block"
-    ops = ("norm_modulate", "gate_residual")
+    ops = ("norm_modulate",)
     families: ClassVar[frozenset[str]] = frozenset({MODULATION})
     exact_families: ClassVar[frozenset[str]] = frozenset()
     versions = "ComfyUI 0.33"
@@ -144,28 +145,27 @@ class LTXAVBlock(ComfyRecipe):
         step = _Step(module, mask, options, provider)
 
         if runs_video:
-            video = step.attend(_VIDEO, video, v_time, {"pe": v_pe, "mask": self_mask}, v_text, v_prompt)
+            step.attend(_VIDEO, video, v_time, {"pe": v_pe, "mask": self_mask}, v_text, v_prompt)
         if runs_audio:
-            audio = step.attend(_AUDIO, audio, a_time, {"pe": a_pe}, a_text, a_prompt)
-        heard = audio
+            step.attend(_AUDIO, audio, a_time, {"pe": a_pe}, a_text, a_prompt)
         if to_video:
             y = module.audio_to_video_attn(  # type: ignore[operator]
                 step.cross_modulate(_VIDEO, video, v_cross_time, 0),
                 context=step.cross_modulate(_AUDIO, audio, a_cross_time, 0),
                 pe=v_cross_pe, k_pe=a_cross_pe, transformer_options=options,
             )  # fmt: skip
-            video = step.cross_add(_VIDEO, video, y, v_gate_time)
+            step.cross_add(_VIDEO, video, y, v_gate_time)
         if to_audio:
             y = module.video_to_audio_attn(  # type: ignore[operator]
-                step.cross_modulate(_AUDIO, heard, a_cross_time, 2),
+                step.cross_modulate(_AUDIO, audio, a_cross_time, 2),
                 context=step.cross_modulate(_VIDEO, video, v_cross_time, 2),
                 pe=a_cross_pe, k_pe=v_cross_pe, transformer_options=options,
             )  # fmt: skip
-            audio = step.cross_add(_AUDIO, audio, y, a_gate_time)
+            step.cross_add(_AUDIO, audio, y, a_gate_time)
         if runs_video:
-            video = step.feed_forward(_VIDEO, video, v_time)
+            step.feed_forward(_VIDEO, video, v_time)
         if runs_audio:
-            audio = step.feed_forward(_AUDIO, audio, a_time)
+            step.feed_forward(_AUDIO, audio, a_time)
         return video, audio
 
     @override
@@ -226,12 +226,12 @@ class _Step:
 
     def attend(
         self, stream: _Stream, x: Tensor, time: Any, rotation: dict[str, Any], text: Any, prompt_time: Any
-    ) -> Tensor:
+    ) -> None:
         """Self-attention, and attention to the text."""
         block, table = self._block, getattr(self._block, stream.table)
         shift, scale, gate = self._values(table, x, time, slice(0, 3))
         y = self._modulate(x, scale, shift)
-        x = self._add(x, getattr(block, stream.attention)(y, **rotation, transformer_options=self._options), gate)
+        self._add(x, getattr(block, stream.attention)(y, **rotation, transformer_options=self._options), gate)
         text_attention = getattr(block, stream.text_attention)
         if block.cross_attention_adaln:
             y = block._apply_text_cross_attention(
@@ -241,12 +241,12 @@ class _Step:
         else:
             y = norm_modulate(x, eps=EPS, provider=self._provider)
             y = text_attention(y, context=text, mask=self._mask, transformer_options=self._options)
-        return gate_residual(x, y, provider=self._provider)
+        x.add_(y)
 
-    def feed_forward(self, stream: _Stream, x: Tensor, time: Any) -> Tensor:
+    def feed_forward(self, stream: _Stream, x: Tensor, time: Any) -> None:
         """The feed-forward of a stream."""
         shift, scale, gate = self._values(getattr(self._block, stream.table), x, time, slice(3, 6))
-        return self._add(x, getattr(self._block, stream.feed_forward)(self._modulate(x, scale, shift)), gate)
+        self._add(x, getattr(self._block, stream.feed_forward)(self._modulate(x, scale, shift)), gate)
 
     def cross_modulate(self, stream: _Stream, x: Tensor, time: Any, first: int) -> Tensor:
         """What the attention between the streams reads of one of them."""
@@ -254,10 +254,10 @@ class _Step:
         scale, shift = self._values(table, x, time, slice(first, first + 2))
         return self._modulate(x, scale, shift)
 
-    def cross_add(self, stream: _Stream, x: Tensor, y: Tensor, time: Any) -> Tensor:
+    def cross_add(self, stream: _Stream, x: Tensor, y: Tensor, time: Any) -> None:
         """What it adds to one of them."""
         (gate,) = self._values(getattr(self._block, stream.cross_table)[_CROSS_GATE:], x, time, slice(0, 1))
-        return self._add(x, y, gate)
+        self._add(x, y, gate)
 
     def _values(self, table: Tensor, x: Tensor, time: Any, part: slice) -> tuple[Tensor, ...]:
         """Shifts, scales or gates: ``[B, 1 or S, D]``, or ``[B, F, D]`` with a row for each frame."""
@@ -272,11 +272,10 @@ class _Step:
         x, scale, shift = _by_frame(x, scale, shift)
         return _flat(norm_modulate(x, scale, shift, eps=EPS, provider=self._provider))
 
-    def _add(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+    def _add(self, x: Tensor, y: Tensor, gate: Tensor) -> None:
         rows = gate.shape[1]
         x, gate = _by_frame(x, gate)
-        y = y if x.ndim == 3 else y.unflatten(1, (rows, -1))
-        return _flat(gate_residual(x, y, gate, provider=self._provider))
+        x.addcmul_(y if x.ndim == 3 else y.unflatten(1, (rows, -1)), gate)
 
 
 def _by_frame(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:

@@ -13,18 +13,23 @@ from typing_extensions import override
 from diffkern.blocks.pieces import unfit_input
 from diffkern.comfyui.recipe import MODULATION, ComfyRecipe, Samples, in_training, sample_options
 from diffkern.comfyui.stand_in import input_size
-from diffkern.ops import gate_residual, gate_residual_norm_modulate, norm_modulate
+from diffkern.ops import norm_modulate
 
 #: ε of the norms that are modulated; they have no module.
 EPS = 1e-6
 
 
 class LTXBlock(ComfyRecipe):
-    """``BasicTransformerBlock``: modulated RMS norms and gated residuals around attention and feed-forward."""
+    """``BasicTransformerBlock``: modulated RMS norms and gated residuals around attention and feed-forward.
+
+    The residual is written where it lies, as the stock block does: its callers go on with the tensor that they gave.
+    Exactly, nothing is left to fuse: the norms are torch's or comfy-kitchen's.
+    """
 
     op = "comfy_ltx_block"
-    ops = ("norm_modulate", "gate_residual", "gate_residual_norm_modulate")
+    ops = ("norm_modulate",)
     families: ClassVar[frozenset[str]] = frozenset({MODULATION})
+    exact_families: ClassVar[frozenset[str]] = frozenset()
     versions = "ComfyUI 0.33"
     fingerprints = frozenset({"a105965d2b24eb41"})
     words: ClassVar[frozenset[str]] = frozenset(
@@ -69,28 +74,15 @@ class LTXBlock(ComfyRecipe):
         modulation = _modulation(block, x, timestep)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation[:6]
 
-        y = self._norm_modulate(x, scale_msa, shift_msa, provider)
-        y = block.attn1(y, pe=pe, mask=self_mask, transformer_options=options)
-        x = gate_residual(x, y, gate_msa, rounding="each" if self.exact else "once", provider=provider)
+        y = norm_modulate(x, scale_msa, shift_msa, eps=EPS, provider=provider)
+        x.addcmul_(block.attn1(y, pe=pe, mask=self_mask, transformer_options=options), gate_msa)
 
         if block.cross_attention_adaln:
             y = _modulated_cross_attention(block, x, context, mask, modulation[6:9], prompt_timestep, options)
         else:
             y = block.attn2(x, context=context, mask=mask, transformer_options=options)
-        if self.exact:
-            x = x + y
-            y = _rms_norm(x)
-            y = block.ff(torch.addcmul(y, y, scale_mlp).add_(shift_mlp))
-            return torch.addcmul(x, y, gate_mlp)
-        x, y = gate_residual_norm_modulate(x, y, None, scale_mlp, shift_mlp, eps=EPS, provider=provider)
-        return gate_residual(x, block.ff(y), gate_mlp, provider=provider)
-
-    def _norm_modulate(self, x: Tensor, scale: Tensor, shift: Tensor, provider: str | None) -> Tensor:
-        if not self.exact:
-            return norm_modulate(x, scale, shift, eps=EPS, provider=provider)
-        # Whichever backend comfy-kitchen has for it, its bits are wanted.
-        y: Tensor = native.comfy.quant_ops.ck.rms_adaln(x, scale, shift)
-        return y
+        y = norm_modulate(x.add_(y), scale_mlp, shift_mlp, eps=EPS, provider=provider)
+        return x.addcmul_(block.ff(y), gate_mlp)
 
     @override
     def sources(self) -> tuple[Callable[..., Any], ...]:
@@ -131,11 +123,6 @@ def _modulated_cross_attention(
     y: Tensor = native.apply_cross_attention_adaln(
         x, context, block.attn2, shift, scale, gate, block.prompt_scale_shift_table, prompt_timestep, mask, options
     )
-    return y
-
-
-def _rms_norm(x: Tensor) -> Tensor:
-    y: Tensor = native.comfy.ldm.common_dit.rms_norm(x)
     return y
 
 

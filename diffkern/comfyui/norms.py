@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffkern.blocks.pieces import plain, untouched
 from diffkern.comfyui.cast import weight_and_bias
 from diffkern.matching import TABLE, NormSemantics, full_name
+from diffkern.verify.samples import bare, random_input
 
 _TORCH = "torch.nn.modules.normalization"
 _OPS = {"rms_norm": "rms", "layer_norm": "layer"}
@@ -27,6 +30,9 @@ NORMS = {
     for home in (_TORCH, "comfy.ops.disable_weight_init", "comfy.ops.manual_cast")
 }
 
+#: Class and the forwards that it had when it was probed -> the norm that it computes without weights, or None.
+_probed: dict[tuple[Any, ...], str | None] = {}
+
 
 def norm_kind(module: nn.Module | None) -> str | None:
     """Returns ``"rms"`` or ``"layer"`` for a norm over the last dimension that may be computed around, or None.
@@ -35,11 +41,34 @@ def norm_kind(module: nn.Module | None) -> str | None:
     """
     if module is None:
         return None
-    kind = NORMS.get(full_name(type(module)))
+    kind = NORMS.get(full_name(type(module))) or _kind_by_probe(module)
     if kind is None or not untouched(module, type(module)):
         return None
     shape: Any = module.normalized_shape
     return kind if len(shape) == 1 else None
+
+
+def _kind_by_probe(module: Any) -> str | None:
+    """The norm that a subclass of a known class computes where it has no weights, which loaders of GGUF files bring.
+
+    Such a class unpacks weights in its own way. Without any, its forward must give the bits of torch's function.
+    """
+    cls = type(module)
+    known = next((NORMS[name] for base in cls.__mro__ if (name := full_name(base)) in NORMS), None)
+    if known is None or any(parameter is not None for parameter in module._parameters.values()):
+        return None
+    key = cls, cls.forward, getattr(cls, "forward_comfy_cast_weights", None), module.normalized_shape, module.eps
+    if key not in _probed:
+        x = random_input(torch.Size((4, *module.normalized_shape)), torch.device("cpu"), torch.float32)
+        function = F.layer_norm if known == "layer" else F.rms_norm
+        with torch.no_grad():
+            same = torch.equal(bare(module)(x), function(x, module.normalized_shape, eps=module.eps))
+        _probed[key] = known if same else None
+    return _probed[key]
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+_kind_by_probe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def readable(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:

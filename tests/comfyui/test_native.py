@@ -102,6 +102,28 @@ def test_everything_runs_fused_and_bypassing_gives_the_native_bits(model: Any, k
     assert torch.equal(native.sample(without(optimized), kind), before)
 
 
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_a_block_writes_into_its_arguments_what_the_native_one_writes(model: Any, kind: str, numerics: str) -> None:
+    """The blocks of Flux, LTX-Video and LTX-2 return the very tensors that they were given."""
+    written = 0
+    for patch in patches_of(optimize(model, numerics=numerics)[0]).values():
+        for call in patch.fusion.samples(patch.module, torch.device("cpu"), torch.float32, False):
+            calls = [_mapped(torch.clone, call) for _ in range(2)]
+            stock, fused = type(patch.module).forward(patch.module, *calls[0]), patch.forward(*calls[1])
+            given = [[each for each in (*_tensors(own), None)] for own in calls]
+            for ours, theirs in zip(_tensors(fused), _tensors(stock), strict=True):
+                assert [ours is each for each in given[1]] == [theirs is each for each in given[0]]
+                written += any(ours is each for each in given[1])
+            assert all(near(ours, theirs) for ours, theirs in zip(*map(_tensors, calls[::-1]), strict=True))
+    assert bool(written) == (kind != "wan" if numerics == "fast" else kind in ("flux", "hunyuan"))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, tuple) else []
+
+
 def test_exact_mode_gives_the_native_bits(model: Any, kind: str) -> None:
     before = native.sample(model, kind)
     optimized, report = optimize(model, numerics="exact")
@@ -227,6 +249,26 @@ def test_norms_of_a_class_that_is_not_known_are_called(model: Any, kind: str) ->
     assert near(native.sample(optimized, kind), expected)
     pieces = {piece for count in report.calls().values() for piece in count["stock_pieces"]}
     assert {"img_norm1", "pre_norm"} <= pieces if kind == "flux" else pieces == {"norm1", "norm2", "norm3"}
+
+
+@pytest.mark.parametrize("kind", ["flux", "wan"])
+def test_norms_of_a_gguf_loader_are_fused_where_they_have_no_weights(model: Any, kind: str) -> None:
+    import comfy.ops
+
+    class LayerNorm(comfy.ops.manual_cast.LayerNorm):
+        def forward_comfy_cast_weights(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward_comfy_cast_weights(x)
+            return y
+
+    for module in model.model.diffusion_model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.__class__ = LayerNorm
+    expected = native.sample(model, kind)
+    optimized, report = optimize(model)
+
+    assert near(native.sample(optimized, kind), expected)
+    pieces = {piece for count in report.calls().values() for piece in count["stock_pieces"]}
+    assert pieces == (set() if kind == "flux" else {"norm3"})
 
 
 def test_a_float8_checkpoint(files: dict[str, Path], kind: str) -> None:

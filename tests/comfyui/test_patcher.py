@@ -140,7 +140,7 @@ def test_an_argument_that_a_newer_forward_has_runs_stock(host: Host, monkeypatch
     stock = toy.Block.forward
 
     def newer(self: Any, x: Tensor, modulation: Tensor, transformer_options: Any = None, factor: float = 1.0) -> Tensor:
-        return stock(self, x, modulation, transformer_options or {}) * factor
+        return stock(self, x, modulation, transformer_options or {}).mul_(factor)
 
     monkeypatch.setattr(toy.Block, "forward", newer)
     optimized, report = optimize(host.patcher)
@@ -272,6 +272,30 @@ def test_a_module_that_breaks_the_contract_is_refused(host: Host, toy_recipe: Ca
 
     assert len(report.failed) == 3 and "against stock's" in report.failed[0].reason
     assert not patches_of(optimized)
+
+
+def test_a_block_that_writes_into_its_argument_is_refused_in_a_form_that_does_not(
+    host: Host, toy_recipe: Callable[[str], None]
+) -> None:
+    """What the caller keeps would hold the old value, and memory would hold the residual twice."""
+    toy_recipe("ELSEWHERE")
+    optimized, report = optimize(host.patcher)
+
+    assert len(report.failed) == 3 and not patches_of(optimized)
+    assert report.failed[0].reason == "it writes into its inputs where stock does not, or the reverse"
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_the_result_of_a_block_is_its_argument_which_holds_it(host: Host, numerics: str) -> None:
+    optimized, _ = optimize(host.patcher, numerics=numerics)
+    patch = patches_of(optimized)["diffusion_model.blocks.1"]
+    x, modulation = toy.inputs()
+    kept = [x.clone(), x.clone()]
+    with torch.no_grad():
+        stock, fused = type(patch.module).forward(patch.module, kept[0], modulation), patch.forward(kept[1], modulation)
+
+    assert stock is kept[0] and fused is kept[1] and patch.fused_calls == 1
+    assert close(fused, stock) and not close(fused, x)
 
 
 def test_the_report_says_which_family_is_left_out_and_why(host: Host, toy_recipe: Callable[[str], None]) -> None:

@@ -39,6 +39,32 @@ def test_dk81_a_norm_of_another_class_is_no_norm_that_is_known() -> None:
     assert set(NORMS.values()) == {"rms", "layer"}
 
 
+class Unpacking(nn.LayerNorm):
+    """As loaders of GGUF files have it: what its weights are is its own matter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_comfy_cast_weights(x)
+
+    def forward_comfy_cast_weights(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight * 2
+        return torch.nn.functional.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
+
+
+def test_a_subclass_of_a_known_norm_is_known_where_it_has_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = Unpacking(8, elementwise_affine=False)
+    assert norm_kind(norm) == "layer" and norm_kind(Unpacking(8)) is None
+    norm.register_forward_hook(lambda *_: None)
+    assert norm_kind(norm) is None
+
+    class Other(Unpacking):
+        def forward_comfy_cast_weights(self, x: Tensor) -> Tensor:
+            return super().forward_comfy_cast_weights(x) * 1.5
+
+    assert norm_kind(Other(8, elementwise_affine=False)) is None
+    monkeypatch.setattr(Unpacking, "forward_comfy_cast_weights", Other.forward_comfy_cast_weights)
+    assert norm_kind(Unpacking(8, elementwise_affine=False)) is None
+
+
 def test_a_norm_that_is_watched_or_replaced_is_called_as_a_module() -> None:
     watched, replaced = nn.RMSNorm(8), nn.RMSNorm(8)
     watched.register_forward_hook(lambda *_: None)

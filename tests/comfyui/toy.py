@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from diffkern.blocks.pieces import unfit_input
 from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, ComfyRecipe, Samples
 from diffkern.comfyui.stand_in import input_size
-from diffkern.ops import gate_residual, norm_modulate
+from diffkern.ops import norm_modulate
 
 SIZE = 32
 
@@ -46,7 +46,7 @@ class Denoiser(nn.Module):
 
 class Recipe(ComfyRecipe):
     op = "toy_block"
-    ops = ("norm_modulate", "gate_residual")
+    ops = ("norm_modulate",)
     families = frozenset({MODULATION})
     words = frozenset({"dim", "eps", "negate"})
     versions = "the toy"
@@ -67,9 +67,8 @@ class Recipe(ComfyRecipe):
         shift, scale, gate = modulation.chunk(3, dim=-1)
         if self.exact:
             y = F.rms_norm(x, (SIZE,), eps=1e-6) * (1 + scale) + shift
-            return gate_residual(x, module.linear(y), gate, rounding="each", provider=provider)
-        y = norm_modulate(x, scale, shift, eps=1e-6, provider=provider)
-        return gate_residual(x, module.linear(y), gate, provider=provider)
+            return x.add_(module.linear(y) * gate)
+        return x.addcmul_(module.linear(norm_modulate(x, scale, shift, eps=1e-6, provider=provider)), gate)
 
     def sources(self) -> tuple[Any, ...]:
         return (Block.forward,)
@@ -85,7 +84,14 @@ class Wrong(Recipe):
     def compute(self, module: Any, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         x, modulation, _ = call
         shift, scale, _ = modulation.chunk(3, dim=-1)
-        return gate_residual(x, module.linear(norm_modulate(x, scale, shift, provider=provider)), provider=provider)
+        return x.add_(module.linear(norm_modulate(x, scale, shift, provider=provider)))
+
+
+class Elsewhere(Recipe):
+    """Computes the same, in a new tensor."""
+
+    def compute(self, module: Any, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        return super().compute(module, (call[0].clone(), *call[1:]), provider, stock)
 
 
 class HalfWrong(Wrong):
@@ -104,7 +110,7 @@ class Ignorant(Recipe):
     words = frozenset({"dim", "eps"})
 
 
-RECIPE, WRONG, HALF_WRONG, IGNORANT = Recipe(), Wrong(), HalfWrong(), Ignorant()
+RECIPE, WRONG, HALF_WRONG, IGNORANT, ELSEWHERE = Recipe(), Wrong(), HalfWrong(), Ignorant(), Elsewhere()
 
 
 def inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
