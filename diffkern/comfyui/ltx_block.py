@@ -81,8 +81,10 @@ class LTXBlock(ComfyRecipe):
             y = _modulated_cross_attention(block, x, context, mask, modulation[6:9], prompt_timestep, options)
         else:
             y = block.attn2(x, context=context, mask=mask, transformer_options=options)
-        y = norm_modulate(x.add_(y), scale_mlp, shift_mlp, eps=EPS, provider=provider)
-        return x.addcmul_(block.ff(y), gate_mlp)
+        x.add_(y)
+        y = norm_modulate(x, scale_mlp, shift_mlp, eps=EPS, provider=provider)
+        x.addcmul_(block.ff(y), gate_mlp)
+        return x
 
     @override
     def sources(self) -> tuple[Callable[..., Any], ...]:
