@@ -186,6 +186,12 @@ def plain_attribute(module: nn.Module | None, name: str) -> object:
     return value if value is None or type(value) in (bool, int, float, str) else UNKNOWN
 
 
+def settings_of(module: nn.Module) -> dict[str, object]:
+    """The plain attributes of a module, by which its methods may compute one thing or another."""
+    values = {name: plain_attribute(module, name) for name in module.__dict__ if not name.startswith("_")}
+    return {name: value for name, value in values.items() if value is not UNKNOWN}
+
+
 def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:
     """The submodule at a path; None if there is none."""
     current: Any = module

@@ -16,12 +16,17 @@ _LINEAR_ROWS = 64
 
 
 class CastsLifted(TorchDispatchMode):
-    """Casts of floating point tensors to a narrower dtype give float64: modules and helpers cast inside."""
+    """Casts of floating point tensors to a narrower dtype give float64: modules and helpers cast inside.
+
+    So do reductions of float64 that are told to compute in a narrower dtype.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in _NARROWER and args[0].is_floating_point():
-            kwargs["dtype"] = torch.float64
+        if kwargs.get("dtype") in _NARROWER and args and isinstance(args[0], Tensor):
+            casts = func is torch.ops.aten._to_copy.default and args[0].is_floating_point()
+            if casts or args[0].dtype is torch.float64:
+                kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 

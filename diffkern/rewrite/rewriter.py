@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from diffkern.matching import TABLE, NormSemantics, full_name
-from diffkern.rewrite.facts import ModuleFacts, child_of
+from diffkern.rewrite.facts import ModuleFacts, Path, child_of, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.plan import ENTER, STOCK, Plan, plan
 from diffkern.rewrite.site import FusedSite
@@ -84,7 +84,7 @@ class Rewriter:
             if isinstance(found, str):
                 return found
             paths = [path for site in found.sites for path in site.modules.values()]
-            kind = (forward, type(module), found, *[_kind_of(child_of(module, path)) for path in paths])
+            kind = (forward, type(module), found, *[_kind_of(module, path) for path in paths])
             if kind not in self._kinds:
                 self._kinds[kind] = self._bind(forward, module, found)
             return self._kinds[kind]
@@ -96,7 +96,10 @@ class Rewriter:
         sites = tuple([FusedSite(site, function, module, self._provider) for site in found.sites])
         for site in sites:
             site.on_new_signature = self._verifier
-        guard = Guard(sites, module, found.helpers, function.__globals__, found.facts.values)
+        values = dict(found.facts.values)
+        if any(child_of(module, path) is None for site in found.sites for path in site.modules.values()):
+            values.update(settings_of(module))  # a method, which reads them
+        guard = Guard(sites, module, found.helpers, function.__globals__, values)
         return Rewritten(recompile(forward, found.code, {ENTER: guard, STOCK: function}), found, guard)
 
 
@@ -123,8 +126,10 @@ def planned(forward: Callable[..., Any], module: nn.Module) -> Plan | str:
         return found
 
 
-def _kind_of(child: nn.Module | None) -> Any:
+def _kind_of(module: nn.Module, path: Path) -> Any:
+    """What decides how a callee of a site computes: a submodule, or a method with what it may read of its module."""
+    child = child_of(module, path)
     if child is None:
-        return None
+        return tuple(settings_of(module).items())
     parameters = tuple([name for name, parameter in child._parameters.items() if parameter is not None])
-    return type(child), getattr(child, "eps", None), parameters
+    return type(child), parameters, () if type(child) is nn.Linear else tuple(settings_of(child).items())

@@ -17,7 +17,8 @@ from diffkern.rewrite.plan import SitePlan
 
 _PLAIN = (Tensor, nn.Parameter)
 
-#: What decides how a site computes: the dtype of each tensor among the leaves, the value of the others, the device.
+#: What decides how a site computes: the dtype and the order in memory of each tensor among the leaves, the value of the
+#: others, the device.
 Signature = tuple[Any, ...]
 
 
@@ -125,7 +126,20 @@ class FusedSite:
 def signature_of(leaves: tuple[Any, ...]) -> Signature:
     """What decides how a site computes; no plain tensor has a signature that any proof holds for."""
     device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
-    return (device, *[leaf.dtype if type(leaf) in _PLAIN else _constant(leaf) for leaf in leaves])
+    return (device, *[_layout(leaf) if type(leaf) in _PLAIN else _constant(leaf) for leaf in leaves])
+
+
+def _layout(leaf: Tensor) -> Any:
+    """The dtype, and the strides where they are not those of row-major order: results are laid out like operands."""
+    if leaf.is_contiguous():
+        return leaf.dtype
+    strides = leaf.stride()
+    return leaf.dtype if list(strides) == sorted(strides, reverse=True) else (leaf.dtype, memory_order(leaf))
+
+
+def memory_order(leaf: Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor from the outermost to the innermost in memory."""
+    return tuple(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
 
 
 def _constant(leaf: Any) -> Any:

@@ -1,0 +1,125 @@
+"""The tiny denoisers with every forward rewritten: inputs in a batch, what runs in each, and how exact it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from diffkern.rewrite import Rewriter, Rewritten
+from diffkern.rewrite.reference import CastsLifted, to_float64
+from scripts.check_models.model import Denoiser, Draw
+
+
+class RoundDraw(Draw):
+    """Draws time steps that bfloat16 holds, times 1000 too: the rounding of any other would hide all that follows."""
+
+    def time(self, scale: float = 1000.0) -> Tensor:
+        """One of two time steps."""
+        fraction = 0.25 * float(torch.randint(1, 3, (), generator=self.generator))
+        return torch.tensor([8 * fraction if scale == 5.0 else fraction * scale], device=self.device)
+
+
+def batch_of_two(denoiser: Denoiser, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of a call for two different samples."""
+    draw = RoundDraw(torch.Generator().manual_seed(1), torch.device("cpu"), dtype)
+    both: dict[str, Any] = _stacked(denoiser.inputs(draw, 8), denoiser.inputs(draw, 8))
+    return both
+
+
+def _stacked(one: Any, other: Any) -> Any:
+    """Two values as one batch; what has no dimension of size one has no batch."""
+    if isinstance(one, Tensor):
+        axis = next((axis for axis, size in enumerate(one.shape[:2]) if size == 1), None)
+        return one if axis is None else torch.cat([one, other], axis)
+    if isinstance(one, dict):
+        return {name: _stacked(one[name], other[name]) for name in one}
+    return one + other if isinstance(one, list) and len(one) == 1 else one
+
+
+def run(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    """All that a call returns, as one vector in float64."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        results = [leaf for leaf in tree_leaves(model(**arguments, return_dict=False)) if isinstance(leaf, Tensor)]
+    return torch.cat([result.double().reshape(-1) for result in results])
+
+
+def run_in_float64(denoiser: Denoiser, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+    """What a model computes with the same weights in float64, casts that it makes itself included."""
+    twin = denoiser.build()
+    twin.load_state_dict(model.state_dict())
+    twin.double()
+    wide = tree_map(to_float64, dict(arguments))
+    try:
+        with CastsLifted():
+            return run(twin, wide)
+    except RuntimeError:  # it multiplies a table that it has made in float32
+        return run(twin, wide)
+
+
+@dataclass(frozen=True)
+class RewrittenModel:
+    """A model whose modules run their rewritten forwards.
+
+    Attributes:
+        model: The model.
+        forwards: The rewritten forwards, each once.
+        sites: How many sites its modules hold, by rule.
+        left: Expressions that have the shape of a rule and stay as they are: (class, expression) -> reason.
+    """
+
+    model: nn.Module
+    forwards: tuple[Rewritten, ...]
+    sites: Counter[str]
+    left: Mapping[tuple[str, str], str]
+
+    @classmethod
+    def of(cls, model: nn.Module, numerics: str = "fast") -> RewrittenModel:
+        """Rewrites every module of a model; :meth:`undo` takes that back."""
+        rewriter = Rewriter(numerics)
+        forwards: dict[Rewritten, None] = {}
+        sites: Counter[str] = Counter()
+        left: dict[tuple[str, str], str] = {}
+        for module in list(model.modules()):
+            rewritten = rewriter.rewrite(module)
+            if isinstance(rewritten, Rewritten):
+                module.forward = MethodType(rewritten.function, module)
+                forwards[rewritten] = None
+                sites.update(site.plan.rule.name for site in rewritten.sites)
+                left.update({(type(module).__name__, text): why for _, text, why in rewritten.plan.refused})
+        return cls(model, tuple(forwards), sites, left)
+
+    def force_original(self) -> None:
+        """Makes every site run the expression of the source."""
+        for forward in self.forwards:
+            forward.guard.force_original()
+
+    def fused_calls(self) -> Counter[str]:
+        """How often an op ran, by rule."""
+        calls: Counter[str] = Counter()
+        for site in self._all_sites():
+            calls[site.plan.rule.name] += site.fused_calls
+        return +calls
+
+    def original_calls(self) -> int:
+        """How often an expression of the source ran."""
+        return sum(site.original_calls for site in self._all_sites())
+
+    def reasons(self) -> dict[str, str]:
+        """Why expressions of the source ran, by expression."""
+        return {site.plan.text: reason for site in self._all_sites() for reason in site.reasons.values()}
+
+    def undo(self) -> None:
+        """Gives the modules their own forwards back."""
+        for module in self.model.modules():
+            module.__dict__.pop("forward", None)
+
+    def _all_sites(self) -> list[Any]:
+        return [site for forward in self.forwards for site in forward.sites]

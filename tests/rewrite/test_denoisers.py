@@ -1,0 +1,59 @@
+"""Every tiny denoiser of diffusers with every forward rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from scripts.check_models.denoisers import DENOISERS
+from scripts.check_models.rewritten import RewrittenModel, batch_of_two, run, run_in_float64
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Case:
+    """One model in one dtype with what stock gives, shared by the tests below."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.denoiser = DENOISERS[name]
+        self.model: nn.Module = self.denoiser.in_dtype(torch.device("cpu"), dtype)
+        self.arguments = batch_of_two(self.denoiser, dtype)
+        self.stock = self.run()
+
+    def run(self) -> Tensor:
+        return run(self.model, self.arguments)
+
+
+@pytest.fixture(scope="module", params=[(name, dtype) for name in DENOISERS for dtype in DTYPES], ids="-".join)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    name, dtype = request.param
+    yield Case(name, DTYPES[dtype])
+
+
+def test_forced_to_its_original_expressions_a_denoiser_gives_the_bits_of_stock(case: Case) -> None:
+    rewritten = RewrittenModel.of(case.model)
+    rewritten.force_original()
+    forced = case.run()
+    rewritten.undo()
+    assert torch.equal(forced, case.stock)
+    assert rewritten.original_calls() == rewritten.sites.total()
+
+
+def test_each_site_of_a_denoiser_is_fused_and_the_result_as_close_to_float64_as_stock(case: Case) -> None:
+    rewritten = RewrittenModel.of(case.model)
+    fused = case.run()
+    rewritten.undo()
+    assert rewritten.fused_calls() == rewritten.sites, rewritten.reasons()
+    reference = run_in_float64(case.denoiser, case.model, case.arguments)
+    allowed = 1.2 * (case.stock - reference).norm() + 1e-6 * reference.norm()
+    assert (fused - reference).norm() <= allowed
+
+
+def test_exact_numerics_give_the_bits_of_stock_for_a_denoiser(case: Case) -> None:
+    rewritten = RewrittenModel.of(case.model, "exact")
+    exact = case.run()
+    rewritten.undo()
+    assert torch.equal(exact, case.stock), rewritten.reasons()
