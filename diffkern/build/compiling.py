@@ -91,6 +91,7 @@ def compile_library(
             "-ltorch_cpu",
             "-Wl,--as-needed",
             *_runtime_libraries(device),
+            *_cxx_runtime(cxx),
             "-Wl,-s",
             "-o",
             str(library),
@@ -122,6 +123,18 @@ def _runtime_libraries(device: Tool | None) -> list[str]:
         search = [] if line is None else shlex.split(line[1])
         return [*search, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     return [f"-L{device.path.parents[1] / 'lib'}", "-lamdhip64"]
+
+
+def _cxx_runtime(cxx: Tool) -> list[str]:
+    """The C++ runtime that torch has loaded, for compilers that would link one of their own into the library.
+
+    An error must be thrown and caught by one runtime: with two in a process, one that leaves the library ends it.
+    """
+    found = subprocess.run([*cxx.command, "-print-file-name=libstdc++.so"], capture_output=True, text=True, check=False)
+    if Path(found.stdout.strip()).is_absolute():
+        return []
+    loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    return sorted(path for path in loaded if re.search(r"/(libstdc\+\+\.so\.6|libgcc_s\.so\.1)[.0-9]*$", path))
 
 
 def _run(command: list[str], directory: Path, say: Callable[[str], None]) -> None:

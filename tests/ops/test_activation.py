@@ -322,7 +322,7 @@ def test_bad_arguments_are_named(device: str) -> None:
         ops.glu(x, x, "relu")
     with pytest.raises(ValueError, match=r"the value has shape \(2, 8\), the gate \(2, 1\)"):
         ops.glu(x, x[:, :1])
-    with pytest.raises(ValueError, match="the gate on meta"):
+    with pytest.raises(ValueError, match="the gate is on meta"):
         ops.glu(x, x.to("meta"))
     with pytest.raises(ValueError, match="dimension -1 has the odd size 7"):
         ops.geglu(x[:, :7])

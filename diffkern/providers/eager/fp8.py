@@ -67,7 +67,8 @@ def linear_fp8(
     if out_dtype is torch.bfloat16 and fp8_unavailable_reason(x.device) is None and x.numel() > 0:
         short = width <= LONGEST_SHORT_SUM
         if bias is not None:
-            bias = bias.contiguous()  # torch reads it as if it were, whatever its strides
+            # torch takes no bias in float32, and reads one with strides as if it had none.
+            bias = bias.to(torch.bfloat16).contiguous()
         y = torch._scaled_mm(
             x, weight.t(), x_scale, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=short
         )
