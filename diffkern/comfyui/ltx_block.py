@@ -83,8 +83,8 @@ class LTXBlock(ComfyRecipe):
             y = block.attn2(x, context=context, mask=mask, transformer_options=options)
         x.add_(y)
         y = norm_modulate(x, scale_mlp, shift_mlp, eps=EPS, provider=provider)
-        x.addcmul_(block.ff(y), gate_mlp)
-        return x
+        result: Tensor = x.addcmul_(block.ff(y), gate_mlp)
+        return result
 
     @override
     def sources(self) -> tuple[Callable[..., Any], ...]:
