@@ -109,8 +109,9 @@ def survey(package: str = "diffusers.models") -> list[Candidate]:
             source = Source.of(function)
             if isinstance(source, str):
                 continue
-            if not source.function.__name__.startswith(("__init__", "_fuse", "unpatchify", "project_")):
-                for key, candidate in _candidates(source, owner):
+            if is_forward(source.function.__name__):
+                name = source.function.__qualname__
+                for key, candidate in candidates_in(source.tree, owner, module.__name__, name):
                     found.setdefault((candidate.kind, candidate.module, *key), candidate)
             if owner is None or source.function.__name__ not in ("forward", "__call__"):
                 continue
@@ -137,11 +138,18 @@ def _plan(source: Source, owner: type) -> Plan | str:
     return plan(source, Facts(names[0], owner)) if names else "it takes no module"
 
 
-def _candidates(source: Source, owner: type | None) -> Iterator[tuple[tuple[int, int], Candidate]]:
-    arguments = source.tree.args.args
-    flow = _LooseFlow(source.tree)
+def is_forward(name: str) -> bool:
+    """Whether a function may run in a forward, by its name."""
+    return not name.startswith(("__init__", "_fuse", "unpatchify", "project_"))
+
+
+def candidates_in(
+    tree: ast.FunctionDef, owner: type | None, module: str, name: str
+) -> Iterator[tuple[tuple[int, int], Candidate]]:
+    """The candidates of one function, each with its line and column."""
+    arguments = tree.args.args
+    flow = _LooseFlow(tree)
     scope = Scope(flow, Facts(arguments[0].arg if arguments else "self", owner))
-    function = source.function
     for node in flow.nodes:
         if not isinstance(node, ast.BinOp) or node not in flow.statement:
             continue
@@ -151,7 +159,7 @@ def _candidates(source: Source, owner: type | None) -> Iterator[tuple[tuple[int,
                 continue
             yield (
                 (node.lineno, node.col_offset),
-                Candidate(kind, function.__module__, function.__qualname__, node.lineno, ast.unparse(node)),
+                Candidate(kind, module, name, node.lineno, ast.unparse(node)),
             )
 
 

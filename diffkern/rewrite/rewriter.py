@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
 from diffkern.matching import TABLE, NormSemantics, full_name
-from diffkern.rewrite.facts import ModuleFacts, Path, child_of, settings_of
+from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.plan import ENTER, STOCK, Plan, plan
 from diffkern.rewrite.site import FusedSite
@@ -25,6 +25,8 @@ SWITCH = "DIFFKERN_REWRITE"
 #: Plans by function; they hold code and no function, so that a class can go.
 _PLANS: WeakKeyDictionary[Callable[..., Any], list[Plan]] = WeakKeyDictionary()
 _DECLINED: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
+#: Why nothing was found for modules of a class about which the same holds.
+_WITHOUT: WeakKeyDictionary[Callable[..., Any], list[tuple[ref[type], Facts, str]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,9 @@ def planned(forward: Callable[..., Any], module: nn.Module) -> Plan | str:
         for known in _PLANS.get(forward, ()):
             if known.facts.hold_for(module) and known.helpers_hold(module):
                 return known
+        for cls, facts, reason in _WITHOUT.get(forward, ()):
+            if cls() is type(module) and facts.hold_for(module):
+                return reason
         source = Source.of(forward)
         if isinstance(source, str):
             _DECLINED[forward] = source
@@ -119,10 +124,13 @@ def planned(forward: Callable[..., Any], module: nn.Module) -> Plan | str:
         names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
         if not names:
             return "it takes no module"
-        found = plan(source, ModuleFacts(names[0], module))
+        facts = ModuleFacts(names[0], module)
+        found = plan(source, facts)
+        facts.forget_module()
         if isinstance(found, Plan):
-            found.facts.forget_module()
             _PLANS.setdefault(forward, []).append(found)
+        else:
+            _WITHOUT.setdefault(forward, []).append((ref(type(module)), facts, found))
         return found
 
 

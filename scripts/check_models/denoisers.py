@@ -75,6 +75,11 @@ def _rounded_time(draw: Draw, n: int) -> Tensor:
     return draw.time().to(draw.dtype)
 
 
+def _per_frame(draw: Draw) -> Tensor:
+    """One time step for each of two frames."""
+    return draw.time()[:, None].expand(1, 2)
+
+
 def _pooled(width: int = 32) -> Any:
     return lambda draw, n: draw(1, width)
 
@@ -218,11 +223,24 @@ DENOISERS: dict[str, Denoiser] = {
         _image(),
     ),
     "bria": Denoiser("BriaTransformer2DModel", {**_FLUX, "axes_dims_rope": [4, 4, 8]}, _tokens()),
+    "anyflow": Denoiser(
+        "AnyFlowTransformer3DModel",
+        {**_WAN, "cross_attn_norm": True},
+        lambda draw, n: {
+            **_video()(draw, n), "hidden_states": draw(1, 2, 4, n, n), "timestep": _per_frame(draw), "r_timestep": _per_frame(draw),
+        },
+    ),
+    "bria_fibo": Denoiser(
+        "BriaFiboTransformer2DModel",
+        {**_FLUX, "axes_dims_rope": [4, 4, 8], "text_encoder_dim": 16},
+        _tokens(text_encoder_layers=lambda draw, n: [draw(1, 6, 16), draw(1, 6, 16), draw(1, 6, 16)]),
+    ),
     "chroma": Denoiser(
         "ChromaTransformer2DModel",
         {**_FLUX, "approximator_num_channels": 16, "approximator_hidden_dim": 32, "approximator_layers": 1},
         _tokens(),
     ),
+    "chronoedit": Denoiser("ChronoEditTransformer3DModel", {**_WAN, "rope_temporal_skip_len": 2}, _video()),
     "cogvideox": Denoiser(
         "CogVideoXTransformer3DModel",
         {**_IMAGE, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 32, "sample_width": 8,
@@ -273,6 +291,15 @@ DENOISERS: dict[str, Denoiser] = {
         "Flux2Transformer2DModel",
         {**_FLUX, "axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16},
         _tokens(axes=4, guidance=_guidance),
+    ),
+    "ernie_image": Denoiser(
+        "ErnieImageTransformer2DModel",
+        {"hidden_size": 32, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 64, "in_channels": 4,
+         "out_channels": 4, "text_in_dim": 32, "rope_axes_dim": (4, 4, 8)},
+        lambda draw, n: {
+            "hidden_states": draw(1, 4, n, n), "timestep": draw.time(), "text_bth": draw(1, 6, 32),
+            "text_lens": torch.full((1,), 6, device=draw.device),
+        },
     ),
     "hidream": Denoiser(
         "HiDreamImageTransformer2DModel",
@@ -423,6 +450,13 @@ DENOISERS: dict[str, Denoiser] = {
             "hidden_states": draw(1, 4, n), "timestep": draw.time(1.0), "encoder_hidden_states": draw(1, 6, 32),
             "global_hidden_states": draw(1, 1, 32), "rotary_embedding": _rotary(8)(draw, n + 1),
         },
+    ),
+    "unet2d": Denoiser(
+        "UNet2DModel",
+        {"in_channels": 4, "out_channels": 4, "sample_size": 8, "block_out_channels": (32, 64), "layers_per_block": 1,
+         "down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+         "resnet_time_scale_shift": "scale_shift"},
+        lambda draw, n: {"sample": draw(1, 4, n, n), "timestep": draw.time()},
     ),
     "unet3d": Denoiser(
         "UNet3DConditionModel",

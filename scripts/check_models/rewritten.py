@@ -40,7 +40,9 @@ def _stacked(one: Any, other: Any) -> Any:
         return one if axis is None else torch.cat([one, other], axis)
     if isinstance(one, dict):
         return {name: _stacked(one[name], other[name]) for name in one}
-    return one + other if isinstance(one, list) and len(one) == 1 else one
+    if isinstance(one, list):
+        return one + other if len(one) == 1 else [_stacked(*pair) for pair in zip(one, other, strict=True)]
+    return one
 
 
 def run(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
@@ -100,6 +102,11 @@ class RewrittenModel:
         """Makes every site run the expression of the source."""
         for forward in self.forwards:
             forward.guard.force_original()
+
+    def fuse(self) -> None:
+        """Takes :meth:`force_original` back."""
+        for forward in self.forwards:
+            forward.guard.disabled = set()
 
     def fused_calls(self) -> Counter[str]:
         """How often an op ran, by rule."""

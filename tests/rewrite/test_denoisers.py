@@ -22,6 +22,12 @@ class Case:
         self.model: nn.Module = self.denoiser.in_dtype(torch.device("cpu"), dtype)
         self.arguments = batch_of_two(self.denoiser, dtype)
         self.stock = self.run()
+        self.rewritten = RewrittenModel.of(self.model)
+        self.rewritten.force_original()
+        self.forced = self.run()
+        self.rewritten.fuse()
+        self.fused = self.run()
+        self.rewritten.undo()
 
     def run(self) -> Tensor:
         return run(self.model, self.arguments)
@@ -34,22 +40,15 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 
 def test_forced_to_its_original_expressions_a_denoiser_gives_the_bits_of_stock(case: Case) -> None:
-    rewritten = RewrittenModel.of(case.model)
-    rewritten.force_original()
-    forced = case.run()
-    rewritten.undo()
-    assert torch.equal(forced, case.stock)
-    assert rewritten.original_calls() == rewritten.sites.total()
+    assert torch.equal(case.forced, case.stock)
+    assert case.rewritten.original_calls() == case.rewritten.sites.total()
 
 
 def test_each_site_of_a_denoiser_is_fused_and_the_result_as_close_to_float64_as_stock(case: Case) -> None:
-    rewritten = RewrittenModel.of(case.model)
-    fused = case.run()
-    rewritten.undo()
-    assert rewritten.fused_calls() == rewritten.sites, rewritten.reasons()
+    assert case.rewritten.fused_calls() == case.rewritten.sites, case.rewritten.reasons()
     reference = run_in_float64(case.denoiser, case.model, case.arguments)
     allowed = 1.2 * (case.stock - reference).norm() + 1e-6 * reference.norm()
-    assert (fused - reference).norm() <= allowed
+    assert (case.fused - reference).norm() <= allowed
 
 
 def test_exact_numerics_give_the_bits_of_stock_for_a_denoiser(case: Case) -> None:
