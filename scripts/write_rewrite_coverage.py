@@ -13,14 +13,18 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import pkgutil
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType, ModuleType
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Definition, Flow
@@ -56,6 +60,7 @@ KINDS: dict[str, Shape] = {
     "gated and post-norm residual": Either((_GATED, _POST_NORM)),
     "gated linear unit": Product(Activated("gate", _GLU), Leaf("value")),
 }
+_ROOT = Path(__file__).resolve().parents[1]
 #: Packages whose modulations are not those of a transformer: spatial norms, resnets.
 _CONVOLUTIONAL = (".autoencoders.", ".unets.", ".resnet", ".upsampling", ".downsampling", ".adapter", ".vq_model")
 
@@ -242,14 +247,63 @@ def table(candidates: list[Candidate]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def model_table() -> str:
+    """The sites of every tiny denoiser by rule, and below it what stays as it is."""
+    from scripts.check_models.denoisers import DENOISERS
+    from scripts.check_models.rewritten import CALLED_OTHERWISE, RewrittenModel
+
+    lines = ["| model | class | fused calls of one forward |", "|---|---|---|"]
+    left: dict[tuple[str, str, str], None] = {}
+    for name, denoiser in DENOISERS.items():
+        rewritten = RewrittenModel.of(denoiser.build())
+        calls = rewritten.expected_calls(name)
+        text = ", ".join(f"{rule}: {calls[rule]}" for rule in sorted(calls))
+        if name in CALLED_OTHERWISE:
+            rule, more, why = CALLED_OTHERWISE[name]
+            text += f" ({more:+d} {rule}: {why})"
+        lines.append(f"| {name} | `{denoiser.cls}` | {text} |")
+        left.update({(*place, why): None for place, why in rewritten.left.items()})
+    lines += ["", "| class | left | reason |", "|---|---|---|"]
+    for owner, expression, why in sorted(left):
+        lines.append(f"| `{owner}` | {_cell(expression)} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(expression: str) -> str:
+    rule, _, text = expression.partition(": ")
+    return f"{rule}: `{text[:80]}`".replace("|", "\\|")
+
+
+def release_table() -> str:
+    """The counts of :mod:`scripts.sweep_diffusers` by release."""
+    releases = json.loads((_ROOT / "benchmarks" / "diffusers_releases.json").read_text(encoding="utf-8"))
+    rules = sorted({rule for result in releases.values() for rule in result["rules"]})
+    lines = ["| diffusers | " + " | ".join([*KINDS, *rules]) + " |", "|---" * (1 + len(KINDS) + len(rules)) + "|"]
+    for version, result in releases.items():
+        kinds = [f"{result['fused'].get(kind, 0)} of {result['candidates'].get(kind, 0)}" for kind in KINDS]
+        counts = [str(result["rules"].get(rule, 0)) for rule in rules]
+        lines.append(f"| {version} | " + " | ".join([*kinds, *counts]) + " |")
+    lines += ["", "| diffusers | no longer found there |", "|---|---|"]
+    lines += [f"| {version} | `{one}` |" for version, result in releases.items() for one in result.get("lost", ())]
+    lines += ["", "| diffusers | read by syntax alone | candidates |", "|---|---|---|"]
+    for version, result in releases.items():
+        lines += [f"| {version} | `{name}` | {count} |" for name, count in result["by syntax alone"].items() if count]
+    return "\n".join(lines) + "\n"
+
+
+def document() -> str:
+    """The text of docs/models.md."""
+    import diffusers
+
+    candidates = [candidate for candidate in survey() if is_transformer_side(candidate)]
+    head = _HEAD.format(version=diffusers.__version__)
+    return head + table(candidates) + _BY_MODEL + model_table() + _BY_RELEASE + release_table()
+
+
 def main() -> None:
     """Writes the document."""
     warnings.filterwarnings("ignore")
-    candidates = [candidate for candidate in survey() if is_transformer_side(candidate)]
-    import diffusers
-
-    text = _HEAD.format(version=diffusers.__version__) + table(candidates)
-    (Path(__file__).parents[1] / "docs" / "models.md").write_text(text, encoding="utf-8")
+    (_ROOT / "docs" / "models.md").write_text(document(), encoding="utf-8")
 
 
 _HEAD = """# Models: what the rewriter fuses
@@ -257,6 +311,23 @@ _HEAD = """# Models: what the rewriter fuses
 Written by `scripts/write_rewrite_coverage.py` from the source of diffusers {version}; transformers and what they share,
 without convolutional models. A candidate is an expression that looks like glue; the last table lists every one that
 stays as it is, with the reason.
+
+"""
+
+_BY_MODEL = """
+## By model
+
+The fused calls of one forward of each tiny denoiser in `scripts/check_models`, by rule: one for each site of each of
+its modules, with exceptions as stated. A test runs them all. The second table lists what has the shape of a rule there
+and stays as it is.
+
+"""
+_BY_RELEASE = """
+## By release
+
+Written by `scripts/sweep_diffusers.py`: fused of all candidates by kind, and expressions by rule, in each release of
+diffusers. Below it stand the classes in which a rule finds nothing any more, and files that do not import beside the
+installed packages, with their candidates.
 
 """
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
+import pytest
 import torch
+from torch import nn
 
-from tests.rewrite.modules import block, leaves, rewritten
+from diffkern.rewrite import Rewriter, Rewritten
+from tests.rewrite.modules import SIZE, block, leaves, rewritten, written
 
 NAMES = "x, scale, shift"
 
@@ -45,3 +49,68 @@ def test_the_reference_lifts_the_casts_inside_of_a_norm() -> None:
         y = float64_twin(Holder(), [("norm",)]).norm(x)
     expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     assert (y - expected).norm() <= 1e-14 * expected.norm()
+
+
+_ACTIVATED = """
+class Written(Block):
+    def gelu(self, x):
+        return F.gelu(x, approximate=self.mode)
+    def forward(self, x):
+        return self.gelu(self.proj(x))
+"""
+
+
+def _activated(*modes: str) -> list[nn.Module]:
+    """Modules of one class that differ in a setting."""
+    cls, modules = written(_ACTIVATED)["Written"], []
+    for mode in modes:
+        module = cls().eval().requires_grad_(False)
+        module.mode = mode
+        modules.append(module)
+    return modules
+
+
+def test_modules_that_differ_in_a_setting_that_a_method_reads_are_proven_apart() -> None:
+    rewriter, x = Rewriter(), leaves("x")["x"]
+    for module in _activated("tanh", "none"):
+        found = rewriter.rewrite(module)
+        assert isinstance(found, Rewritten)
+        torch.testing.assert_close(found.function(module, x), module(x), rtol=0, atol=3e-6)
+        assert [site.fused_calls for site in found.sites] == [1]
+
+
+def test_a_setting_that_changes_after_the_injection_is_read_by_the_method() -> None:
+    (module,), x = _activated("tanh"), leaves("x")["x"]
+    found = rewritten(module)
+    found.function(module, x)
+    module.mode = "none"  # type: ignore[assignment]
+    assert torch.equal(found.function(module, x), module(x))
+
+
+def test_exact_results_are_laid_out_as_those_of_stock() -> None:
+    module = block("r, y, gate", "return r + gate * y", torch.bfloat16)
+    arguments = leaves("r, y, gate", torch.bfloat16)
+    found = rewritten(module, "exact")
+    rows = found.function(module, **arguments)
+    assert rows.is_contiguous() and found.sites[0].fused_calls == 1  # a proof for rows says nothing of columns
+    columns = {name: value.mT.contiguous().mT for name, value in arguments.items()}
+    result, stock = found.function(module, **columns), module(**columns)
+    assert torch.equal(result, stock) and result.stride() == stock.stride()
+
+
+def test_exact_norms_are_the_bits_of_stock_in_many_rows() -> None:
+    module = block("x, scale, shift", "return self.norm(x) * (1 + scale) + shift", torch.bfloat16)
+    arguments = leaves("x, scale, shift", torch.bfloat16)
+    found = rewritten(module, "exact")
+    found.function(module, **arguments)
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        arguments["x"] = (0.4 + torch.randn(2, 640, SIZE, generator=generator)).bfloat16()
+        assert torch.equal(found.function(module, **arguments), module(**arguments))
+
+
+def test_what_has_no_site_is_read_once_for_all_modules_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = block("x", "return self.proj(x)")
+    reason = Rewriter().rewrite(module)
+    monkeypatch.setattr("diffkern.rewrite.rewriter.plan", None)  # a second reading would call it
+    assert Rewriter().rewrite(copy.deepcopy(module)) == reason
