@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -141,7 +142,7 @@ def main() -> None:
         results[version] = read_release(unpacked(version, arguments.folder.resolve()).resolve())
         print(version, dict(results[version]["rules"]), flush=True)
     versions = list(results)
-    for before, after in zip(versions, versions[1:], strict=False):
+    for before, after in itertools.pairwise(versions):
         results[after]["lost"] = lost(results[before], results[after])
     for result in results.values():
         del result["classes"], result["covered"]

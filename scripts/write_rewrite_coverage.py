@@ -61,6 +61,7 @@ KINDS: dict[str, Shape] = {
     "gated linear unit": Product(Activated("gate", _GLU), Leaf("value")),
 }
 _ROOT = Path(__file__).resolve().parents[1]
+_RELEASES = _ROOT / "benchmarks" / "diffusers_releases.json"
 #: Packages whose modulations are not those of a transformer: spatial norms, resnets.
 _CONVOLUTIONAL = (".autoencoders.", ".unets.", ".resnet", ".upsampling", ".downsampling", ".adapter", ".vq_model")
 
@@ -276,7 +277,7 @@ def _cell(expression: str) -> str:
 
 def release_table() -> str:
     """The counts of :mod:`scripts.sweep_diffusers` by release."""
-    releases = json.loads((_ROOT / "benchmarks" / "diffusers_releases.json").read_text(encoding="utf-8"))
+    releases = json.loads(_RELEASES.read_text(encoding="utf-8"))
     rules = sorted({rule for result in releases.values() for rule in result["rules"]})
     lines = ["| diffusers | " + " | ".join([*KINDS, *rules]) + " |", "|---" * (1 + len(KINDS) + len(rules)) + "|"]
     for version, result in releases.items():
@@ -297,7 +298,8 @@ def document() -> str:
 
     candidates = [candidate for candidate in survey() if is_transformer_side(candidate)]
     head = _HEAD.format(version=diffusers.__version__)
-    return head + table(candidates) + _BY_MODEL + model_table() + _BY_RELEASE + release_table()
+    text = head + table(candidates) + _BY_MODEL + model_table()
+    return text + _BY_RELEASE + release_table() if _RELEASES.is_file() else text
 
 
 def main() -> None:

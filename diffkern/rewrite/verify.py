@@ -26,12 +26,12 @@ from diffkern.verify.measures import relative_error
 AGREEMENT = 1e-10
 #: Elements of a random leaf at most: a proof must not cost what a step costs.
 _LARGEST = 1 << 22
-#: Elements of a proof of bit identity: two ways to sum up a row differ in one of some ten thousand elements in bfloat16.
+#: Elements of a proof of bit identity: two ways to sum up a row may differ in one of ten thousand elements.
 _EXACT_ELEMENTS = 1 << 20
 #: Random leaves of such a proof at most.
 _MOST_DRAWS = 256
-#: Powers of two by which random numbers of such a proof differ in size: sums of numbers alike in size are exact, and the
-#: order of summation does not show.
+#: Powers of two by which random numbers of such a proof differ in size: sums of numbers alike in size are exact, and
+#: the order of summation does not show.
 _SPREAD = 3.0
 
 

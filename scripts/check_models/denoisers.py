@@ -227,7 +227,8 @@ DENOISERS: dict[str, Denoiser] = {
         "AnyFlowTransformer3DModel",
         {**_WAN, "cross_attn_norm": True},
         lambda draw, n: {
-            **_video()(draw, n), "hidden_states": draw(1, 2, 4, n, n), "timestep": _per_frame(draw), "r_timestep": _per_frame(draw),
+            **_video()(draw, n), "hidden_states": draw(1, 2, 4, n, n), "timestep": _per_frame(draw),
+            "r_timestep": _per_frame(draw),
         },
     ),
     "bria_fibo": Denoiser(

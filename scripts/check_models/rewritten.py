@@ -16,7 +16,6 @@ from diffkern.rewrite import Rewriter, Rewritten
 from diffkern.rewrite.reference import CastsLifted, to_float64
 from scripts.check_models.model import Denoiser, Draw
 
-
 #: Where a forward does not run each site once: model -> (rule, calls more than sites, why).
 CALLED_OTHERWISE = {
     "cogview4": ("linear, GELU", 2, "the feed-forward of a block serves two streams"),
