@@ -7,6 +7,7 @@ take that back; here nothing but the processors is touched, and each gets back e
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -24,6 +25,9 @@ _KNOWN = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 #: What processors had before they were routed, by the value of the backend that they have now.
 _before: dict[str, Any] = {}
 _numbers = itertools.count()
+#: Places in diffusers' registry that no route has any more, and what guards them; garbage is collected anywhere.
+_free: list[str] = []
+_lock = threading.RLock()
 _MISSING = object()
 
 
@@ -92,13 +96,14 @@ def _register(route: Route, before: Any) -> Any:
     """Adds a backend to diffusers' registry that asks ``route``, and returns its name as the dispatcher wants it.
 
     The dispatcher takes members of an enumeration only; ``torch.compile`` sees a constant. The registry knows this one
-    by its value, a string that is equal to it, and forgets it with the last processor, or copy of one, that names it.
+    by its value, a string that is equal to it, and forgets its route with the last processor, or copy of one, that
+    names it. Its place is kept for the next route: the guards of ``torch.compile`` count places.
     """
     from diffusers.models import attention_dispatch as dispatch
 
     registry, names = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName
     every = set().union(*registry._supported_arg_names.values())
-    replaced = dict(registry._backends)
+    at_injection = {str(name.value): f for name, f in registry._backends.items() if isinstance(name, names)}
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         name = registry._active_backend if before is _MISSING or before is None else names(before)
@@ -121,14 +126,15 @@ def _register(route: Route, before: Any) -> Any:
             result: Tensor = function(query=call.query, key=call.key, value=call.value, **given)
             return result
 
-        if function is not replaced.get(name):
+        if function is not at_injection.get(name.value):
             return route.decline(REPLACED, call, stock)
         foreign = next((key for key, value in arguments.items() if key not in _KNOWN and value), None)
         if foreign is not None:
             return route.decline(f"the call has a {foreign.strip('_')}", call, stock)
         return route(call, stock)
 
-    value = f"diffkern_{next(_numbers)}"
+    with _lock:
+        value = _free.pop() if _free else f"diffkern_{next(_numbers)}"
     member = str.__new__(names, value)
     member._name_, member._value_ = value, value
     member.__deepcopy__ = _returns(weakref.ref(member))
@@ -143,8 +149,10 @@ def _register(route: Route, before: Any) -> Any:
 def _forget(value: str) -> None:
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
 
-    for table in (registry._backends, registry._constraints, registry._supported_arg_names, _before):
-        table.pop(value, None)
+    with _lock:
+        del _before[value]
+        registry._backends[value] = None
+        _free.append(value)
 
 
 def _returns(kept: weakref.ref[Any]) -> Callable[[Any], Any]:

@@ -63,15 +63,15 @@ class OneBuffer:
         return self.buffers.setdefault(call.query.shape, torch.empty(call.query.shape)).copy_(stock(call))
 
 
-class RightOnce:
-    """Right at its first call, and never again."""
+class WrongOnce:
+    """Wrong at its second call alone."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(self, call: AttentionCall) -> Tensor:
         self.calls += 1
-        return stock(call) * (1.0 if self.calls == 1 else 1.01)
+        return stock(call) * (1.01 if self.calls == 2 else 1.0)
 
 
 def wrong_for_few_keys(call: AttentionCall) -> Tensor:
@@ -101,7 +101,7 @@ def leaves_gradients_off(call: AttentionCall) -> Tensor:
         (writes_its_result_over_queries, {}, "it changed its input"),
         (hands_a_value_through, {"queries": 1, "keys": 1, "kv_heads": 4}, "its result shares memory with its input"),
         (OneBuffer(), {}, "it returns the same memory at every call"),
-        (RightOnce(), {}, "has an error of 1.00e-02"),
+        (WrongOnce(), {}, "has an error of 1.00e-02"),
         (wrong_for_few_keys, {}, "has an error of 1.00e-02 .* on a short sequence"),
         (spreads_nan, {}, "spreads NaN from one query to others"),
         (sets_the_default_dtype, {}, "it changed the default dtype"),

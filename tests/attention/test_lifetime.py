@@ -52,12 +52,14 @@ def run(model: Any) -> Tensor:
 
 
 def registered() -> tuple[int, ...]:
+    """Entries of every table that routes are in, places that are free not counted."""
+    gc.collect()
     registry = _AttentionBackendRegistry
     tables: tuple[Any, ...] = (
         registry._backends, registry._constraints, registry._supported_arg_names, in_diffusers._before,
         type(next(iter(registry._backends)))._value2member_map_, ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS,
     )  # fmt: skip
-    return tuple(map(len, tables))
+    return tuple(len(table) - len(in_diffusers._free) * (number < 3) for number, table in enumerate(tables))
 
 
 def cycles(model: nn.Module, count: int) -> int:
@@ -76,8 +78,9 @@ def test_cycles_of_injection_and_restore_leave_nothing(make: Any) -> None:
     model = make()
     run(model)
     cycles(model, 2)
-    before, objects = registered(), cycles(model, 1)
-    assert cycles(model, 8) - objects < 8 and registered() == before  # less than one object a cycle
+    before, objects, places = registered(), cycles(model, 1), len(_AttentionBackendRegistry._backends)
+    assert cycles(model, 8) - objects < 8  # less than one object a cycle
+    assert registered() == before and len(_AttentionBackendRegistry._backends) == places
 
 
 @pytest.mark.parametrize("make", [tiny_flux, lambda: build("llama")], ids=["flux", "llama"])
@@ -94,6 +97,23 @@ def test_a_route_lives_as_long_as_a_copy_of_its_model(make: Any) -> None:
     assert torch.equal(run(twin), routed)
     del twin
     gc.collect()
+    assert registered() == before
+
+
+def test_places_in_the_registry_stay_and_are_taken_again() -> None:
+    """Guards of ``torch.compile`` count them."""
+    models, before = [tiny_flux() for _ in range(3)], registered()
+    reports = [inject_optimized_kernels(model, attention="native", config=ALONE) for model in models[:2]]
+    places = list(_AttentionBackendRegistry._backends)
+    reports.pop(0).restore()
+    gc.collect()
+    assert list(_AttentionBackendRegistry._backends) == places and len(in_diffusers._before) == before[3] + 1
+    reports.append(inject_optimized_kernels(models[2], attention="native", config=ALONE))
+    assert list(_AttentionBackendRegistry._backends) == places
+    assert torch.equal(flux_output(models[2]), flux_output(models[0]))
+    for report in reports:
+        report.restore()
+    del reports, report
     assert registered() == before
 
 

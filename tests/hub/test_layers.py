@@ -285,12 +285,15 @@ def test_an_attention_of_a_language_model_keeps_its_result_and_its_cache(hub: Lo
     path = write(tmp_path / "attention", kernel("", textwrap.dedent(layers)))
     ids = torch.arange(1, 8)[None]
     model, twin = build("llama"), build("llama")
-    inject_optimized_kernels(model, config={"LlamaAttention": f"{path}:Attention", "rms_norm": None, "glu": None})
-    for use_cache in (False, True):
+    config = {"LlamaAttention": f"{path}:Attention", "rms_norm": None, "glu": None}
+    report = inject_optimized_kernels(model, config=config)
+    for use_cache in (True, False):
         with torch.no_grad():
             y, expected = (one(ids, use_cache=use_cache) for one in (model, twin))
         assert torch.equal(y.logits, expected.logits)
-    assert y.past_key_values.get_seq_length() == 7
+        assert not use_cache or y.past_key_values.get_seq_length() == 7
+    (first, second) = report.calls()["model.layers.0.self_attn"]["stock_reasons"]
+    assert first == "an argument holds a DynamicCache, which a proof cannot copy" and "lost its proof" in second
     options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(ids, **options), twin.generate(ids, **options))
 
