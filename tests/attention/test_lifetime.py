@@ -100,6 +100,15 @@ def test_a_route_lives_as_long_as_a_copy_of_its_model(make: Any) -> None:
     assert registered() == before
 
 
+@pytest.mark.parametrize("make", [tiny_flux, lambda: build("llama")], ids=["flux", "llama"])
+def test_a_model_that_is_thrown_away_with_its_route_leaves_nothing(make: Any) -> None:
+    before, model = registered(), make()
+    inject_optimized_kernels(model, attention="native", config=ALONE)
+    kept = weakref.ref(model)
+    del model
+    assert registered() == before and kept() is None
+
+
 def test_places_in_the_registry_stay_and_are_taken_again() -> None:
     """Guards of ``torch.compile`` count them."""
     models, before = [tiny_flux() for _ in range(3)], registered()
