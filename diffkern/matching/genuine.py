@@ -47,7 +47,9 @@ is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def replacement(cls: type[nn.Module]) -> str | None:
     """Names what was put in the place of the forward of a library's class, or returns None."""
     definer = next((base for base in cls.__mro__ if "forward" in base.__dict__), None)
-    return None if definer is None else _foreign(cls.forward, definer.__module__)  # scripted modules have none
+    if definer is None or issubclass(cls, torch.jit.ScriptModule):  # whose forward is no function of Python
+        return None
+    return _foreign(cls.forward, definer.__module__)
 
 
 def replaced_function(functions: tuple[Callable[..., Any], ...]) -> str | None:
