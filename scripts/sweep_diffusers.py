@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Counts what the rules find in every release of diffusers from 0.36 on; writes benchmarks/diffusers_releases.json.
 
-python scripts/sweep_diffusers.py [--folder wheels]
+python scripts/sweep_diffusers.py [--folder build/diffusers]
 
 Downloads each release without its dependencies, unpacks it, and reads it in a process of its own. No model is built. A
 file that does not import beside the installed packages is read by its syntax alone, and listed.
@@ -37,6 +37,8 @@ from scripts.write_rewrite_coverage import (  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "diffusers_releases.json"
 OLDEST = (0, 36)
+#: The exit code where no package index can be reached.
+NO_NETWORK = 3
 
 
 def releases() -> list[str]:
@@ -138,10 +140,14 @@ def main() -> None:
         print(json.dumps(read_here(arguments.read)))
         return
     results: dict[str, dict[str, Any]] = {}
-    for version in releases():
+    try:
+        versions = releases()
+    except subprocess.CalledProcessError:
+        print("pip cannot list the releases of diffusers here")
+        sys.exit(NO_NETWORK)
+    for version in versions:
         results[version] = read_release(unpacked(version, arguments.folder.resolve()).resolve())
         print(version, dict(results[version]["rules"]), flush=True)
-    versions = list(results)
     for before, after in itertools.pairwise(versions):
         results[after]["lost"] = lost(results[before], results[after])
     for result in results.values():

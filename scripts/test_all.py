@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "test_all.json"
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "hypothesis")
 
+#: The exit code of scripts/sweep_diffusers.py where no package index can be reached.
+NO_NETWORK = 3
 #: What is run, each with its pytest expression of markers.
 SUITES = {"tests": "not gpu", "long random sequences": "exhaustive"}
 
@@ -50,6 +52,12 @@ def run_mutations(folder: Path) -> tuple[int, dict[str, Any]]:
     return code, counts | {"not killed": left, "seconds": round(time.perf_counter() - started)}
 
 
+def run_sweep() -> tuple[int, str]:
+    """Reads every release of diffusers, if there is a network; returns the exit code and what happened."""
+    code = subprocess.run([sys.executable, "scripts/sweep_diffusers.py"], cwd=ROOT, check=False).returncode
+    return (0, "no package index here") if code == NO_NETWORK else (code, "failed" if code else "read")
+
+
 def main() -> int:
     """Runs everything, also after a failure; returns the worst exit code."""
     argparse.ArgumentParser(description=__doc__).parse_args()
@@ -68,6 +76,8 @@ def main() -> int:
             codes.append(code)
         code, result["mutations"] = run_mutations(Path(folder))
         codes.append(code)
+    code, result["releases of diffusers"] = run_sweep()
+    codes.append(code)
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))
     return max(codes)

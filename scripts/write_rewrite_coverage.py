@@ -258,7 +258,7 @@ def model_table() -> str:
     for name, denoiser in DENOISERS.items():
         rewritten = RewrittenModel.of(denoiser.build())
         calls = rewritten.expected_calls(name)
-        text = ", ".join(f"{rule}: {calls[rule]}" for rule in sorted(calls))
+        text = "; ".join(f"{rule}: {calls[rule]}" for rule in sorted(calls))
         if name in CALLED_OTHERWISE:
             rule, more, why = CALLED_OTHERWISE[name]
             text += f" ({more:+d} {rule}: {why})"

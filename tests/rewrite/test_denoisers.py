@@ -51,6 +51,7 @@ def test_each_site_of_a_denoiser_is_fused_and_the_result_as_close_to_float64_as_
     assert (case.fused - reference).norm() <= allowed
 
 
+@pytest.mark.exhaustive
 def test_exact_numerics_give_the_bits_of_stock_for_a_denoiser(case: Case) -> None:
     rewritten = RewrittenModel.of(case.model, "exact")
     exact = case.run()
