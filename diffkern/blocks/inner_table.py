@@ -6,19 +6,14 @@ from torch import nn
 
 from diffkern.blocks import language
 from diffkern.blocks.inner import InnerRecipe
-from diffkern.blocks.modulated import ModulatedNorms, modulated_norms
 
 #: Names under which configurations and reports know what is fused inside of forwards.
-OPS = (*language.OPS, ModulatedNorms.op)
+OPS = language.OPS
 
 
 def inner_recipe_for(cls: type[nn.Module]) -> InnerRecipe | None:
-    """Returns what is fused inside the forward of a class of transformers or diffusers, or None."""
+    """Returns what is fused inside the forward of a class of transformers, or None."""
     forward = getattr(cls, "forward", None)  # scripted modules have none
     if forward is None:
         return None
-    # A forward that somebody has replaced is left alone.
-    package = getattr(forward, "__module__", "")
-    if cls.__module__.startswith("diffusers.models.") and package.startswith("diffusers.models."):
-        return modulated_norms(forward)
     return language.inside_of(cls.__module__, forward)

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -18,22 +18,25 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks.inner import InnerRecipe, Inside, unfit
-from diffkern.blocks.weave import INSIDE, Pattern
 from diffkern.ops import rope
+from diffkern.rewrite.source import Source, recompile
 
 #: Name of the function that rotates.
 ROTATE = "apply_rotary_pos_emb"
+#: The name by which a rewritten forward calls what runs instead.
+INSIDE = "_inside"
 
 
 @cache
-def rotating(function: FunctionType) -> Pattern | None:
-    """Returns a forward that calls what is put into it in the place of :data:`ROTATE`; None without a source."""
-    pattern = Pattern.of(function)
-    if pattern is not None:
-        for node in ast.walk(pattern.tree):
-            if isinstance(node, ast.Name) and node.id == ROTATE:
-                node.id = INSIDE
-    return pattern
+def rotating(function: FunctionType) -> CodeType | None:
+    """Returns the code of a forward that calls :data:`INSIDE` instead of :data:`ROTATE`; None without a source."""
+    source = Source.of(function)
+    if isinstance(source, str):
+        return None
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Name) and node.id == ROTATE:
+            node.id = INSIDE
+    return source.code(source.tree, [INSIDE])
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,12 @@ class Rotary(InnerRecipe):
         def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
             return inside(None, (q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)))
 
-        pattern = rotating(self.function)
-        assert pattern is not None
-        woven = pattern.weave(rotate)
+        code = rotating(self.function)
+        assert code is not None
+        rewritten = recompile(self.function, code, {INSIDE: rotate})
 
         def forward(module: Any, x: Tensor, tables: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return woven(module, *args, **kwargs)
+            return rewritten(module, *args, **kwargs)
 
         return forward
 

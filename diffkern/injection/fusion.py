@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from diffkern.injection.report import ONLY_EAGER
 from diffkern.providers import Choice, hub, requested, select
+from diffkern.verify.measures import Measurement
 
 
 class Fusion(Protocol):
@@ -31,6 +32,11 @@ class Fusion(Protocol):
     def allowance(self) -> float:
         """Error against float64 that is granted beyond what the contract grants."""
         return 0.0
+
+    @property
+    def counts_itself(self) -> bool:
+        """Whether it counts its calls, in parts, and proves them itself."""
+        return False
 
     def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
         """Prepares a module that was just patched for its first call, which one of ``providers`` will serve.
@@ -85,8 +91,15 @@ class Fusion(Protocol):
 
     # --- for proofs ------------------------------------------------------------------------------------
 
+    def prove_ahead(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype
+    ) -> list[Measurement]:
+        """Proves what proves itself, on likely input; returns what was measured."""
+        return []
+
     def kind(self, module: nn.Module) -> Hashable:
         """What modules must have in common to share a proof."""
+        return None
 
     def choose(
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
@@ -102,12 +115,15 @@ class Fusion(Protocol):
 
     def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Returns a copy to try things on with calls of ``dtype``, which shares nothing that a run could change."""
+        return module
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module | None:
         """Returns a copy with weights of ``dtype``, to prove ahead what a cast model will do; None if too large."""
+        return None
 
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Any]:
         """Random calls; large ones where a proof of bit identity needs them."""
+        return ()
 
     def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[Any]:
         """Random calls of few rows, which kernels may compute in another way; they decide, and do not count."""
@@ -115,15 +131,19 @@ class Fusion(Protocol):
 
     def first_call_sample(self, call: Any) -> Any | None:
         """What of a real call is tried at first use besides the samples; None for nothing."""
+        return None
 
     def check_semantics(self, module: nn.Module) -> str | None:
         """Says how the stock forward differs in float32 from what it is believed to compute, or None."""
+        return None
 
     def stock(self, module: nn.Module, call: Any) -> Any:
         """Runs the stock forward, which returns a tensor or a tuple of tensors of one dtype."""
+        return None
 
     def reference(self, module: nn.Module, call: Any) -> Any:
         """Computes the result in float64."""
+        return None
 
     def grad_inputs(self, call: Any) -> tuple[Tensor, ...]:
         """The inputs of a sample whose gradients are proven, besides those of the parameters."""

@@ -22,6 +22,7 @@ from diffkern.injection.kernel_selector import KernelSelector
 from diffkern.injection.planning import Candidate, plan_graphs, plan_modules, walk
 from diffkern.injection.proving import choose_provider, refuse_fallbacks, verify_candidates
 from diffkern.injection.report import InjectionReport, Site
+from diffkern.injection.rewrite_fusion import Rewriters
 from diffkern.injection.state import LOCK, PatchState, patch, remove_patch, unpatch
 from diffkern.providers.liger import Flags
 from diffkern.verify.proof import Verifier
@@ -99,14 +100,16 @@ def inject_optimized_kernels(
         report.notes += [f"component {name!r}: {reason}" for name, reason in left_out.items()]
         config = KernelConfig.of(config)
         selector = KernelSelector(config, strict)
-        candidates = plan_modules(modules, config, selector, Flags.of(liger), verify, report)
+        rewriters = Rewriters(numerics, verify)
+        candidates = plan_modules(modules, config, selector, Flags.of(liger), rewriters, report)
         if cuda_graph:
             candidates += plan_graphs(modules, report)
         candidates = [candidate for candidate in candidates if choose_provider(candidate, report)]
         routes = _plan_routes(modules, attention, config, report, verify=verify, strict=strict)
         verifier = Verifier(numerics) if verify else None
         for candidate in candidates:
-            proven_by = None if isinstance(candidate.fusion, GraphFusion) else verifier
+            itself = candidate.fusion.counts_itself or isinstance(candidate.fusion, GraphFusion)
+            proven_by = None if itself else verifier
             rule = candidate.options[0].rule
             candidate.state = PatchState(candidate.fusion, rule, proven_by, strict, numerics)
         if verifier is not None and not dry_run:

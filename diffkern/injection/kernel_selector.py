@@ -57,7 +57,7 @@ class KernelSelector:
         """
         named = [choice for choice in rule.choices() if choice and is_reference(choice)] if rule else []
         layers = [name for choice in named if (name := KernelReference.parse(choice).name)]
-        served = (rule or Rule()).map(self._provider)
+        served = self.served(rule or Rule())
         options = []
         # A layer that is a norm serves the op, on modules of any class; any other stands in for the module.
         serves_op = fusion is not None and (not layers or isinstance(fusion, NormFusion))
@@ -70,6 +70,10 @@ class KernelSelector:
             without = served.map(lambda choice: None if choice and hub.is_kernel(choice) else choice)
             options.append(Option(fusion, without, how))
         return options
+
+    def served(self, rule: Rule) -> Rule:
+        """The rule with the names of providers in the place of what a configuration calls them."""
+        return rule.map(self._provider)
 
     def describe_kernels(self, providers: Iterable[str | None]) -> list[str]:
         """A sentence for each kernel of the Hub among the providers that serve."""

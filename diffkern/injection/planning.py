@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,12 +25,14 @@ from diffkern.injection.kernel_selector import KernelSelector, Option, layer_nam
 from diffkern.injection.liger import loss_fusion, usable, with_liger
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
+from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
 from diffkern.injection.state import PatchState, patch_state
 from diffkern.matching import full_name, match
 from diffkern.matching.genuine import replaced_function, replacement
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.providers.liger import Flags
+from diffkern.rewrite import OPS as REWRITE_OPS
 
 #: What the headline adds where fp8 was asked for in vain.
 NO_FP8_FORM = "no module here has a form in fp8: all compute as numerics='fast'"
@@ -75,7 +78,7 @@ def plan_modules(
     config: KernelConfig,
     selector: KernelSelector,
     flags: Flags | None,
-    verify: bool,
+    rewriters: Rewriters,
     report: InjectionReport,
 ) -> list[Candidate]:
     """The modules that can run fused; the report hears why others that look like it are left alone.
@@ -86,6 +89,7 @@ def plan_modules(
     flags = usable(flags, modules, report)
     candidates: list[Candidate] = []
     seen: list[Site] = []
+    blocks: list[str] = []
     replicated = {
         id(module)
         for _, parallel in walk(modules)
@@ -94,14 +98,22 @@ def plan_modules(
     }
     layers: set[str] = set()
     for path, module in walk(modules):
-        matched = _match(module, verify, report.numerics, flags)
+        matched = _match(module, rewriters, report.numerics, flags)
         fusion = None if matched is None else matched.fusion
         layer = layer_name(module, fusion)
-        rule = config.rule(path, type(module).__name__, "" if fusion is None else fusion.op, layer)
+        rule_of = partial(config.rule, path, type(module).__name__, layer_name=layer)
+        if isinstance(fusion, RewriteFusion):
+            rule = fusion.configure(rule_of, selector.served)
+        else:
+            rule = rule_of("" if fusion is None else fusion.op)
         options = selector.options(rule, fusion, None if matched is None else matched.how)
         already = patch_state(module) is not None
         if matched is None and not options and not already:
             continue
+        if isinstance(fusion, RewriteFusion) and path.startswith(tuple(blocks)):
+            continue  # which the block around it computes itself
+        if isinstance(fusion, BlockFusion) and options:
+            blocks.append(f"{path}.".removeprefix("."))
         site = Site(path, full_name(type(module)), how=None if matched is None else matched.how)
         site._module = weakref.ref(module)
         seen.append(site)
@@ -134,7 +146,7 @@ def plan_modules(
         )
     candidates = _drop_covered(_apply_exclusions(candidates, report), report)
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
-    config.check((site.path for site in seen), class_names, BLOCK_OPS, layers)
+    config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS), layers)
     if report.numerics == "fp8" and candidates and not any(candidate.fusion.allowance for candidate in candidates):
         report.caveat = NO_FP8_FORM
     _refuse_other_numerics(report)
@@ -174,8 +186,8 @@ class _Match:
     reason: str = ""
 
 
-def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) -> _Match | None:
-    """Looks a module up among the recipes and the norms; None if it is among neither."""
+def _match(module: nn.Module, rewriters: Rewriters, numerics: str, flags: Flags | None) -> _Match | None:
+    """Looks a module up among the recipes and the norms, and reads its forward; None if nothing is found."""
     recipe = recipe_for(full_name(type(module)))
     replaced = replacement(type(module))
     if replaced is not None and (recipe or inner_recipe_for(type(module)) or match(module)):
@@ -190,7 +202,7 @@ def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) 
             return _Match(None, "recipe", reason)
         if fingerprint(recipe.sources()) in recipe.fingerprints:
             return _Match(BlockFusion(recipe), "recipe")
-        if not verify:
+        if not rewriters.verify:
             reason = f"its stock forward is not that of {recipe.versions}, and verify=False forbids to compare"
             return _Match(None, "probe", reason)
         return _Match(BlockFusion(recipe), "probe")
@@ -204,6 +216,10 @@ def _match(module: nn.Module, verify: bool, numerics: str, flags: Flags | None) 
         if lacking:
             return _Match(None, "recipe", lacking)
         return _Match(with_liger(InnerFusion(inner, sources=inner.sources(module)), flags), "recipe")
+    if module._modules and replaced is None and not type(module).__module__.startswith(("torch.", "transformers.")):
+        rewritten = rewriters.rewrite(module)
+        if not isinstance(rewritten, str):
+            return _Match(RewriteFusion(rewriters, rewritten), "source")
     matched = match(module)
     if matched is None:
         return None
@@ -250,6 +266,8 @@ def _computes(candidate: Candidate, path: str) -> bool:
     prefix = f"{candidate.site.path}." if candidate.site.path else ""
     if isinstance(candidate.fusion, InnerFusion):
         return path in [prefix + name for name in candidate.fusion.recipe.children]
+    if isinstance(candidate.fusion, RewriteFusion):
+        return path in [prefix + name for name in candidate.fusion.absorbed()]
     return isinstance(candidate.fusion, BlockFusion) and path.startswith(prefix)
 
 

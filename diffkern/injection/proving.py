@@ -8,7 +8,8 @@ import torch
 
 from diffkern.injection.fusion import only_eager
 from diffkern.injection.planning import ALREADY_PATCHED, BY_CONFIG, Candidate
-from diffkern.injection.report import InjectionReport
+from diffkern.injection.report import ONLY_EAGER, InjectionReport
+from diffkern.injection.rewrite_fusion import RewriteFusion
 from diffkern.injection.state import STOCK, PatchState
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 from diffkern.verify.measures import Measurement
@@ -78,13 +79,27 @@ def _prove(candidate: Candidate, state: PatchState, verifier: Verifier) -> list[
         provider = candidate.provider(device)
         if provider == STOCK:
             continue
+        if isinstance(candidate.fusion, RewriteFusion):
+            candidate.site.measurements += candidate.fusion.prove_ahead(candidate.module, provider, device, dtype)
+            continue
         with torch.no_grad():
             proof = verifier.prove(candidate.module, candidate.fusion, provider, device, dtype)
         if proof is not None:
             candidate.site.measurements.append(proof)
             if proof.passed:
                 state.trust(candidate.module, device, dtype)
+    if isinstance(candidate.fusion, RewriteFusion) and not candidate.fusion.all_refused():
+        return _keep_proven(candidate, candidate.fusion)
     return [proof for proof in candidate.site.measurements if not proof.passed]
+
+
+def _keep_proven(candidate: Candidate, fusion: RewriteFusion) -> list[Measurement]:
+    """Says which sites of a forward stay as they are written; the others are what is patched."""
+    site, refused = candidate.site, fusion.refused()
+    site.measurements = [proof for proof in site.measurements if proof.passed]
+    site.reason = "; ".join(filter(None, (site.reason, *[f"{name}: {reason}" for name, reason in refused.items()])))
+    candidate.choice_is_fallback |= bool(refused)
+    return []
 
 
 def _prove_casts(candidate: Candidate, state: PatchState, verifier: Verifier) -> None:
@@ -110,6 +125,8 @@ def refuse_fallbacks(candidates: list[Candidate], report: InjectionReport) -> No
         InjectionError: something was left alone, failed its proof, or has another provider.
     """
     left = [site for site in report.skipped if site.op is not None and site.reason not in (ALREADY_PATCHED, BY_CONFIG)]
+    # An op inside of a forward that no kernel computes on this device was written so, and is no fall back.
+    left = [site for site in left if site.how != "source" or not site.reason.startswith(ONLY_EAGER)]
     problems = [f"{site.path or site.class_name}: {site.reason}" for site in (*report.failed, *left)]
     problems += [
         f"{c.site.path or c.site.class_name}: served by {c.site.provider} ({c.site.reason})"

@@ -29,6 +29,7 @@ class Site:
         op: The op that computes it, or None if it was not understood.
         provider: Who serves the op on the device the model is on, or None.
         how: ``"table"`` (the norm class is known), ``"recipe"`` (the block and the source of its forward are),
+            ``"source"`` (fused sites were found in the source of its forward, see :meth:`InjectionReport.source`),
             ``"probe"`` (its forward is compared), ``"config"`` (the user named a layer for it), or None.
         reason: Why it was left alone or failed; for a patched site why the provider is not the first choice.
         measurements: The proofs that speak for this site; those made at first use are added as they run.
@@ -157,6 +158,23 @@ class InjectionReport:
     def restore(self) -> int:
         """Takes back what this injection patched, and nothing else; returns how many sites that was."""
         return self._undo(self._accepted) if self._undo is not None else 0
+
+    def source(self, path: str) -> str:
+        """Returns the text of a rewritten forward, with its fused sites.
+
+        Args:
+            path: That of a site in :attr:`patched` that was found in the source (``how="source"``).
+
+        Raises:
+            ValueError: there is none at this path.
+        """
+        for site in self._accepted:
+            fusion = getattr(site._state, "fusion", None)
+            if site.path == path and site.how == "source" and fusion is not None:
+                text: str = fusion.source()
+                return text
+        paths = [site.path for site in self._accepted if site.how == "source"]
+        raise ValueError(f"no forward was rewritten at {path!r}; there are {', '.join(map(repr, paths)) or 'none'}")
 
     def calls(self) -> dict[str, dict[str, Any]]:
         """Counts the calls so far, by path.

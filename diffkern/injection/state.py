@@ -132,7 +132,8 @@ class PatchState:
             if self.strict:
                 raise StrictModeError(f"{type(module).__name__} cannot run fused throughout: not {', '.join(pieces)}")
             self.counts.add_pieces(pieces)
-        self.counts.add_fused()
+        if not fusion.counts_itself:
+            self.counts.add_fused()
         return pieces
 
     def _check_while_traced(self, module: nn.Module, call: Any) -> tuple[str, ...] | None:

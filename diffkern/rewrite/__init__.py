@@ -4,8 +4,13 @@
 calls its op if that is proven and no hook watches what it replaces, and the expression of the source otherwise.
 """
 
+from diffkern.rewrite.ahead import prove_ahead
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
+from diffkern.rewrite.rules import RULES
 from diffkern.rewrite.site import FusedSite
 from diffkern.rewrite.verify import SiteVerifier
 
-__all__ = ["FusedSite", "Rewriter", "Rewritten", "SiteVerifier"]
+#: Names under which configurations and reports know what is fused inside of forwards.
+OPS = tuple(dict.fromkeys(rule.op for rule in RULES))
+
+__all__ = ["OPS", "FusedSite", "Rewriter", "Rewritten", "SiteVerifier", "prove_ahead"]

@@ -22,12 +22,14 @@ class Region:
         original: The source of the region: ``def original(self, *leaves)``.
         operands: The source of the operands of the op: ``def operands(self, *leaves)``, a tuple.
         names: Their names.
+        roles: For each leaf the operand that it is, or "".
     """
 
     leaves: tuple[ast.expr, ...]
     original: ast.FunctionDef
     operands: ast.FunctionDef
     names: tuple[str, ...]
+    roles: tuple[str, ...]
 
 
 class _Writer:
@@ -59,9 +61,10 @@ class _Writer:
         operands = [self._operand(operand) for operand in self._match.operands.values()]
         values = ast.copy_location(ast.Return(ast.Tuple(operands, ast.Load())), self._root)
         leaves = tuple(node for _, node in self._leaves.values())
-        return Region(
-            leaves, self._function("original", body), self._function("operands", [values]), tuple(self._match.operands)
-        )
+        names = {self._key(operand.node): name for name, operand in self._match.operands.items()}
+        roles = tuple([names.get(key, "") for key in self._leaves])
+        original, operands_of = self._function("original", body), self._function("operands", [values])
+        return Region(leaves, original, operands_of, tuple(self._match.operands), roles)
 
     def render(self, node: ast.AST) -> ast.expr:
         rendered = _Render(self).visit(node)

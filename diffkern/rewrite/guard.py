@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from diffkern.blocks.pieces import calls_are_watched, untouched
+from diffkern.blocks.pieces import unfit_surroundings, untouched
 from diffkern.rewrite.facts import Path, child_of, plain_attribute
-from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.site import FusedSite, Observer
 
 #: Sites by their numbers, each on (the site) or off (its original expression).
 Active = tuple[Callable[..., Any], ...]
@@ -38,6 +39,8 @@ class Guard:
         self.sites = sites
         #: Numbers of sites that are off whatever the modules are: forced, or without a gain.
         self.disabled: set[int] = set()
+        #: Learns of each call that runs stock as a whole, if there is one.
+        self.observer: Observer | None = None
         self._namespace = namespace
         self._values = tuple(values.items())
         self._globals = {name: function for name, function in helpers.items() if not name.startswith("self.")}
@@ -60,29 +63,42 @@ class Guard:
 
     def __call__(self, module: nn.Module) -> Active | None:
         """Returns what each site runs; None if the stock forward must run."""
-        if calls_are_watched() or torch._C._is_any_autocast_enabled():
-            return None
-        for name, value in self._values:
-            now = plain_attribute(module, name)
-            if now is not value and (now != value or type(now) is not type(value)):
-                return None
-        for name, function in self._globals.items():
-            if self._namespace.get(name) is not function:
-                return None
-        for name, method in self._methods:
-            if name in module.__dict__ or getattr(type(module), name, None) is not method:
-                return None
-        off = set(self.disabled)
+        reason = self._unfit(module)
+        off = dict.fromkeys(self.disabled, "")
         for path, cls in self._children:
             child = child_of(module, path)
             if not untouched(child, cls):
-                off.update(self._users[path])
+                touched = f"{'.'.join(path)} has a hook, or is another module than it was"
+                off.update(dict.fromkeys([index for index in self._users[path] if index not in off], touched))
+        # With its modules called in another order than in the source, hooks and random numbers would see that.
+        reason = reason or next((why for index, why in off.items() if why and self.sites[index].plan.moves_calls), None)
+        if reason is not None:
+            if self.observer is not None and not torch.compiler.is_compiling():
+                self.observer(module, reason)
+            return None
         if not off:
             return self._all
-        # With its modules called in another order than in the source, hooks and random numbers would see that.
-        if any(self.sites[index].plan.moves_calls for index in off - self.disabled):
-            return None
-        return tuple([site.run_original if index in off else site for index, site in enumerate(self.sites)])
+        sites = enumerate(self.sites)
+        return tuple([partial(site.run_original, reason=off[i]) if i in off else site for i, site in sites])
+
+    def _unfit(self, module: nn.Module) -> str | None:
+        """Why no site may run in the place of what the source says."""
+        reason = unfit_surroundings()
+        if reason is not None:
+            return reason
+        if torch._C._is_any_autocast_enabled():
+            return "autocast is on, and the stock forward follows its rules"
+        for name, value in self._values:
+            now = plain_attribute(module, name)
+            if now is not value and (now != value or type(now) is not type(value)):
+                return f"its {name} is another than when it was patched"
+        for name, function in self._globals.items():
+            if self._namespace.get(name) is not function:
+                return f"the function {name} was replaced"
+        for name, method in self._methods:
+            if name in module.__dict__ or getattr(type(module), name, None) is not method:
+                return f"its method {name} was replaced"
+        return None
 
     def force_original(self) -> None:
         """Makes every site run its original expression, for whoever looks for a difference."""

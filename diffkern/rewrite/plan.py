@@ -39,6 +39,7 @@ class SitePlan:
         original: Code of the expression as a function of ``self`` and the leaves.
         operands: Code that makes the operands of the op from the same arguments.
         names: Names of the operands.
+        roles: For each leaf the operand that it is, or "".
         modules: Paths of the modules that the op computes in the place of, by their names in the rule.
         options: Options of the op as found in the source.
         gives_residual: Whether the site returns the new residual before the result.
@@ -53,6 +54,7 @@ class SitePlan:
     original: CodeType
     operands: CodeType
     names: tuple[str, ...]
+    roles: tuple[str, ...]
     modules: Mapping[str, Path]
     options: Mapping[str, object]
     gives_residual: bool
@@ -193,8 +195,8 @@ class _Planner:
         return SitePlan(
             len(self.sites), rule, root.lineno, tuple([(step.lineno, step.col_offset) for step in match.steps]),
             " ; ".join(map(ast.unparse, region.original.body)), original, operands,
-            region.names, {name: path for name, path in paths.items() if path}, {**rule.options, **match.options},
-            gives_residual, placement.moves_calls,
+            region.names, region.roles, {name: path for name, path in paths.items() if path},
+            {**rule.options, **match.options}, gives_residual, placement.moves_calls,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ def to_float64(leaf: Any) -> Any:
 
 def float64_twin(module: nn.Module, paths: list[Path]) -> nn.Module:
     """A copy of a module whose submodules at ``paths`` have float64 parameters and no hooks; the rest is shared."""
+    return stand_in(module, paths, to_float64, _LINEAR_ROWS)
+
+
+def stand_in(
+    module: nn.Module, paths: list[Path], convert: Callable[[Any], Any] = lambda tensor: tensor, rows: int | None = None
+) -> nn.Module:
+    """A copy of a module, to try things on, whose submodules at ``paths`` have converted parameters and no hooks."""
     twin = _bare(module)
     for path in paths:
         parent = twin
@@ -46,7 +54,7 @@ def float64_twin(module: nn.Module, paths: list[Path]) -> nn.Module:
             parent._modules[name] = parent = _bare(parent._modules[name])  # type: ignore[arg-type]
         child = parent._modules.get(path[-1])
         if child is not None:  # a method has no copy
-            parent._modules[path[-1]] = _doubled(child)
+            parent._modules[path[-1]] = _converted(child, convert, rows)
     return twin
 
 
@@ -62,11 +70,12 @@ def _bare(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _doubled(module: nn.Module) -> nn.Module:
+def _converted(module: nn.Module, convert: Callable[[Any], Any], rows: int | None) -> nn.Module:
     twin = _bare(module)
-    rows = _LINEAR_ROWS if type(module) is nn.Linear else None
-    for name in ("_parameters", "_buffers"):
-        state = twin.__dict__[name]
-        state.update({key: to_float64(value[:rows]) for key, value in state.items() if value is not None})
-    twin._modules = {name: None if child is None else _doubled(child) for name, child in twin._modules.items()}
+    kept = slice(rows) if type(module) is nn.Linear and rows is not None else ...
+    state = twin.__dict__
+    for values in (state, state["_parameters"], state["_buffers"]):  # a weight may have become a plain attribute
+        values.update({key: convert(value[kept]) for key, value in values.items() if isinstance(value, Tensor)})
+    children = twin._modules.items()
+    twin._modules = {name: None if child is None else _converted(child, convert, rows) for name, child in children}
     return twin

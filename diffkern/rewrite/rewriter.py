@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -15,7 +15,7 @@ from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.plan import ENTER, STOCK, Plan, plan
-from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.site import FusedSite, Observer
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.verify import SiteVerifier
 
@@ -59,13 +59,24 @@ class Rewriter:
     Args:
         numerics: ``"fast"`` or ``"exact"``.
         provider: As in :mod:`diffkern.ops`.
-        verify: Proves a site on the first leaves of a signature; None leaves proofs to the caller, see
-            :attr:`FusedSite.on_new_signature`.
+        verify: Whether a site is measured on the first leaves of a signature.
+        providers: Who serves an op instead of ``provider``.
+        off: Ops whose sites stay as they are written.
+        observer: Learns of each call, see :attr:`FusedSite.observer`.
     """
 
-    def __init__(self, numerics: str = "fast", provider: str | None = None, verify: bool = True) -> None:
-        self._verifier = SiteVerifier(numerics) if verify else None
-        self._provider = provider
+    def __init__(
+        self,
+        numerics: str = "fast",
+        provider: str | None = None,
+        verify: bool = True,
+        providers: Mapping[str, str | None] | None = None,
+        off: Collection[str] = (),
+        observer: Observer | None = None,
+    ) -> None:
+        self._verifier = SiteVerifier(numerics, verify)
+        self._provider, self._providers = provider, providers or {}
+        self._off, self._observer = off, observer
         self._kinds: dict[Any, Rewritten] = {}
 
     def rewrite(self, module: nn.Module, forward: Callable[..., Any] | None = None) -> Rewritten | str:
@@ -95,13 +106,21 @@ class Rewriter:
         import inspect
 
         function = inspect.unwrap(forward)
-        sites = tuple([FusedSite(site, function, module, self._provider) for site in found.sites])
+        sites = tuple(
+            [
+                FusedSite(site, function, module, self._providers.get(site.rule.op, self._provider))
+                for site in found.sites
+            ]
+        )
         for site in sites:
-            site.on_new_signature = self._verifier
+            site.on_new_signature, site.on_gradients = self._verifier, self._verifier.prove_gradients
+            site.observer = self._observer
         values = dict(found.facts.values)
         if any(child_of(module, path) is None for site in found.sites for path in site.modules.values()):
             values.update(settings_of(module))  # a method, which reads them
         guard = Guard(sites, module, found.helpers, function.__globals__, values)
+        guard.disabled = {site.plan.index for site in sites if site.plan.rule.op in self._off}
+        guard.observer = self._observer
         return Rewritten(recompile(forward, found.code, {ENTER: guard, STOCK: function}), found, guard)
 
 

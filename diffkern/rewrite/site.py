@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -12,14 +12,21 @@ from torch import Tensor, nn
 
 from diffkern import ops
 from diffkern.matching import NormSemantics
+from diffkern.providers.base import KernelFileError
+from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.rewrite.facts import child_of, last_dim_norm
 from diffkern.rewrite.plan import SitePlan
+from diffkern.verify.measures import Measurement
 
 _PLAIN = (Tensor, nn.Parameter)
 
 #: What decides how a site computes: the dtype and the order in memory of each tensor among the leaves, the value of the
 #: others, the device.
 Signature = tuple[Any, ...]
+#: Learns of each call of a site outside of ``torch.compile``: the module, and why the original ran, or None.
+Observer = Callable[[nn.Module, str | None], None]
+
+_UNPROVEN = "not proven for such operands yet: run one call outside of graphs and transforms before"
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,12 @@ class FusedSite:
         original_calls: How often the original expression ran there.
         on_new_signature: Called with the site, the module and the leaves when a signature is met for the first time;
             returns the way. None leaves such calls to the original expression.
+        gradients: Why calls that a backward may follow run the original expression, by signature; "" where they are
+            proven.
+        on_gradients: The same as ``on_new_signature`` for such calls; returns the reason.
+        proofs: What the proofs measured, by signature.
+        tried: Devices and dtypes for which leaves were made up and proven ahead of calls.
+        observer: Learns of each call, if there is one.
     """
 
     def __init__(self, plan: SitePlan, function: FunctionType, module: nn.Module, provider: str | None = None) -> None:
@@ -59,6 +72,11 @@ class FusedSite:
         self.reasons: dict[Signature, str] = {}
         self.fused_calls = self.original_calls = 0
         self.on_new_signature: Any = None
+        self.gradients: dict[Signature, str] = {}
+        self.on_gradients: Any = None
+        self.proofs: dict[Signature, Measurement] = {}
+        self.tried: set[tuple[torch.device, torch.dtype]] = set()
+        self.observer: Observer | None = None
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
@@ -66,28 +84,70 @@ class FusedSite:
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
-        way = self.way(module, leaves)
+        way, reason = self.way(module, leaves), ""
         if way is None:
-            return self.run_original(module, *leaves)
-        if not torch.compiler.is_compiling():
-            self.fused_calls += 1
-        return self.compute(module, leaves, way, self.provider)
+            reason = self.reasons.get(self.signature(module, leaves), _UNPROVEN)
+        elif torch.is_grad_enabled() and self._wants_gradients(module, leaves):
+            reason = self._no_gradients(module, leaves)
+        if way is None or reason:
+            return self.run_original(module, *leaves, reason=f"{self}: {reason}")
+        if torch.compiler.is_compiling():
+            return self.compute(module, leaves, way, self.provider)
+        try:
+            result = self.compute(module, leaves, way, self.provider)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, (KernelFileError, torch.OutOfMemoryError)):
+                raise
+            self.original(module, *leaves)  # raises as well where the call is wrong, in the words of stock
+            return self.run_original(module, *leaves, reason=f"{self}: its op refused the operands: {error}")
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return result
 
-    def run_original(self, module: nn.Module, *leaves: Any) -> Any:
-        """Evaluates the expression of the source, and counts that."""
+    def __str__(self) -> str:
+        return f"{self.plan.rule.name} (line {self.plan.line})"
+
+    def run_original(self, module: nn.Module, *leaves: Any, reason: str = "") -> Any:
+        """Evaluates the expression of the source, and counts that; the observer learns of it if there is a reason."""
         if not torch.compiler.is_compiling():
             self.original_calls += 1
+            if reason and self.observer is not None:
+                self.observer(module, reason)
         return self.original(module, *leaves)
 
     def way(self, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
         """Returns how the op is called for such leaves; None for the original expression."""
-        signature = signature_of(leaves)
+        signature = self.signature(module, leaves)
         if signature in self.ways:
             return self.ways[signature]
-        if self.on_new_signature is None or torch.compiler.is_compiling():
+        if self.on_new_signature is None or not _may_prove(leaves):
             return None
         way: Way | None = self.on_new_signature(self, module, leaves)
         return way
+
+    def signature(self, module: nn.Module, leaves: tuple[Any, ...]) -> Signature:
+        """What decides how the site computes for such leaves, and with the weight that the norm has now."""
+        if self._semantics is None or self._semantics.weight is None:
+            return signature_of(leaves)
+        weight = getattr(child_of(module, self._norm_path), self._semantics.weight, None)  # type: ignore[arg-type]
+        return *signature_of(leaves), None if weight is None else weight.dtype
+
+    def _wants_gradients(self, module: nn.Module, leaves: tuple[Any, ...]) -> bool:
+        if any([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]):
+            return True
+        children = [child_of(module, path) for path in self.plan.modules.values()]
+        return any([p.requires_grad for child in children if child is not None for p in child.parameters()])
+
+    def _no_gradients(self, module: nn.Module, leaves: tuple[Any, ...]) -> str:
+        """Why a call that a backward may follow runs the original expression; "" if it need not."""
+        signature = self.signature(module, leaves)
+        if signature in self.gradients:
+            return self.gradients[signature]
+        if self.on_gradients is None or not _may_prove(leaves):
+            return "its gradients are not proven yet"
+        reason: str = self.on_gradients(self, module, leaves)
+        return reason
 
     def compute(self, module: nn.Module, leaves: tuple[Any, ...], way: Way, provider: str | None) -> Any:
         """Computes the site with the op: the result, or the new residual and the result."""
@@ -140,6 +200,14 @@ def _layout(leaf: Tensor) -> Any:
 def memory_order(leaf: Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor from the outermost to the innermost in memory."""
     return tuple(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
+
+
+def _may_prove(leaves: tuple[Any, ...]) -> bool:
+    """Whether a proof can run now: graphs and transforms would take it for a part of the model."""
+    if torch.compiler.is_compiling() or transforms_active():
+        return False
+    on_gpu = any([isinstance(leaf, Tensor) and leaf.device.type == "cuda" for leaf in leaves])
+    return not (on_gpu and torch.cuda.is_current_stream_capturing())
 
 
 def _constant(leaf: Any) -> Any:

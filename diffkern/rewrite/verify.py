@@ -4,6 +4,7 @@
    any spelling, and finds out which activation a method computes.
 2. ``numerics="fast"``: error(fused) <= 1.05 error(stock) + 1e-6 against that reference. ``numerics="exact"``: fused and
    stock are equal bit for bit.
+3. Calls that a backward may follow keep the same contract with their gradients, at the first such call.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffkern.providers import NoProviderError, select
 from diffkern.providers.eager.activation import FUNCTIONS
+from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.match import ANY_ACTIVATION
-from diffkern.rewrite.reference import CastsLifted, float64_twin, to_float64
-from diffkern.rewrite.site import FusedSite, Way, memory_order, signature_of
-from diffkern.verify.contract import RATIO, ROWS, SLACK
-from diffkern.verify.measures import relative_error
+from diffkern.rewrite.reference import CastsLifted, float64_twin, stand_in, to_float64
+from diffkern.rewrite.site import FusedSite, Way, memory_order
+from diffkern.rewrite.source import LOCK
+from diffkern.verify.contract import ENOUGH, RATIO, ROWS, SLACK
+from diffkern.verify.gradients import with_gradients
+from diffkern.verify.measures import Measurement, relative_error
 
 #: Relative error up to which two float64 results compute the same.
 AGREEMENT = 1e-10
@@ -40,25 +45,70 @@ class SiteVerifier:
 
     Args:
         numerics: ``"fast"`` or ``"exact"``.
+        measure: Whether results are compared; without, only what the op must compute is found out.
     """
 
-    def __init__(self, numerics: str = "fast") -> None:
+    def __init__(self, numerics: str = "fast", measure: bool = True) -> None:
         self.numerics = numerics
+        self.measure = measure
 
     def __call__(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
         """Proves a site for leaves of one signature, and remembers how its op is called for them."""
-        signature = signature_of(leaves)
-        with torch.no_grad():
-            found = self._prove(site, module, leaves)
-        site.ways[signature] = found if isinstance(found, Way) else None
-        if isinstance(found, str):
-            site.reasons[signature] = found
+        signature = site.signature(module, leaves)
+        with LOCK, torch.no_grad():
+            if signature not in site.ways:
+                found = self._prove(site, module, leaves)
+                if isinstance(found, str):
+                    site.reasons[signature] = found
+                site.ways[signature] = found if isinstance(found, Way) else None
         return site.ways[signature]
+
+    def prove_gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
+        """Proves the gradients of what is proven without them; returns why they keep no contract, or ""."""
+        signature = site.signature(module, leaves)
+        with LOCK, torch.no_grad():
+            if signature not in site.gradients:
+                try:
+                    site.gradients[signature] = self._gradients(site, module, leaves) if self.measure else ""
+                except (RuntimeError, ValueError, TypeError) as error:
+                    site.gradients[signature] = f"its gradients failed: {type(error).__name__}: {error}"
+        return site.gradients[signature]
+
+    def _gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
+        if "linear" in site.plan.modules:
+            return "its gradients have no proof"
+        way = site.ways[site.signature(module, leaves)]
+        assert way is not None
+        draw, paths = random_like(leaves), list(site.plan.modules.values())
+        twin = float64_twin(module, paths)
+        copy = stand_in(module, paths, lambda tensor: tensor.detach().clone())
+        wide = tuple([to_float64(leaf) for leaf in draw])
+
+        def run(compute: Any, on: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+            children = [child for path in paths if (child := child_of(on, path)) is not None]
+            weights = [value for child in children for value in child.parameters()]
+            inputs = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            return with_gradients(lambda: _as_tuple(compute(on, *given)), (*inputs, *weights))
+
+        with CastsLifted():
+            exact = run(site.original, twin, wide)
+        stock = run(site.original, copy, draw)
+        fused = run(lambda on, *given: site.compute(on, given, way, site.provider), copy, draw)
+        for one, other, third in zip(fused, stock, exact, strict=True):
+            if self.numerics == "exact" and not torch.equal(one, other):
+                return "with its gradients it is not bit-identical to stock"
+            error, allowed = relative_error(one, third), relative_error(other, third)
+            luck = torch.finfo(one.dtype).eps if one.numel() < ENOUGH else 0.0
+            if not error <= RATIO * allowed + SLACK + luck:
+                return f"with its gradients it has an error of {error:.2e} against stock's {allowed:.2e}"
+        return ""
 
     def _prove(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | str:
         unfit = _unfit(leaves)
         if unfit is not None:
             return unfit
+        twin = float64_twin(module, list(site.plan.modules.values()))
+        module = stand_in(module, list(site.plan.modules.values()))  # whose hooks are for real calls alone
         exact = self.numerics == "exact"
         draws = [random_like(leaves, seed, exact) for seed in range(_draws(leaves, exact))]
         try:
@@ -70,20 +120,35 @@ class SiteVerifier:
         for name, operand in site.operands(module, draws[0]).items():
             if not isinstance(operand, Tensor):
                 return f"its {name} is a {type(operand).__name__}, not a tensor"
-        twin = float64_twin(module, list(site.plan.modules.values()))
         wide = [tuple([to_float64(leaf) for leaf in draw]) for draw in (draws[:1] if exact else draws)]
         with CastsLifted():
             reference = [_as_tuple(site.original(twin, *draw)) for draw in wide]
         options = _agreeing(site, twin, wide[0], reference[0])
         if options is None:
             return "in float64 its op does not compute what the source says"
+        first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        try:
+            provider = select(site.plan.rule.op, first.device, (first.dtype,), site.provider).provider
+        except NoProviderError as error:
+            return str(error)
         reason = ""
         for way in self._ways(site, [result.dtype for result in stock[0]], options):
             fused = (_as_tuple(site.compute(module, draw, way, site.provider)) for draw in draws)
             try:
+                if not self.measure:
+                    next(iter(fused))
+                    return way
                 refused = _first_difference(fused, stock) if exact else _first_error(list(fused), stock, reference)
             except Exception as error:
                 refused = f"failed: {type(error).__name__}: {error}"
+            if not refused or not reason:
+                errors = (float("nan"), float("nan"), False)
+                if not refused:
+                    result = _as_tuple(site.compute(module, draws[0], way, site.provider))
+                    errors = _errors(result, stock[0], reference[0])
+                dtype = str(first.dtype).removeprefix("torch.")
+                proof = Measurement(str(first.device), dtype, provider, *errors, not refused, refused)
+                site.proofs[site.signature(module, leaves)] = proof
             if not refused:
                 return way
             reason = reason or refused
@@ -94,7 +159,8 @@ class SiteVerifier:
         roundings = ("each", "once") if self.numerics == "exact" else ("once", "each")
         for rounding in roundings:
             way = Way(_dtype_options(site, options, dtypes, rounding))
-            yield way
+            if norm is None or self.measure or self.numerics != "exact":
+                yield way
             if norm is not None:
                 yield replace(way, calls_norm="same")
                 yield replace(way, calls_norm=torch.float32)
@@ -135,6 +201,18 @@ def _unlike(one: Tensor, other: Tensor) -> str:
     return f"gives {one.dtype} {tuple(one.shape)} instead of {other.dtype} {tuple(other.shape)}"
 
 
+def _errors(
+    fused: tuple[Tensor, ...], stock: tuple[Tensor, ...], reference: tuple[Tensor, ...]
+) -> tuple[float, float, bool]:
+    """The error that is largest beside stock's among the results of one draw, that of stock, and bit identity."""
+    errors = []
+    for one, other, exact in zip(fused, stock, reference, strict=True):
+        width = exact.shape[-1]
+        errors.append([relative_error(_flat([some], width), _flat([exact], width)) for some in (one, other)])
+    error, allowed = max(errors, key=lambda pair: pair[0] - pair[1])
+    return error, allowed, all(map(torch.equal, fused, stock))
+
+
 def _flat(results: list[Tensor], width: int) -> Tensor:
     return torch.cat([result[..., :width].reshape(-1) for result in results])
 
@@ -164,7 +242,7 @@ def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False) ->
     limit = next((limit for limit in (1 << 30, 1024, 128, 16, 4) if _shrunk_size(leaves, limit) <= _LARGEST), 2)
     if any(type(leaf) is int for leaf in leaves) and largest <= 8 * _LARGEST:
         limit = 1 << 30  # a size that the expression names
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     return tuple([_random(leaf, limit, generator, spread) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
@@ -172,9 +250,9 @@ def _random(leaf: Tensor, limit: int, generator: torch.Generator, spread: bool) 
     shape = _shrunk(leaf, limit)
     if not leaf.is_floating_point():
         return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
-    y = torch.randn(shape, generator=generator)
+    y = torch.randn(shape, generator=generator, device="cpu")
     if spread:
-        y *= torch.exp2(_SPREAD * torch.randn(shape, generator=generator).clamp(-1, 1))
+        y *= torch.exp2(_SPREAD * torch.randn(shape, generator=generator, device="cpu").clamp(-1, 1))
     y = (y + 0.3).to(leaf.device, leaf.dtype)
     if 0 in leaf.stride() or leaf.is_contiguous():
         return y

@@ -52,9 +52,9 @@ def test_counts_on_the_real_ltx_configuration() -> None:
         "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": 1,
         "diffusers.models.embeddings.PixArtAlphaTextProjection": 1,
     }
-    recipes = {"norm_modulate", "ltx_block", "ltx_rope", "caption"}
+    recipes = {"ltx_block", "ltx_rope", "caption"}
     assert {site.op for site in report.patched if site.how == "recipe"} == recipes
-    assert {site.how for site in report.patched if site.op not in recipes} == {"table"}
+    assert {site.how for site in report.patched if site.op not in recipes} == {"source", "table"}
 
 
 def test_injection_runs_fused_and_restore_is_bit_identical() -> None:

@@ -1,0 +1,200 @@
+"""Forwards with fused sites in them, as the injection sees them; see :mod:`diffkern.rewrite`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from diffkern.hub.rule import Rule
+from diffkern.injection.fusion import Fusion
+from diffkern.injection.state import STOCK, StrictModeError, patches
+from diffkern.providers import Choice, hub, requested, select
+from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
+from diffkern.verify.measures import Measurement
+
+
+@dataclass
+class Rewriters:
+    """The rewriters of one injection: one for all modules that are served alike, which so share functions and proofs.
+
+    Attributes:
+        numerics: ``"fast"`` or ``"exact"``; ``"fp8"`` has no form here and counts as ``"fast"``.
+        verify: Whether sites are measured.
+    """
+
+    numerics: str
+    verify: bool
+    _made: dict[Any, Rewriter] = field(default_factory=dict)
+
+    def rewrite(
+        self, module: nn.Module, provider: str | None = None, providers: Mapping[str, str | None] | None = None
+    ) -> Rewritten | str:
+        """Returns the forward of a module in which ``provider`` serves, or for some ops another; or why it has none."""
+        providers = providers or {}
+        key = provider, *sorted(providers.items(), key=str)
+        if key not in self._made:
+            off = [op for op, name in providers.items() if name == STOCK]
+            numerics = "exact" if self.numerics == "exact" else "fast"
+            self._made[key] = Rewriter(numerics, provider, self.verify, providers, off, _observe)
+        return self._made[key].rewrite(module)
+
+
+@dataclass(eq=False)
+class RewriteFusion(Fusion):
+    """A module whose forward is rewritten. A call is its arguments as they are; each site decides for itself.
+
+    Attributes:
+        rewriters: Those of the injection.
+        rewritten: The forward in which nobody in particular serves: it says which sites there are.
+        providers: Who serves single ops in the place of the provider of the module; :data:`STOCK` for those that stay
+            as they are written.
+    """
+
+    rewriters: Rewriters
+    rewritten: Rewritten
+    providers: dict[str, str | None] = field(default_factory=dict)
+    _forwards: dict[str | None, Rewritten] = field(default_factory=dict)
+
+    @property
+    @override
+    def op(self) -> str:
+        first, *others = self._ops or tuple(site.plan.rule.op for site in self.rewritten.sites)
+        return f"{first} + {len(others)} more" if others else first
+
+    @property
+    @override
+    def kernel_ops(self) -> tuple[str, ...]:
+        return self._ops
+
+    @property
+    def _ops(self) -> tuple[str, ...]:
+        ops = dict.fromkeys(site.plan.rule.op for site in self.rewritten.sites)
+        return tuple(op for op in ops if self.providers.get(op) != STOCK)
+
+    @property
+    @override
+    def counts_itself(self) -> bool:
+        return True
+
+    def absorbed(self) -> set[str]:
+        """Paths of the modules that sites compute in the place of."""
+        return {".".join(path) for site in self._sites() for path in site.plan.modules.values()}
+
+    def configure(self, rule_of: Callable[[str], Rule | None], serve: Callable[[Rule], Rule]) -> Rule | None:
+        """Takes what a configuration says of each op; returns what then holds for the module as a whole."""
+        rules = {site.plan.rule.op: rule_of(site.plan.rule.op) for site in self.rewritten.sites}
+        whole = next((rule for rule in rules.values() if rule is None or any(rule.choices())), rules[next(iter(rules))])
+        for op, rule in rules.items():
+            if rule != whole:
+                self.providers[op] = serve(rule or Rule()).otherwise
+        return whole
+
+    def source(self) -> str:
+        """The rewritten text."""
+        return self.rewritten.source()
+
+    # --- at every call ---------------------------------------------------------------------------------
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return args, kwargs
+
+    @override
+    def primary_input(self, call: Any) -> Tensor:
+        tensors = (part for part in pytree.tree_leaves(call) if isinstance(part, Tensor))
+        return next((part for part in tensors if part.is_floating_point()), _NO_TENSOR)
+
+    @override
+    def weight_dtype(self, module: nn.Module) -> None:
+        return None
+
+    @override
+    def declines(self, module: nn.Module, call: Any) -> None:
+        return None
+
+    @override
+    def stock_pieces(self, module: nn.Module, call: Any) -> tuple[str, ...]:
+        return ()
+
+    @override
+    def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
+        args, kwargs = call
+        return self._forwards[provider].function(module, *args, **kwargs)
+
+    # --- for proofs ------------------------------------------------------------------------------------
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        """The choice for the first op that gains something; ops that only plain PyTorch serves stay as written."""
+        choices = {op: select(op, device, dtypes[:1], self.providers.get(op, provider)) for op in self._ops}
+        name = requested(provider)
+        gaining = {op: choice for op, choice in choices.items() if choice.provider != "eager"}
+        if gaining and (name is None or name.startswith(hub.WITH_HUB)):
+            self.providers.update({op: STOCK for op in choices if op not in gaining and op not in self.providers})
+        return next(iter((gaining or choices).values()))
+
+    @override
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        return (whole,)
+
+    @override
+    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
+        """Rewrites for every provider, which a graph of the compiler could not."""
+        for provider in {None, *providers} - {STOCK}:
+            self._forward(module, provider)
+
+    @override
+    def prove_ahead(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype
+    ) -> list[Measurement]:
+        rewritten = self._forward(module, provider)
+        proofs = []
+        for site in self._sites(rewritten):
+            prove_ahead(site, module, device, dtype)
+            proofs += [proof for proof in site.proofs.values() if proof.device == str(device)]
+        return proofs
+
+    def refused(self) -> dict[str, str]:
+        """Sites that no proof so far lets compute, with the reason."""
+        sites = [site for site in self._sites() if site.ways and not any(site.ways.values())]
+        return {str(site): next(iter(site.reasons.values())) for site in sites}
+
+    def all_refused(self) -> bool:
+        """Whether no site is left that can ever run fused."""
+        return len(self.refused()) == len(self._sites())
+
+    def _sites(self, rewritten: Rewritten | None = None) -> list[FusedSite]:
+        forward = rewritten or next(iter(self._forwards.values()), self.rewritten)
+        return [site for site in forward.sites if site.plan.index not in forward.guard.disabled]
+
+    def _forward(self, module: nn.Module, provider: str | None) -> Rewritten:
+        if provider not in self._forwards:
+            found = self.rewriters.rewrite(module, provider, self.providers)
+            assert isinstance(found, Rewritten), found
+            self._forwards[provider] = found
+        return self._forwards[provider]
+
+
+#: In the place of a first tensor where a call has none.
+_NO_TENSOR = torch.empty(0, device="cpu")
+
+
+def _observe(module: nn.Module, reason: str | None) -> None:
+    """Counts the call of a site, or of a forward that runs stock as a whole, where the module's patch counts."""
+    state = next((state for state in patches(module) if isinstance(state.fusion, RewriteFusion)), None)
+    if state is None:  # restored by another thread
+        return
+    if reason is None:
+        state.counts.add_fused()
+    elif state.strict:
+        raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
+    else:
+        state.counts.add_stock(reason)
