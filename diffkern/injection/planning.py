@@ -174,6 +174,9 @@ def plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> li
     return candidates
 
 
+#: Packages whose forwards are not rewritten: language models have recipes, and adapters change under their owner's hands.
+_NOT_READ = ("torch.", "transformers.", "peft.", "accelerate.", "torchao.", "bitsandbytes.")
+
 _GRAPH = Option(GraphFusion(), Rule(), "option")
 
 
@@ -216,7 +219,7 @@ def _match(module: nn.Module, rewriters: Rewriters, numerics: str, flags: Flags 
         if lacking:
             return _Match(None, "recipe", lacking)
         return _Match(with_liger(InnerFusion(inner, sources=inner.sources(module)), flags), "recipe")
-    if module._modules and replaced is None and not type(module).__module__.startswith(("torch.", "transformers.")):
+    if module._modules and replaced is None and not type(module).__module__.startswith(_NOT_READ):
         rewritten = rewriters.rewrite(module)
         if not isinstance(rewritten, str):
             return _Match(RewriteFusion(rewriters, rewritten), "source")
