@@ -174,7 +174,7 @@ def plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> li
     return candidates
 
 
-#: Packages whose forwards are not rewritten: language models have recipes, and adapters change under their owner's hands.
+#: Packages whose forwards are not rewritten: language models have recipes, and adapters belong to their owners.
 _NOT_READ = ("torch.", "transformers.", "peft.", "accelerate.", "torchao.", "bitsandbytes.")
 
 _GRAPH = Option(GraphFusion(), Rule(), "option")
