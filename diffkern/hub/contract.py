@@ -79,7 +79,7 @@ def examine(
 
 
 def _measure(op: str, kernel: Kernel, args: Sequence[Any]) -> Verdict:
-    reference = _flat(eager.PROVIDER.kernel(op, torch.device("cpu"))(*map(_wide, args)))
+    reference = _flat(eager.PROVIDER.kernel(op, torch.device("cpu"))(*map(_upcast, args)))
     stock = _flat(eager.PROVIDER.kernel(op, torch.device("cpu"))(*args))
     none = float("nan")
     try:
@@ -117,12 +117,12 @@ def _error(y: Tensor, reference: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _wide(arg: Any) -> Any:
+def _upcast(arg: Any) -> Any:
     """An argument of the reference: float64 on the CPU, where every device is compared; and nothing is rounded."""
     if isinstance(arg, Tensor):
         return arg.cpu().double() if arg.is_floating_point() else arg.cpu()
     if isinstance(arg, list):
-        return [_wide(item) for item in arg]
+        return [_upcast(item) for item in arg]
     return None if isinstance(arg, torch.dtype) else arg
 
 
@@ -166,14 +166,14 @@ def _rows(random: Random) -> Tensor:
 
 def _rms_norm(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     x, weight, bias = _rows(random), 1 + random(192, scale=0.3), random(192)
-    wide = weight.float()
+    upcast = weight.float()
     calls: list[tuple[Any, ...]] = []
     for rounding in dict.fromkeys((None, dtype)):
         for out in (None, dtype):
             calls += [
                 (x, weight, None, 1e-6, 0.0, rounding, out, False, False),
                 (x, None, None, 1e-6, 0.0, rounding, out, False, False),
-                (x, wide, None, 1e-6, 0.0, rounding, out, False, False),
+                (x, upcast, None, 1e-6, 0.0, rounding, out, False, False),
                 (x.view(4, 16, 192), weight, None, 1e-6, 0.0, rounding, out, False, True),
             ]
     return [
