@@ -16,7 +16,7 @@ from diffkern.attention import accuracy
 from diffkern.attention.backends import Backend
 from diffkern.attention.call import AttentionCall, Signature
 from diffkern.attention.measure import runner, seconds
-from diffkern.providers.dispatch_modes import transforms_active
+from diffkern.providers.dispatch_modes import is_exporting, transforms_active
 from diffkern.providers.foreign import call_twice, identical, is_of_user, preserved, summary
 
 Compute = Callable[[AttentionCall], Tensor]
@@ -106,7 +106,7 @@ class Route:
 
     def __call__(self, call: AttentionCall, stock: Compute) -> Tensor:
         """Computes a call; ``stock`` is how it was computed before. Programs that are exported hold that."""
-        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        if is_exporting() or torch._C._get_tracing_state() is not None:
             return stock(call)
         if torch.compiler.is_compiling():
             backend = None if call.unfit() else self._choices.get(call.signature(), (None, ""))[0]

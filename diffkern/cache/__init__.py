@@ -3,6 +3,7 @@
 from diffkern.cache.derived import (
     DerivedCache,
     TensorFingerprint,
+    checks_paused,
     entries_of,
     generation,
     match_all,
@@ -15,6 +16,7 @@ __all__ = [
     "UNDO",
     "DerivedCache",
     "TensorFingerprint",
+    "checks_paused",
     "drop",
     "entries_of",
     "forget",

@@ -26,7 +26,7 @@ from diffkern.injection.one_op import is_compile_root, module_handle, op_that_ru
 from diffkern.injection.report import Site
 from diffkern.providers import NoProviderError
 from diffkern.providers.base import KernelFileError
-from diffkern.providers.dispatch_modes import transforms_active
+from diffkern.providers.dispatch_modes import is_exporting, transforms_active
 from diffkern.providers.foreign import is_of_user, summary
 from diffkern.providers.hub import is_kernel
 from diffkern.verify import gradients
@@ -329,7 +329,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+    if is_exporting() or torch._C._get_tracing_state() is not None:
         # What is exported is to be loaded where there is no diffkern, and on other devices.
         notes.exported_as_stock(state.report)
         return _run_below(state, module, args, kwargs)

@@ -14,3 +14,16 @@ def transforms_active() -> bool:
 def modes_active() -> bool:
     """Whether a mode of dispatch (fake tensors, tracing, counters of operations) sees the calls of ops."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_exporting() -> bool:
+    """Whether ``torch.export`` traces this call.
+
+    ``torch.compile`` runs this while it traces, and takes the result for a constant: of ``torch.compiler.is_exporting``
+    the Dynamo of torch 2.11 believes that it is always true.
+    """
+    return torch.compiler.is_exporting()
+
+
+# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
+is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -505,3 +505,19 @@ def test_a_gpu_uses_old_values_for_two_steps_at_most_and_those_of_weights_for_20
             step(model, inputs)
         for _ in range(3):
             torch.testing.assert_close(step(model, inputs), step(stock, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_write_is_not_told_to_a_proof_of_another_model() -> None:
+    model, _ = twins("fast")
+    inputs = ltx_inputs()
+    for _ in range(3):
+        step(model, inputs)
+    with torch.no_grad():
+        model.transformer_blocks[0].attn2.to_v.weight.data[1:64] *= 3
+    other = tiny_ltx().to(torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning inside of a proof would fail it
+        report = diffkern.inject_optimized_kernels(other)
+    assert not report.failed
+    with pytest.warns(UserWarning, match="PyTorch does not count"):
+        step(model, inputs)
