@@ -33,7 +33,15 @@ class Case:
         return run(self.model, self.arguments)
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in DENOISERS for dtype in DTYPES], ids="-".join)
+#: One dtype of every model in each run of the tests; the other takes as long again.
+CASES = [
+    pytest.param((name, dtype), id=f"{name}-{dtype}", marks=[pytest.mark.exhaustive] * (dtype == "float32"))
+    for name in DENOISERS
+    for dtype in DTYPES
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     name, dtype = request.param
     yield Case(name, DTYPES[dtype])

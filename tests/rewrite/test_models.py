@@ -11,6 +11,9 @@ import torch
 from diffkern.rewrite import Rewriter, Rewritten
 from tests.pipelines import tiny
 
+#: Whole pipelines take a minute; each denoiser has tests of its own.
+pytestmark = pytest.mark.exhaustive
+
 #: Fused calls of one pipeline at two steps, by rule: a model that runs stock does not pass.
 FUSED = {
     "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},
