@@ -20,6 +20,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.exhaustive  # all rows take two minutes
 @pytest.mark.parametrize(("feature", "model"), ROWS)
 def test_a_row_is_what_is_measured(feature: Feature, model: str) -> None:
     assert outcome(feature, model) == RESULTS[feature.name][model], STALE
