@@ -33,7 +33,7 @@ class Case:
         return run(self.model, self.arguments)
 
 
-#: The models of each run of the tests, in bfloat16: together they have every rule. All others, and float32, take minutes.
+#: The models of each run of the tests, in bfloat16: together they have every rule. All others and float32 take minutes.
 USUAL = (
     "flux",
     "flux2",
