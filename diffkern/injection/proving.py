@@ -125,8 +125,13 @@ def refuse_fallbacks(candidates: list[Candidate], report: InjectionReport) -> No
         InjectionError: something was left alone, failed its proof, or has another provider.
     """
     left = [site for site in report.skipped if site.op is not None and site.reason not in (ALREADY_PATCHED, BY_CONFIG)]
-    # An op inside of a forward that no kernel computes on this device was written so, and is no fall back.
-    left = [site for site in left if site.how != "source" or not site.reason.startswith(ONLY_EAGER)]
+    # An op inside of a forward that no kernel computes on this device was written so, and what the configuration says
+    # of a norm inside is asked for: neither is a fall back.
+    left = [
+        site
+        for site in left
+        if site.how != "source" or not (site.reason.startswith(ONLY_EAGER) or " is inside, and config " in site.reason)
+    ]
     problems = [f"{site.path or site.class_name}: {site.reason}" for site in (*report.failed, *left)]
     problems += [
         f"{c.site.path or c.site.class_name}: served by {c.site.provider} ({c.site.reason})"
