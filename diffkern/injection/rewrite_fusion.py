@@ -125,7 +125,7 @@ class RewriteFusion(Fusion):
     @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         args, kwargs = call
-        return self._forwards[provider].function(module, *args, **kwargs)
+        return (self._forwards.get(provider) or self._forward(module, provider)).function(module, *args, **kwargs)
 
     # --- for proofs ------------------------------------------------------------------------------------
 

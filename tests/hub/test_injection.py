@@ -484,7 +484,7 @@ def test_the_environment_switches_auto_off(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = inject_optimized_kernels(model, config=KernelConfig({"norm": "org/x"}, hub="auto"))
-    assert providers(report) == {} and "switched off by DIFFKERN_HUB=0" in report.skipped[0].reason
+    assert providers(report) == {} and any("switched off by DIFFKERN_HUB=0" in site.reason for site in report.skipped)
     assert hub.requests == []
 
 
