@@ -295,7 +295,7 @@ class Route:
 
 
 _STOCK_IS_BEST = "measured to be the best"
-#: Why a route does not serve where somebody watches, or changes, the attention that it stands for.
+#: Why a route does not serve where hooks watch or change the attention that it stands for.
 REPLACED = "the stock attention was replaced after the injection"
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Counts(Protocol):
-    """What a report reads of a patch, whoever made it."""
+    """What a report reads of a patch of any kind."""
 
     @property
     def fused_calls(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.rewrite.facts import child_of, last_dim_norm
-from diffkern.rewrite.reference import stand_in
+from diffkern.rewrite.reference import clone_for_verification
 from diffkern.rewrite.site import FusedSite
 from diffkern.verify.contract import ROWS
 from diffkern.verify.samples import sample_shape
@@ -34,7 +34,7 @@ def _leaves(
     site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype, modulation: torch.dtype
 ) -> tuple[Any, ...] | None:
     """The first leaves for which the expression of the source gives a result of the shape of ``x``."""
-    copy = stand_in(module, list(site.plan.modules.values()))
+    copy = clone_for_verification(module, list(site.plan.modules.values()))
     size = _last_dim(site, module)
     modulates = site.plan.rule.op != "glu"
     generator = torch.Generator("cpu").manual_seed(3)

@@ -101,5 +101,5 @@ class Guard:
         return None
 
     def force_original(self) -> None:
-        """Makes every site run its original expression, for whoever looks for a difference."""
+        """Makes every site run its original expression, to look for a difference."""
         self.disabled = set(range(len(self.sites)))

@@ -40,10 +40,10 @@ def to_float64(leaf: Any) -> Any:
 
 def float64_twin(module: nn.Module, paths: list[Path]) -> nn.Module:
     """A copy of a module whose submodules at ``paths`` have float64 parameters and no hooks; the rest is shared."""
-    return stand_in(module, paths, to_float64, _LINEAR_ROWS)
+    return clone_for_verification(module, paths, to_float64, _LINEAR_ROWS)
 
 
-def stand_in(
+def clone_for_verification(
     module: nn.Module, paths: list[Path], convert: Callable[[Any], Any] = lambda tensor: tensor, rows: int | None = None
 ) -> nn.Module:
     """A copy of a module, to try things on, whose submodules at ``paths`` have converted parameters and no hooks."""

@@ -20,7 +20,7 @@ from diffkern.providers import NoProviderError, select
 from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.match import ANY_ACTIVATION
-from diffkern.rewrite.reference import CastsLifted, float64_twin, stand_in, to_float64
+from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
 from diffkern.rewrite.site import FusedSite, Way, memory_order
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, ROWS, SLACK
@@ -81,7 +81,7 @@ class SiteVerifier:
         assert way is not None
         draw, paths = random_like(leaves), list(site.plan.modules.values())
         twin = float64_twin(module, paths)
-        copy = stand_in(module, paths, lambda tensor: tensor.detach().clone())
+        copy = clone_for_verification(module, paths, lambda tensor: tensor.detach().clone())
         wide = tuple([to_float64(leaf) for leaf in draw])
 
         def run(compute: Any, on: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -108,7 +108,9 @@ class SiteVerifier:
         if unfit is not None:
             return unfit
         twin = float64_twin(module, list(site.plan.modules.values()))
-        module = stand_in(module, list(site.plan.modules.values()))  # whose hooks are for real calls alone
+        module = clone_for_verification(
+            module, list(site.plan.modules.values())
+        )  # whose hooks are for real calls alone
         exact = self.numerics == "exact"
         draws = [random_like(leaves, seed, exact) for seed in range(_draws(leaves, exact))]
         try:
