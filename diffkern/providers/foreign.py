@@ -223,8 +223,8 @@ def _generators(device: torch.device | None) -> Callable[[], None]:
     state, of_python = torch.random.get_rng_state(), random.getstate()
     of_numpy = None if numpy is None else numpy.random.get_state()
     module = None if device is None or device.type in ("cpu", "meta") else torch.get_device_module(device)
-    if module is not None and not module.is_initialized():
-        module = None  # nothing was drawn there yet
+    if module is not None and not (hasattr(module, "get_rng_state") and module.is_initialized()):
+        module = None  # there is no such state, or nothing was drawn there yet
     of_device = None if module is None else module.get_rng_state(device)
 
     def restore() -> None:

@@ -254,7 +254,7 @@ def _side_effects(
 
 def _as_integers(tensor: Tensor) -> Tensor:
     """The same bits, of which NaN is equal to itself."""
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _said(error: BaseException) -> str:

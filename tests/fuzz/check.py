@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -169,13 +170,15 @@ def _bounds(case: Case, results: tuple[Tensor, ...]) -> list[Bound]:
             # Cosines and sines, or a part of the operands, may be narrower than the result; never the arithmetic.
             arithmetic = 1e-9 * (1 + exact.abs() + _worst(single, exact) / 1e-7)
         error = arithmetic
+        if _is_centred(case) and "x" in case.tensors() and case.tensors()["x"].shape[_rows(case)] == 1:
+            error = error + _unit(torch.float32) * _largest_term(case, [case.tensors()["x"]])
         if rounded is not None:
             error = error + 3 * _worst(rounded[index], exact) + 3 * _unit(rounded[index].dtype) * exact.abs()
         if y.dtype == torch.float8_e4m3fn:
             peak = exact.abs().amax(-1, keepdim=True).nan_to_num(0, 0, 0)
             error = error + _E4M3 * exact.abs() + peak * 2.0**-9 / 448 + 1e-12
         else:
-            error = error + 1.01 * _unit(y.dtype) * exact.abs() + torch.finfo(y.dtype).smallest_normal
+            error = error + 1.01 * _unit(y.dtype) * exact.abs() + max(torch.finfo(y.dtype).smallest_normal, 1e-30)
         bounds.append(Bound(exact, error))
     return bounds
 
@@ -270,8 +273,37 @@ def _check_gradients(case: Case, draw: Draw, provider: str | None) -> None:
         if case.op == "qk_norm_rope":  # torch sums the two of a table that q and k share, in its dtype
             arithmetic += _unit(ours_of.dtype) * largest
         error = 2 * _unit(ours_of.dtype) * exact.abs() + _ORDERS * arithmetic + 2e-6 * largest
+        error = error + 2.0**-20 * _largest_term(case, grads)
         error = error + torch.finfo(ours_of.dtype).smallest_normal
         Bound(exact, error).check(ours_of, f"the gradient of {name}")
+
+
+def _largest_term(case: Case, factors: list[Tensor]) -> float:
+    """Bounds ``factor * weight / rms``, the terms of a norm and its gradient that may cancel; 0 without a norm.
+
+    In rows of one or two elements all of them do: whatever the difference, its error is that of the terms.
+    """
+    if "eps" not in case.options or "num_groups" in case.options or not all(t.numel() for t in factors):
+        return 0.0
+    term = max(float(factor.double().abs().max()) for factor in factors)
+    for name, tensor in case.tensors().items():
+        if name.removesuffix("_k").removesuffix("_q") in ("weight", "scale", "gate") and tensor.numel():
+            term *= 1 + float(tensor.double().abs().max())
+    power = math.inf
+    for name, tensor in case.tensors().items():
+        if name in ("x", "q", "k") and tensor.numel():
+            wide = tensor.double()
+            rows = wide.var(_rows(case), unbiased=False) if _is_centred(case) else wide.square().mean(_rows(case))
+            power = min(power, float(rows.amin()))
+    return term / math.sqrt(max(power, float(case.options["eps"])))
+
+
+def _rows(case: Case) -> int:
+    return 1 if case.op.startswith("channel") else int(case.options.get("dim", -1))
+
+
+def _is_centred(case: Case) -> bool:
+    return case.op == "layer_norm" or case.options.get("norm") == "layer"
 
 
 def _gradients(outputs: tuple[Tensor, ...], grads: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -1,9 +1,8 @@
-"""A minute of random calls with a fresh seed, which is printed; and that the fuzz finds what it is for."""
+"""Random calls, the same in every run unless a seed is given; and that the fuzz finds what it is for."""
 
 from __future__ import annotations
 
 import os
-import random
 import time
 from typing import Any
 
@@ -16,8 +15,8 @@ from tests.fuzz.cases import GENERATORS
 from tests.fuzz.check import Mismatch, run_case
 
 #: How long all of it may take.
-_SECONDS = float(os.environ.get("DIFFKERN_FUZZ_SECONDS", "40"))
-_SEED = int(os.environ.get("DIFFKERN_FUZZ_SEED") or random.SystemRandom().randrange(1 << 40))
+_SECONDS = float(os.environ.get("DIFFKERN_FUZZ_SECONDS", "20"))
+_SEED = int(os.environ.get("DIFFKERN_FUZZ_SEED", "0"))
 
 
 @pytest.mark.parametrize("half", [0, 1])
