@@ -70,6 +70,7 @@ def test_blocks_read_tables_by_axis_and_one_graph_serves_all_steps() -> None:
     assert len(graphs) == 1 and graphs.tables() == [[(3, 5), (4, 5), (5, 5)]] * 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_other_sizes_need_no_more_graphs_than_stock_has(dynamic: bool | None) -> None:
     calls = [arguments(grid, batch) for batch, grid in ((2, (2, 4, 4)), (2, (3, 3, 5)), (2, (1, 7, 3)), (1, (3, 3, 5)))]
@@ -191,6 +192,7 @@ def _double_tables(module: nn.Module, args: Any, kwargs: dict[str, Any], *result
     kwargs["image_rotary_emb"][0].mul_(2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", ["transformer_blocks.1", "transformer_blocks.1.attn1"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_a_hook_writes_into_the_tables_reaches_the_blocks_after_it(path: str, when: str) -> None:
@@ -207,6 +209,7 @@ def test_what_a_hook_writes_into_the_tables_reaches_the_blocks_after_it(path: st
     assert len(graphs) == 1 and len(graphs.tables()[0]) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["before a block", "around the tables"])
 def test_tables_that_leave_a_graph(where: str) -> None:
     model, graphs = tiny_ltx(layers=3), Graphs()

@@ -21,6 +21,8 @@ from diffkern import optimized
 from diffkern.bench.measure import psnr, relative_error, ssim
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 
+pytestmark = pytest.mark.exhaustive  # twelve steps in five arms take minutes
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "ltx_video" / "tiny"
 STEPS = 12

@@ -155,6 +155,7 @@ print(module.layers.RMSNorm.__name__)
     assert result(process(code)) == "RMSNorm"
 
 
+@pytest.mark.exhaustive
 def test_the_triton_build_runs_in_the_interpreter(repository: Package, triton: Any, process: Run) -> None:
     code = f"""
 import kernels, torch, pathlib

@@ -57,6 +57,7 @@ def test_every_launch_compiles_for_both_vendors(target: Target, launches: list[L
         assert compiles(launch, target)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", OTHER_TARGETS, ids=name_of)
 def test_the_kernel_compiles_for_every_architecture(target: Target, launches: list[Launch]) -> None:
     assert compiles(launches[-2], target)  # the one that does all that the others do

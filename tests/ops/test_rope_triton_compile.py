@@ -67,6 +67,7 @@ def test_every_launch_compiles_for_both_vendors(target: Target, launches: list[L
         assert compiles(launch, target)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", OTHER_TARGETS, ids=name_of)
 def test_the_kernel_compiles_for_every_architecture(target: Target, launches: list[Launch]) -> None:
     assert compiles(launches[3], target)  # with a norm, and tables of axes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -45,6 +46,11 @@ class Recorder:
 def name_of(target: Target) -> str:
     """The target in the name of a test."""
     return f"{target[0]}-{target[1]}"
+
+
+def exhaustive_but_main(targets: list[Target]) -> list[Any]:
+    """The targets as parameters of a test, of which the gate takes the main ones alone."""
+    return [pytest.param(t, marks=[] if t in MAIN_TARGETS else pytest.mark.exhaustive) for t in targets]
 
 
 def compiles(launch: Launch, target: Target) -> bool:
