@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.state import STOCK, StrictModeError, patches
+from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError, patches
 from diffkern.providers import Choice, hub, requested, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
 from diffkern.verify.measures import Measurement
@@ -189,7 +189,9 @@ _NO_TENSOR = torch.empty(0, device="cpu")
 
 def _observe(module: nn.Module, reason: str | None) -> None:
     """Counts the call of a site, or of a forward that runs stock as a whole, where the module's patch counts."""
-    state = next((state for state in patches(module) if isinstance(state.fusion, RewriteFusion)), None)
+    state = module.__dict__.get(ATTRIBUTE)
+    if state is not None and type(state.fusion) is not RewriteFusion:  # a graph lies over it
+        state = next((state for state in patches(module) if isinstance(state.fusion, RewriteFusion)), None)
     if state is None:  # restored by another thread
         return
     if reason is None:

@@ -120,7 +120,7 @@ class PatchState:
             reason = self._left_alone(module, fusion.primary_input(call).device)
         if reason is None and not self._is_proven(module, call):
             reason = self._prove(module, call)
-        if reason is None and gradients.wanted(module, fusion.primary_input(call)):
+        if reason is None and torch.is_grad_enabled() and gradients.wanted(module, fusion.primary_input(call)):
             reason = self._prove_gradients(module, call)
         if reason is not None:
             if self.strict and not fusion.allowed_in_strict(module, call):

@@ -27,7 +27,7 @@ def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype:
     for modulation in dict.fromkeys((dtype, torch.float32)):
         leaves = _leaves(site, module, device, dtype, modulation)
         if leaves is not None:
-            site.way(module, leaves)
+            site.way(module, leaves, site.signature(module, leaves))
 
 
 def _leaves(

@@ -81,12 +81,19 @@ class FusedSite:
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
         self._semantics: NormSemantics | None = None if norm is None else last_dim_norm(norm)
+        self._norm_kind = "rms"
+        self._parameters: tuple[tuple[str, str], ...] = ()
+        if self._semantics is not None:
+            self._norm_kind = "rms" if self._semantics.op == "rms_norm" else "layer"
+            named = {"weight": self._semantics.weight, "bias": self._semantics.bias}
+            self._parameters = tuple([(name, at) for name, at in named.items() if at is not None])
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
-        way, reason = self.way(module, leaves), ""
+        signature = self.signature(module, leaves)
+        way, reason = self.way(module, leaves, signature), ""
         if way is None:
-            reason = self.reasons.get(self.signature(module, leaves), _UNPROVEN)
+            reason = self.reasons.get(signature, _UNPROVEN)
         elif torch.is_grad_enabled() and self._wants_gradients(module, leaves):
             reason = self._no_gradients(module, leaves)
         if way is None or reason:
@@ -116,9 +123,8 @@ class FusedSite:
                 self.observer(module, reason)
         return self.original(module, *leaves)
 
-    def way(self, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
+    def way(self, module: nn.Module, leaves: tuple[Any, ...], signature: Signature) -> Way | None:
         """Returns how the op is called for such leaves; None for the original expression."""
-        signature = self.signature(module, leaves)
         if signature in self.ways:
             return self.ways[signature]
         if self.on_new_signature is None or not _may_prove(leaves):
@@ -130,7 +136,7 @@ class FusedSite:
         """What decides how the site computes for such leaves, and with the weight that the norm has now."""
         if self._semantics is None or self._semantics.weight is None:
             return signature_of(leaves)
-        weight = getattr(child_of(module, self._norm_path), self._semantics.weight, None)  # type: ignore[arg-type]
+        weight = _parameter(child_of(module, self._norm_path), self._semantics.weight)  # type: ignore[arg-type]
         return *signature_of(leaves), None if weight is None else weight.dtype
 
     def _wants_gradients(self, module: nn.Module, leaves: tuple[Any, ...]) -> bool:
@@ -167,12 +173,11 @@ class FusedSite:
         if semantics is None:
             return {}
         norm: Any = child_of(module, self._norm_path)  # type: ignore[arg-type]
-        eps = getattr(norm, semantics.eps) if isinstance(semantics.eps, str) else semantics.eps
-        arguments = {"norm": "rms" if semantics.op == "rms_norm" else "layer", "eps": eps}
-        for name in ("weight", "bias"):
-            attribute = getattr(semantics, name)
-            value = None if attribute is None else getattr(norm, attribute, None)
-            if isinstance(value, Tensor):
+        eps: Any = semantics.eps
+        arguments = {"norm": self._norm_kind, "eps": getattr(norm, eps) if type(eps) is str else eps}
+        for name, attribute in self._parameters:
+            value = _parameter(norm, attribute)
+            if value is not None:
                 arguments[name] = value
         return arguments
 
@@ -183,16 +188,27 @@ class FusedSite:
         return y
 
 
+def _parameter(norm: Any, name: str) -> Any:
+    """A parameter or whatever stands there by its name; None if there is none. ``getattr`` takes ten times as long."""
+    parameters = norm._parameters
+    return parameters[name] if name in parameters else getattr(norm, name, None)
+
+
 def signature_of(leaves: tuple[Any, ...]) -> Signature:
     """What decides how a site computes; no plain tensor has a signature that any proof holds for."""
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
-    return (device, *[_layout(leaf) if type(leaf) in _PLAIN else _constant(leaf) for leaf in leaves])
+    signature: list[Any] = [None]
+    for leaf in leaves:  # asked at every call of every site: no function is called that need not be
+        if signature[0] is None and isinstance(leaf, Tensor):
+            signature[0] = leaf.device
+        if type(leaf) not in _PLAIN:
+            signature.append(_constant(leaf))
+        else:
+            signature.append(leaf.dtype if leaf.is_contiguous() else _layout(leaf))
+    return tuple(signature)
 
 
 def _layout(leaf: Tensor) -> Any:
     """The dtype, and the strides where they are not those of row-major order: results are laid out like operands."""
-    if leaf.is_contiguous():
-        return leaf.dtype
     strides = leaf.stride()
     return leaf.dtype if list(strides) == sorted(strides, reverse=True) else (leaf.dtype, memory_order(leaf))
 
