@@ -14,7 +14,7 @@ class NormSemantics:
     loading, offloading, casting and fine-tuning change them.
 
     Attributes:
-        op: The function of :mod:`diffkern.ops` that computes it.
+        op: The function of :mod:`diffkern.ops` that computes it; a group norm is computed with what follows it.
         argument: Name of the one tensor parameter of the class's forward.
         weight: Name of the multiplier; None for a class that has none. The attribute may be None or missing.
         bias: Name of the summand, or None. The attribute may be None, missing, or the number 0.0.
@@ -37,7 +37,7 @@ class NormSemantics:
             ``F.layer_norm`` accepts some mixes on some devices only, and raises for the rest.
     """
 
-    op: Literal["rms_norm", "layer_norm"]
+    op: Literal["rms_norm", "layer_norm", "group_norm"]
     argument: str = "hidden_states"
     weight: str | None = "weight"
     bias: str | None = None

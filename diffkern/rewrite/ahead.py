@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffkern.rewrite.facts import child_of, last_dim_norm
+from diffkern.rewrite.facts import ROWS as OVER_ROWS
+from diffkern.rewrite.facts import child_of, norm_of
 from diffkern.rewrite.reference import clone_for_verification
 from diffkern.rewrite.site import FusedSite
 from diffkern.verify.contract import ROWS
 from diffkern.verify.samples import sample_shape
 
-#: Size of the last dimension where no module says it.
+#: Size of the dimension that is normalised where no module says it.
 _SIZE = 256
+
+Shape = tuple[int, ...]
 
 
 def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -24,31 +27,47 @@ def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype:
     if (device, dtype) in site.tried:
         return
     site.tried.add((device, dtype))
-    for modulation in dict.fromkeys((dtype, torch.float32)):
-        leaves = _leaves(site, module, device, dtype, modulation)
-        if leaves is not None:
-            site.way(module, leaves, site.signature(module, leaves))
+    for shape, modulations in _shapes(site, module):
+        for modulation in dict.fromkeys((dtype, torch.float32)):
+            leaves = _leaves(site, module, device, dtype, modulation, shape, modulations)
+            if leaves is not None:
+                site.way(module, leaves, site.signature(module, leaves))
+
+
+def _shapes(site: FusedSite, module: nn.Module) -> Iterator[tuple[Shape, tuple[Shape, ...]]]:
+    """The shapes that ``x`` may have, each with those that scale, shift and gate may have beside it."""
+    size = _size(site, module)
+    if site.over == OVER_ROWS:
+        yield (2, ROWS, size), ((2, 1, size), (2, size), (size,))
+        return
+    for positions in ((ROWS,), (8, 8), (2, 8, 8)):  # sound, images, videos
+        yield (2, size, *positions), ((2, size, *(1,) * len(positions)),)
 
 
 def _leaves(
-    site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype, modulation: torch.dtype
+    site: FusedSite,
+    module: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    modulation: torch.dtype,
+    shape: Shape,
+    modulations: tuple[Shape, ...],
 ) -> tuple[Any, ...] | None:
     """The first leaves for which the expression of the source gives a result of the shape of ``x``."""
     copy = clone_for_verification(module, list(site.plan.modules.values()))
-    size = _last_dim(site, module)
     modulates = site.plan.rule.op != "glu"
     generator = torch.Generator("cpu").manual_seed(3)
-    x = torch.randn(2, ROWS, size, generator=generator, device="cpu").to(device, dtype)
+    x = torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
 
-    def candidates(shape: tuple[int, ...], beside: Any) -> Iterator[Any]:
+    def candidates(shape: Shape, beside: Any) -> Iterator[Any]:
         for role in site.plan.roles:
             if modulates and role in ("scale", "shift", "gate"):
                 yield torch.randn(shape, generator=generator, device="cpu").to(device, modulation)
             else:
                 yield x if role else beside
 
-    for shape, beside in product(((2, 1, size), (2, size), (size,)), (x, dtype)):
-        leaves = tuple(candidates(shape, beside))
+    for own, beside in product(modulations, (x, dtype)):
+        leaves = tuple(candidates(own, beside))
         try:
             with torch.no_grad():
                 result = site.original(copy, *leaves)
@@ -60,10 +79,15 @@ def _leaves(
     return None
 
 
-def _last_dim(site: FusedSite, module: nn.Module) -> int:
+def _size(site: FusedSite, module: nn.Module) -> int:
+    """The size of the dimension that a module of the site says it of."""
     norm = child_of(module, site.plan.modules["norm"]) if "norm" in site.plan.modules else None
-    semantics = None if norm is None else last_dim_norm(norm)
-    if norm is not None and semantics is not None:
-        return sample_shape(semantics, norm, 1)[-1]
+    found = None if norm is None else norm_of(norm)
+    if norm is not None and found is not None:
+        over, semantics = found
+        parameter = next(norm.parameters(), None)
+        if over == OVER_ROWS:
+            return sample_shape(semantics, norm, 1)[-1]
+        return int(getattr(norm, "num_channels", _SIZE if parameter is None else parameter.shape[0]))
     linear = child_of(module, site.plan.modules["linear"]) if "linear" in site.plan.modules else None
     return int(getattr(linear, "in_features", _SIZE))

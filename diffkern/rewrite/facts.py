@@ -28,6 +28,10 @@ class _Present:
 
 UNKNOWN, PRESENT = _Unknown(), _Present()
 
+#: Over what a norm takes its statistics: the last dimension; the channels of each position; groups of channels and all
+#: positions. By its name alone a norm may be any of them.
+ROWS, CHANNELS, GROUPS, ANY_NORM = "rows", "channels", "groups", "any"
+
 #: Attributes that change between calls.
 _CHANGING = frozenset({"training", "gradient_checkpointing"})
 
@@ -41,6 +45,14 @@ _ACTIVATION_CLASSES = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Tanh": "tanh",
     "diffusers.models.activations.FP32SiLU": "silu",
+}
+_GROUP_NORM = NormSemantics("group_norm", "input", bias="bias", dim=1, layout="contiguous", mixed_dtypes=False)
+#: Where modules that are group norms hold the one of torch. Those that hold one normalise every frame by itself, unless
+#: they say that they have more groups than one.
+_GROUP_NORMS: dict[str, Path] = {
+    "torch.nn.modules.normalization.GroupNorm": (),
+    "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosCausalGroupNorm": ("norm",),
+    "diffusers.models.autoencoders.autoencoder_kl_mochi.MochiChunkedGroupNorm3D": ("norm_layer",),
 }
 
 
@@ -69,9 +81,9 @@ class Facts:
             return () if reaching == {flow.parameters.get(node.id)} else None
         return None
 
-    def is_norm(self, path: Path) -> bool:
-        """Whether the child is a norm over the last dimension."""
-        return bool(path) and self._answer("norm", path, self._is_norm)  # type: ignore[return-value]
+    def norm(self, path: Path) -> str:
+        """Over what the child normalises; "" for what is no norm that ops can compute."""
+        return self._answer("norm", path, self._norm) if path else ""  # type: ignore[return-value]
 
     def is_linear(self, path: Path) -> bool:
         """Whether the child is a linear layer of torch's own class."""
@@ -109,8 +121,8 @@ class Facts:
         other = ModuleFacts(self.receiver, module)
         return all(getattr(other, f"_{_METHOD[kind]}")(path) == answer for (kind, path), answer in self.answers.items())
 
-    def _is_norm(self, path: Path) -> bool:
-        return _NORM_NAME.search(_name_of(path)) is not None
+    def _norm(self, path: Path) -> str:
+        return ANY_NORM if _NORM_NAME.search(_name_of(path)) else ""
 
     def _is_linear(self, path: Path) -> bool:
         return (
@@ -129,7 +141,7 @@ class Facts:
 
 
 _METHOD = {
-    "norm": "is_norm",
+    "norm": "norm",
     "value": "value",
     "projection": "is_projection",
     "linear": "is_linear",
@@ -148,9 +160,10 @@ class ModuleFacts(Facts):
         """Keeps the answers alone: a plan outlives the module that it was made for."""
         self._module, self.cls = None, None
 
-    def _is_norm(self, path: Path) -> bool:
+    def _norm(self, path: Path) -> str:
         child = child_of(self._module, path)
-        return child is not None and last_dim_norm(child) is not None
+        found = None if child is None else norm_of(child)
+        return "" if found is None else found[0]
 
     def _is_linear(self, path: Path) -> bool:
         return type(child_of(self._module, path)) is nn.Linear
@@ -201,14 +214,31 @@ def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:
     return found
 
 
-def last_dim_norm(module: nn.Module) -> NormSemantics | None:
-    """What a norm over the last dimension computes that the ops can compute; None for any other module."""
+def norm_of(module: nn.Module) -> tuple[str, NormSemantics] | None:
+    """Over what a norm normalises, and what it computes that the ops can compute; None for any other module."""
+    if full_name(type(module)) in _GROUP_NORMS:
+        held = child_of(module, group_norm_path(module))
+        return (GROUPS, _GROUP_NORM) if type(held) is nn.GroupNorm else None
     found = match(module)
     semantics = None if found is None else found.semantics
-    if semantics is None or semantics.layout == "channels_last" or semantics.clamp_eps or semantics.weight_offset:
+    if semantics is None or semantics.layout == "channels_last" or semantics.weight_offset:
         return None
     dim = getattr(module, semantics.dim, None) if isinstance(semantics.dim, str) else semantics.dim
-    return semantics if dim == -1 or dim is False or (isinstance(dim, tuple) and len(dim) == 1) else None
+    if dim is True or (type(dim) is int and dim == 1):
+        return (CHANNELS, semantics) if semantics.op == "rms_norm" else None
+    if semantics.clamp_eps:
+        return None
+    return (ROWS, semantics) if dim == -1 or dim is False or (isinstance(dim, tuple) and len(dim) == 1) else None
+
+
+def group_norm_path(module: nn.Module) -> Path:
+    """Where a module holds the GroupNorm that computes it; empty for GroupNorm itself, and for other norms."""
+    return _GROUP_NORMS.get(full_name(type(module)), ())
+
+
+def frames_of(module: nn.Module) -> str:
+    """Whether a group norm takes its statistics over all frames, ``"joint"``, or of ``"each"``."""
+    return "each" if group_norm_path(module) and getattr(module, "num_groups", 1) == 1 else "joint"
 
 
 def _name_of(path: Path) -> str:

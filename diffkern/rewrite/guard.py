@@ -54,9 +54,10 @@ class Guard:
                 child = child_of(module, path)
                 if child is None:
                     methods[path[0]] = getattr(type(module), path[0])
-                else:
-                    children[path] = type(child)
-                self._users.setdefault(path, []).append(site.plan.index)
+                for name, part in () if child is None else child.named_modules():  # a norm may hold another
+                    inner = (*path, *filter(None, name.split(".")))
+                    children[inner] = type(part)
+                    self._users.setdefault(inner, []).append(site.plan.index)
         self._children = tuple(children.items())
         self._methods = tuple(methods.items())
         self._all: Active = sites

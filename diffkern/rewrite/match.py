@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from diffkern.rewrite.effects import CASTS, METADATA, VIEWS
-from diffkern.rewrite.facts import Facts
+from diffkern.rewrite.facts import ANY_NORM, ROWS, Facts
 from diffkern.rewrite.flow import Definition, Flow
 
 #: Activations that ops know, as functions and methods of torch spell them.
@@ -187,15 +187,16 @@ class Activated:
 
 @dataclass(frozen=True)
 class Norm:
-    """A call of a norm; its module has the name ``norm``."""
+    """A call of a norm that takes its statistics over ``over``; its module has the name ``norm``."""
 
     argument: Shape
     name: str = "norm"
+    over: str = ROWS
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""
         node, match = peel(scope, node, match)
-        module = norm_call(scope, node)
+        module = norm_call(scope, node, self.over)
         if module is not None:
             assert isinstance(node, ast.Call)
             _, match = peel(scope, node.func, match)
@@ -287,12 +288,12 @@ def is_number(flow: Flow, node: ast.expr, seen: frozenset[Definition] = frozense
     return False
 
 
-def norm_call(scope: Scope, node: ast.expr) -> ast.expr | None:
-    """The callee, if an expression is the call of a norm with one argument."""
+def norm_call(scope: Scope, node: ast.expr, over: str) -> ast.expr | None:
+    """The callee, if an expression is the call with one argument of a norm over ``over``."""
     if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
         return None
     path = scope.facts.path(scope.flow, node.func)
-    return node.func if path is not None and scope.facts.is_norm(path) else None
+    return node.func if path is not None and scope.facts.norm(path) in (over, ANY_NORM) else None
 
 
 def activation(scope: Scope, node: ast.expr) -> tuple[str, ast.expr, ast.expr | None] | None:

@@ -20,7 +20,7 @@ from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.placement import Placement, Placer
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
-from diffkern.rewrite.variants import decide_branches
+from diffkern.rewrite.variants import activate_in_branches, decide_branches
 
 #: Names in rewritten functions: what decides which sites are on, and what runs if none may.
 ENTER, STOCK = "_enter", "_stock"
@@ -101,6 +101,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     as_written = copy.deepcopy(tree)
     helpers = inline.inline_helpers(tree, function, facts)
     decide_branches(tree, facts)
+    activate_in_branches(tree, facts)
     planner = _Planner(source, facts)
     reason = planner.run()
     if reason is not None:
@@ -109,6 +110,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         source, tree = replace(source, tree=as_written), as_written
         helpers = inline.inline_helpers(tree, function, facts, only=planner.helpers)
         decide_branches(tree, facts)
+        activate_in_branches(tree, facts)
         planner = _Planner(source, facts)
         planner.run()
     if not planner.sites:
@@ -224,12 +226,12 @@ def _is_product(flow: Flow, node: ast.expr) -> bool:
 
 def _is_pure(scope: Scope, callee: ast.expr) -> bool:
     path = scope.facts.path(scope.flow, callee)
-    return bool(path) and (scope.facts.is_norm(path) or scope.facts.activation(path) is not None)  # type: ignore[arg-type]
+    return path is not None and bool(scope.facts.norm(path) or scope.facts.activation(path))
 
 
 def _is_fresh(scope: Scope, callee: ast.expr) -> bool:
     path = scope.facts.path(scope.flow, callee)
-    return bool(path) and (scope.facts.is_norm(path) or scope.facts.is_projection(path))  # type: ignore[arg-type]
+    return path is not None and bool(scope.facts.norm(path) or scope.facts.is_projection(path))
 
 
 def _add_entry(tree: ast.FunctionDef) -> None:

@@ -159,4 +159,5 @@ def _kind_of(module: nn.Module, path: Path) -> Any:
     if child is None:
         return tuple(settings_of(module).items())
     parameters = tuple([name for name, parameter in child._parameters.items() if parameter is not None])
-    return type(child), parameters, () if type(child) is nn.Linear else tuple(settings_of(child).items())
+    inner = tuple([_kind_of(child, (name,)) for name, part in child._modules.items() if part is not None])
+    return type(child), parameters, () if type(child) is nn.Linear else tuple(settings_of(child).items()), inner

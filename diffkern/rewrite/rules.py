@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from diffkern.rewrite.facts import CHANNELS, GROUPS
 from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Shape, Sum
 
 _GATES = frozenset({"tanh", "sigmoid"})
@@ -50,7 +51,16 @@ _RESIDUAL = Either((_GATED, Sum(Leaf("residual"), Leaf("x"))))
 _POST_NORM = Sum(Leaf("shift"), Either((Product(Norm(Leaf("x")), Leaf("scale")), Norm(Leaf("x")))))
 _WHOLE = {"scale_offset": 0.0}
 
+
+def _activated(over: str) -> Shape:
+    """``silu`` of a norm, modulated or not."""
+    norm = Norm(Leaf("x"), over=over)
+    return Activated("norm", frozenset({"silu"}), Either((_modulated(norm, _SCALE), norm)))
+
+
 RULES = (
+    Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
+    Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),
     Rule(
         "residual, norm, modulation",
         "gate_residual_norm_modulate",

@@ -14,7 +14,8 @@ from diffkern import ops
 from diffkern.matching import NormSemantics
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import transforms_active
-from diffkern.rewrite.facts import child_of, last_dim_norm
+from diffkern.providers.eager import compute_dtype
+from diffkern.rewrite.facts import GROUPS, ROWS, child_of, frames_of, group_norm_path, norm_of
 from diffkern.rewrite.plan import SitePlan
 from diffkern.verify.measures import Measurement
 
@@ -80,11 +81,12 @@ class FusedSite:
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
-        self._semantics: NormSemantics | None = None if norm is None else last_dim_norm(norm)
-        self._norm_kind = "rms"
+        found = None if norm is None else norm_of(norm)
+        #: What the norm normalises over; rows where there is none.
+        self.over, self._semantics = (ROWS, None) if found is None else found
+        self._holder = None if norm is None else (*self._norm_path, *group_norm_path(norm))  # type: ignore[misc]
         self._parameters: tuple[tuple[str, str], ...] = ()
         if self._semantics is not None:
-            self._norm_kind = "rms" if self._semantics.op == "rms_norm" else "layer"
             named = {"weight": self._semantics.weight, "bias": self._semantics.bias}
             self._parameters = tuple([(name, at) for name, at in named.items() if at is not None])
 
@@ -134,10 +136,13 @@ class FusedSite:
 
     def signature(self, module: nn.Module, leaves: tuple[Any, ...]) -> Signature:
         """What decides how the site computes for such leaves, and with the weight that the norm has now."""
+        signature = signature_of(leaves)
+        if self.over != ROWS:  # parameters may be laid out for one number of dimensions
+            signature += tuple([leaf.ndim for leaf in leaves if isinstance(leaf, Tensor)])
         if self._semantics is None or self._semantics.weight is None:
-            return signature_of(leaves)
-        weight = _parameter(child_of(module, self._norm_path), self._semantics.weight)  # type: ignore[arg-type]
-        return *signature_of(leaves), None if weight is None else weight.dtype
+            return signature
+        weight = _parameter(child_of(module, self._holder), self._semantics.weight)  # type: ignore[arg-type]
+        return *signature, None if weight is None else weight.dtype
 
     def _wants_gradients(self, module: nn.Module, leaves: tuple[Any, ...]) -> bool:
         if any([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]):
@@ -172,9 +177,17 @@ class FusedSite:
         semantics = self._semantics
         if semantics is None:
             return {}
-        norm: Any = child_of(module, self._norm_path)  # type: ignore[arg-type]
+        norm: Any = child_of(module, self._holder)  # type: ignore[arg-type]
         eps: Any = semantics.eps
-        arguments = {"norm": self._norm_kind, "eps": getattr(norm, eps) if type(eps) is str else eps}
+        eps = getattr(norm, eps) if type(eps) is str else eps
+        arguments: dict[str, Any] = {"eps": eps}
+        if self.over == GROUPS:
+            arguments["num_groups"] = norm.num_groups
+            arguments["frames"] = frames_of(child_of(module, self._norm_path))  # type: ignore[arg-type]
+        elif self.over == ROWS:
+            arguments["norm"] = "rms" if semantics.op == "rms_norm" else "layer"
+        else:
+            arguments["eps_mode"] = "clamp" if semantics.clamp_eps else "add"
         for name, attribute in self._parameters:
             value = _parameter(norm, attribute)
             if value is not None:
@@ -276,6 +289,38 @@ def _linear_gelu(
     return ops.linear_gelu(operands["x"], linear.weight, linear.bias, **way.options, provider=provider)
 
 
+def _group_norm_silu(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    arguments, x = site.norm_arguments(module), operands["x"]
+    if "scale" not in operands:
+        return ops.group_norm_silu(x, **arguments, **way.options, provider=provider)
+    # Modulation is an affine map of each channel, as weight and bias are: one of each sample, if samples are channels.
+    if arguments["frames"] == "each" or not x.is_contiguous():
+        raise ValueError("a modulated group norm needs a contiguous input whose frames have their statistics together")
+    samples, channels, *size = x.shape
+    dtype = compute_dtype(x)
+
+    def of_each(value: Tensor) -> Tensor:
+        return value.to(dtype).expand(samples, channels, *(1,) * len(size)).reshape(samples, channels)
+
+    scale = 1 + of_each(operands["scale"])
+    bias = arguments.get("bias")
+    shift = scale * bias if bias is not None else torch.zeros_like(scale)
+    shift = shift + of_each(operands["shift"]) if "shift" in operands else shift
+    weight = scale * arguments["weight"] if "weight" in arguments else scale
+    arguments |= {"weight": weight.reshape(-1), "bias": shift.reshape(-1)}
+    arguments["num_groups"] *= samples
+    y = ops.group_norm_silu(x.view(1, samples * channels, *size), **arguments, **way.options, provider=provider)
+    return y.view(x.shape)
+
+
+def _channel_rms_norm_silu(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    return ops.channel_rms_norm_silu(**operands, **site.norm_arguments(module), **way.options, provider=provider)
+
+
 def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
     """A product says nothing of which factor is the gate: the smaller one is."""
     gate, x = operands.get("gate"), operands["x"]
@@ -290,4 +335,6 @@ _CALLS: Mapping[str, Any] = {
     "gate_residual_norm_modulate": _gate_residual_norm_modulate,
     "glu": _glu,
     "linear_gelu": _linear_gelu,
+    "group_norm_silu": _group_norm_silu,
+    "channel_rms_norm_silu": _channel_rms_norm_silu,
 }

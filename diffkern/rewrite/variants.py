@@ -7,6 +7,7 @@ plan; the guard checks it at every call, since ``set_chunk_feed_forward`` and th
 from __future__ import annotations
 
 import ast
+import copy
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -109,6 +110,46 @@ class _Decider(ast.NodeTransformer):
             if value is UNKNOWN or bool(value) == isinstance(node.op, ast.Or):
                 return value
         return value
+
+
+def activate_in_branches(tree: ast.FunctionDef, facts: Facts) -> None:
+    """Moves what follows branches into each, where it reads the norm that one of them ends with, and nothing else.
+
+    ``if zq is None: h = self.norm(h) else: h = self.norm(h, zq)`` and then ``h = silu(h)``: after the branches a rule
+    would see either value, in them each by itself.
+    """
+    for node in ast.walk(tree):  # outer blocks before inner ones
+        for name in ("body", "orelse", "finalbody"):
+            block: Any = getattr(node, name, None)
+            for index, branches in enumerate(block if isinstance(block, list) else ()):
+                if isinstance(branches, ast.If) and index + 1 < len(block):
+                    if _reads_norm(block[index + 1], branches, facts):
+                        _append(branches, block.pop(index + 1))
+
+
+def _reads_norm(statement: ast.stmt, branches: ast.If, facts: Facts) -> bool:
+    """Whether a statement calls something with the variable that is bound to a norm's result where a branch ends."""
+    call = statement.value if isinstance(statement, ast.Assign) else None
+    if not isinstance(call, ast.Call) or len(call.args) != 1 or not isinstance(call.args[0], ast.Name):
+        return False
+    for block in (branches.body, branches.orelse):
+        last = block[-1] if block else None
+        if isinstance(last, ast.If) and _reads_norm(statement, last, facts):
+            return True
+        if not isinstance(last, ast.Assign) or not isinstance(last.value, ast.Call):
+            continue
+        norm = last.value.func
+        own = isinstance(norm, ast.Attribute) and isinstance(norm.value, ast.Name) and norm.value.id == facts.receiver
+        targets = [target.id for target in last.targets if isinstance(target, ast.Name)]
+        if own and targets == [call.args[0].id] and facts.norm((norm.attr,)):  # type: ignore[union-attr]
+            return True
+    return False
+
+
+def _append(branches: ast.If, statement: ast.stmt) -> None:
+    for block in (branches.body, branches.orelse):
+        if not block or not isinstance(block[-1], (ast.Return, ast.Raise, ast.Break, ast.Continue)):
+            block.append(copy.deepcopy(statement))
 
 
 def _stored_attributes(tree: ast.FunctionDef) -> set[str]:

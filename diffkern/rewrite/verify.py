@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from diffkern.providers import NoProviderError, select
 from diffkern.providers.eager.activation import FUNCTIONS
-from diffkern.rewrite.facts import child_of
+from diffkern.rewrite.facts import ROWS, child_of
 from diffkern.rewrite.match import ANY_ACTIVATION
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
 from diffkern.rewrite.site import FusedSite, Way, memory_order
@@ -79,7 +79,7 @@ class SiteVerifier:
             return "its gradients have no proof"
         way = site.ways[site.signature(module, leaves)]
         assert way is not None
-        draw, paths = random_like(leaves), list(site.plan.modules.values())
+        draw, paths = random_like(leaves, dim=_kept_dim(site)), list(site.plan.modules.values())
         twin = float64_twin(module, paths)
         copy = clone_for_verification(module, paths, lambda tensor: tensor.detach().clone())
         wide = tuple([to_float64(leaf) for leaf in draw])
@@ -112,7 +112,7 @@ class SiteVerifier:
             module, list(site.plan.modules.values())
         )  # whose hooks are for real calls alone
         exact = self.numerics == "exact"
-        draws = [random_like(leaves, seed, exact) for seed in range(_draws(leaves, exact))]
+        draws = [random_like(leaves, seed, exact, _kept_dim(site)) for seed in range(_draws(leaves, exact))]
         try:
             stock = [_as_tuple(site.original(module, *draw)) for draw in draws]
         except Exception as error:
@@ -157,7 +157,7 @@ class SiteVerifier:
         return reason
 
     def _ways(self, site: FusedSite, dtypes: list[torch.dtype], options: dict[str, Any]) -> Iterator[Way]:
-        norm = site.plan.modules.get("norm")
+        norm = site.plan.modules.get("norm") if site.over == ROWS else None
         roundings = ("each", "once") if self.numerics == "exact" else ("once", "each")
         for rounding in roundings:
             way = Way(_dtype_options(site, options, dtypes, rounding))
@@ -232,24 +232,31 @@ def _draws(leaves: tuple[Any, ...], exact: bool) -> int:
     return min(16, -(-ROWS // max(rows, 1)))
 
 
-def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False) -> tuple[Any, ...]:
+def _kept_dim(site: FusedSite) -> int:
+    """The dimension that modules say the size of."""
+    return -1 if site.over == ROWS else 1
+
+
+def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False, dim: int = -1) -> tuple[Any, ...]:
     """Random leaves of the same dtypes and of like shapes and layouts, smaller where they are large.
 
     Args:
         leaves: The leaves.
         seed: Of the random numbers.
         spread: Whether they differ widely in size.
+        dim: The dimension that keeps its size.
     """
     largest = max([leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)], default=0)
-    limit = next((limit for limit in (1 << 30, 1024, 128, 16, 4) if _shrunk_size(leaves, limit) <= _LARGEST), 2)
+    limit = next((limit for limit in (1 << 30, 1024, 128, 16, 4) if _shrunk_size(leaves, limit, dim) <= _LARGEST), 2)
     if any(type(leaf) is int for leaf in leaves) and largest <= 8 * _LARGEST:
         limit = 1 << 30  # a size that the expression names
     generator = torch.Generator("cpu").manual_seed(seed)
-    return tuple([_random(leaf, limit, generator, spread) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    drawn = [_random(leaf, limit, generator, spread, dim) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tuple(drawn)
 
 
-def _random(leaf: Tensor, limit: int, generator: torch.Generator, spread: bool) -> Tensor:
-    shape = _shrunk(leaf, limit)
+def _random(leaf: Tensor, limit: int, generator: torch.Generator, spread: bool, dim: int) -> Tensor:
+    shape = _shrunk(leaf, limit, dim)
     if not leaf.is_floating_point():
         return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
     y = torch.randn(shape, generator=generator, device="cpu")
@@ -265,12 +272,12 @@ def _random(leaf: Tensor, limit: int, generator: torch.Generator, spread: bool) 
     return y.permute(order).contiguous().permute([order.index(dim) for dim in range(leaf.ndim)])
 
 
-def _shrunk(leaf: Tensor, limit: int) -> list[int]:
-    return [min(size, limit) for size in leaf.shape[:-1]] + list(leaf.shape[-1:])
+def _shrunk(leaf: Tensor, limit: int, kept: int) -> list[int]:
+    return [size if dim in (kept, kept + leaf.ndim) else min(size, limit) for dim, size in enumerate(leaf.shape)]
 
 
-def _shrunk_size(leaves: tuple[Any, ...], limit: int) -> int:
-    sizes = [torch.Size(_shrunk(leaf, limit)).numel() for leaf in leaves if isinstance(leaf, Tensor)]
+def _shrunk_size(leaves: tuple[Any, ...], limit: int, dim: int) -> int:
+    sizes = [torch.Size(_shrunk(leaf, limit, dim)).numel() for leaf in leaves if isinstance(leaf, Tensor)]
     return max(sizes, default=0)
 
 
@@ -311,6 +318,8 @@ def _options_of_op(site: FusedSite, found: dict[str, object]) -> dict[str, Any] 
     if op == "linear_gelu":
         name = options.pop("linear_activation")
         return {"approximate": "tanh" if name == "gelu_tanh" else "none"} if name in ("gelu", "gelu_tanh") else None
+    if op in ("group_norm_silu", "channel_rms_norm_silu"):
+        return {} if options["norm_activation"] == "silu" else None
     if options.get("gate_activation") not in (None, "tanh", "sigmoid"):
         return None
     return options
@@ -322,8 +331,10 @@ def _dtype_options(
     op = site.plan.rule.op
     if op == "glu":
         return {**options, "round_activation": rounding == "each"}
-    if op == "linear_gelu":
+    if op in ("linear_gelu", "group_norm_silu"):
         return options
+    if op == "channel_rms_norm_silu":
+        return {"round_dtype": dtypes[0] if rounding == "each" else None}
     options = {**options, "rounding": rounding, "out_dtype": dtypes[-1]}
     if op == "gate_residual_norm_modulate":
         options["residual_dtype"] = dtypes[0] if len(dtypes) > 1 else None
