@@ -70,6 +70,7 @@ RULES = (
     ),
     Rule("residual, norm", "gate_residual_norm_modulate", Norm(Kept(_RESIDUAL)), keeps=True),
     Rule("norm, modulation", "norm_modulate", _modulated(Norm(Leaf("x")), _SCALE)),
+    Rule("group norm, modulation", "group_norm_silu", _modulated(Norm(Leaf("x"), over=GROUPS), _SCALE)),
     Rule("post-norm, residual", "norm_modulate", _POST_NORM, options=_WHOLE),
     Rule("norm, scale", "norm_modulate", Product(Norm(Leaf("x")), Leaf("scale")), options=_WHOLE),
     Rule("modulation", "norm_modulate", _modulated(Leaf("x"), _SCALE), options={"norm": None}),

@@ -296,8 +296,8 @@ def _group_norm_silu(
     if "scale" not in operands:
         return ops.group_norm_silu(x, **arguments, **way.options, provider=provider)
     # Modulation is an affine map of each channel, as weight and bias are: one of each sample, if samples are channels.
-    if arguments["frames"] == "each" or not x.is_contiguous():
-        raise ValueError("a modulated group norm needs a contiguous input whose frames have their statistics together")
+    if arguments["frames"] == "each":
+        raise ValueError("a group norm of single frames takes no modulation")
     samples, channels, *size = x.shape
     dtype = compute_dtype(x)
 
@@ -311,8 +311,8 @@ def _group_norm_silu(
     weight = scale * arguments["weight"] if "weight" in arguments else scale
     arguments |= {"weight": weight.reshape(-1), "bias": shift.reshape(-1)}
     arguments["num_groups"] *= samples
-    y = ops.group_norm_silu(x.view(1, samples * channels, *size), **arguments, **way.options, provider=provider)
-    return y.view(x.shape)
+    flat = x if samples == 1 else x.contiguous().view(1, samples * channels, *size)
+    return ops.group_norm_silu(flat, **arguments, **way.options, provider=provider).view(x.shape)
 
 
 def _channel_rms_norm_silu(

@@ -228,7 +228,7 @@ def _draws(leaves: tuple[Any, ...], exact: bool) -> int:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     if exact:
         return min(_MOST_DRAWS, -(-_EXACT_ELEMENTS // max(*[leaf.numel() for leaf in tensors], 1)))
-    rows = max([leaf.numel() // max(leaf.shape[-1], 1) for leaf in tensors])
+    rows = max([leaf.numel() // max(leaf.shape[-1], 1) for leaf in tensors], default=1)
     return min(16, -(-ROWS // max(rows, 1)))
 
 
@@ -319,7 +319,8 @@ def _options_of_op(site: FusedSite, found: dict[str, object]) -> dict[str, Any] 
         name = options.pop("linear_activation")
         return {"approximate": "tanh" if name == "gelu_tanh" else "none"} if name in ("gelu", "gelu_tanh") else None
     if op in ("group_norm_silu", "channel_rms_norm_silu"):
-        return {} if options["norm_activation"] == "silu" else None
+        activation = options.get("norm_activation")
+        return {"activation": activation} if activation in ("silu", None) else None
     if options.get("gate_activation") not in (None, "tanh", "sigmoid"):
         return None
     return options
@@ -334,7 +335,7 @@ def _dtype_options(
     if op in ("linear_gelu", "group_norm_silu"):
         return options
     if op == "channel_rms_norm_silu":
-        return {"round_dtype": dtypes[0] if rounding == "each" else None}
+        return {**options, "round_dtype": dtypes[0] if rounding == "each" else None}
     options = {**options, "rounding": rounding, "out_dtype": dtypes[-1]}
     if op == "gate_residual_norm_modulate":
         options["residual_dtype"] = dtypes[0] if len(dtypes) > 1 else None

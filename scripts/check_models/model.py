@@ -53,16 +53,19 @@ class Denoiser:
         cls: Its class in diffusers.
         config: The arguments of the constructor.
         inputs: Draws the arguments of a call, at a size of 8 or 12.
+        prepare: What a user does with such a model before the first call.
     """
 
     cls: str
     config: dict[str, Any]
     inputs: Inputs
+    prepare: Callable[[Any], object] = id
 
     def build(self) -> nn.Module:
         """The model in float32 on the CPU, with weights behind which no wrong kernel could hide."""
         torch.manual_seed(0)
         model: nn.Module = getattr(diffusers, self.cls)(**self.config)
+        self.prepare(model)
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.75 * module.in_features**-0.5)

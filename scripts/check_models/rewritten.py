@@ -35,9 +35,14 @@ class RoundDraw(Draw):
 
 def batch_of_two(denoiser: Denoiser, dtype: torch.dtype) -> dict[str, Any]:
     """The arguments of a call for two different samples."""
-    draw = RoundDraw(torch.Generator().manual_seed(1), torch.device("cpu"), dtype)
+    draw = drawing(dtype)
     both: dict[str, Any] = _stacked(denoiser.inputs(draw, 8), denoiser.inputs(draw, 8))
     return both
+
+
+def drawing(dtype: torch.dtype) -> RoundDraw:
+    """Draws inputs on the CPU, the same every time."""
+    return RoundDraw(torch.Generator().manual_seed(1), torch.device("cpu"), dtype)
 
 
 def _stacked(one: Any, other: Any) -> Any:
@@ -117,9 +122,13 @@ class RewrittenModel:
 
     def fused_calls(self) -> Counter[str]:
         """How often an op ran, by rule."""
+        return self.calls_by_rule("fused_calls")
+
+    def calls_by_rule(self, counter: str) -> Counter[str]:
+        """A counter of the sites, such as ``"original_calls"``, by rule."""
         calls: Counter[str] = Counter()
         for site in self._all_sites():
-            calls[site.plan.rule.name] += site.fused_calls
+            calls[site.plan.rule.name] += getattr(site, counter)
         return +calls
 
     def original_calls(self) -> int:
