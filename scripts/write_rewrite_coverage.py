@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Definition, Flow
 from diffkern.rewrite.match import (
+    ANY_ACTIVATION,
     Activated,
     Either,
     Kept,
@@ -53,16 +54,24 @@ _POST_NORM = Sum(Leaf("residual"), Norm(Leaf("x"), "post_norm"))
 _RESIDUAL = Either((_GATED, Sum(Leaf("residual"), Leaf("x"))))
 _SCALED = Either((Product(Leaf("x"), OnePlus("scale")), Product(Norm(Leaf("x")), Leaf("scale"))))
 
+
+
+def _modulated_norm() -> Shape:
+    product = Product(Norm(Leaf("x")), OnePlus("scale"))
+    return Either((Sum(product, Leaf("shift")), product))
+
+
 #: What is counted: name -> shape of the node that stands for the candidate.
 KINDS: dict[str, Shape] = {
     "norm + modulate": _SCALED,
     "residual -> norm + modulate": Product(Norm(Kept(_RESIDUAL)), Leaf("scale")),
     "gated and post-norm residual": Either((_GATED, _POST_NORM)),
     "gated linear unit": Product(Activated("gate", _GLU), Leaf("value")),
+    "norm, SiLU": Activated("norm", frozenset({"silu"}), Either((_modulated_norm(), Norm(Leaf("x"))))),
 }
 _ROOT = Path(__file__).resolve().parents[1]
 _RELEASES = _ROOT / "benchmarks" / "diffusers_releases.json"
-#: Packages whose modulations are not those of a transformer: spatial norms, resnets.
+#: Packages whose other modulations are not those of a transformer: spatial norms, resnets.
 _CONVOLUTIONAL = (".autoencoders.", ".unets.", ".resnet", ".upsampling", ".downsampling", ".adapter", ".vq_model")
 
 
@@ -157,9 +166,11 @@ def candidates_in(
     flow = _LooseFlow(tree)
     scope = Scope(flow, Facts(arguments[0].arg if arguments else "self", owner))
     for node in flow.nodes:
-        if not isinstance(node, ast.BinOp) or node not in flow.statement:
+        if not isinstance(node, (ast.BinOp, ast.Call)) or node not in flow.statement:
             continue
         for kind, shape in KINDS.items():
+            if isinstance(node, ast.Call) != (kind == "norm, SiLU"):
+                continue
             match = next(iter(shape.match(scope, node, Match())), None)
             if match is None or _is_something_else(flow, kind, match, node):
                 continue
@@ -169,11 +180,13 @@ def candidates_in(
             )
 
 
-def _is_something_else(flow: Flow, kind: str, match: Match, node: ast.BinOp) -> bool:
+def _is_something_else(flow: Flow, kind: str, match: Match, node: ast.expr) -> bool:
     """Whether a shape that fits is a rotation, an interpolation, a sum of numbers: what no reader calls glue."""
     operands = [operand.node for operand in match.operands.values()]
     if any(is_number(flow, operand) for operand in operands) or _has_number(match):
         return True
+    if kind == "norm, SiLU":  # by the name of a module, any activation might be meant
+        return match.options["norm_activation"] not in ("silu", ANY_ACTIVATION)
     if kind == "residual -> norm + modulate":
         return "norm" not in match.modules
     if kind == "gated and post-norm residual":
@@ -222,8 +235,8 @@ def functions(module: ModuleType) -> Iterator[tuple[type | None, FunctionType]]:
 
 
 def is_transformer_side(candidate: Candidate) -> bool:
-    """Whether a candidate stands in a file of transformers, not of convolutional models."""
-    return not any(part in f"{candidate.module}." for part in _CONVOLUTIONAL)
+    """Whether a candidate is convolutional by its kind, or stands in a file of transformers."""
+    return candidate.kind == "norm, SiLU" or not any(part in f"{candidate.module}." for part in _CONVOLUTIONAL)
 
 
 def table(candidates: list[Candidate]) -> str:
@@ -250,6 +263,7 @@ def table(candidates: list[Candidate]) -> str:
 
 def model_table() -> str:
     """The sites of every tiny denoiser by rule, and below it what stays as it is."""
+    from scripts.check_models.convolutional import AUTOENCODERS, NOT_FUSED, UNETS
     from scripts.check_models.denoisers import DENOISERS
     from scripts.check_models.rewritten import CALLED_OTHERWISE, RewrittenModel
 
@@ -263,6 +277,14 @@ def model_table() -> str:
             rule, more, why = CALLED_OTHERWISE[name]
             text += f" ({more:+d} {rule}: {why})"
         lines.append(f"| {name} | `{denoiser.cls}` | {text} |")
+        left.update({(*place, why): None for place, why in rewritten.left.items()})
+    lines += ["", "| convolutional model | class | sites |", "|---|---|---|"]
+    for name, tiny in (AUTOENCODERS | UNETS).items():
+        rewritten = RewrittenModel.of(tiny.build())
+        stays = NOT_FUSED.get(name, {})
+        counts = [f"{rule}: {rewritten.sites[rule]}" for rule in sorted(rewritten.sites)]
+        counts += [f"of which stays {rule}: {why}" for rule, why in stays.items()]
+        lines.append(f"| {name} | `{tiny.cls}` | {'; '.join(counts) or 'none'} |")
         left.update({(*place, why): None for place, why in rewritten.left.items()})
     lines += ["", "| class | left | reason |", "|---|---|---|"]
     for owner, expression, why in sorted(left):
@@ -310,8 +332,8 @@ def main() -> None:
 
 _HEAD = """# Models: what the rewriter fuses
 
-Written by `scripts/write_rewrite_coverage.py` from the source of diffusers {version}; transformers and what they share,
-without convolutional models. A candidate is an expression that looks like glue; the last table lists every one that
+Written by `scripts/write_rewrite_coverage.py` from the source of diffusers {version}: transformers and what they share, and
+of convolutional models the norms with an activation behind them. A candidate is an expression that looks like glue; the last table lists every one that
 stays as it is, with the reason.
 
 """
@@ -320,8 +342,9 @@ _BY_MODEL = """
 ## By model
 
 The fused calls of one forward of each tiny denoiser in `scripts/check_models`, by rule: one for each site of each of
-its modules, with exceptions as stated. A test runs them all. The second table lists what has the shape of a rule there
-and stays as it is.
+its modules, with exceptions as stated. The second table has the sites of autoencoders, UNets and ControlNets, some of
+which run once for each chunk of frames. Tests run them all. The last table lists what has the shape of a rule there and
+stays as it is.
 
 """
 _BY_RELEASE = """

@@ -227,7 +227,7 @@ def _draws(leaves: tuple[Any, ...], exact: bool) -> int:
     """How often to draw: in few rows the ratio, and equality above all, is a matter of luck."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     if exact:
-        return min(_MOST_DRAWS, -(-_EXACT_ELEMENTS // max(*[leaf.numel() for leaf in tensors], 1)))
+        return min(_MOST_DRAWS, -(-_EXACT_ELEMENTS // max([1, *[leaf.numel() for leaf in tensors]])))
     rows = max([leaf.numel() // max(leaf.shape[-1], 1) for leaf in tensors], default=1)
     return min(16, -(-ROWS // max(rows, 1)))
 

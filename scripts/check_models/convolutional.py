@@ -57,6 +57,8 @@ def _small_tiles(model: Any) -> None:
 #: Models that take no two samples at once as these inputs are.
 ONE_SAMPLE = frozenset({"allegro", "hunyuan_video15", "unet_motion", "controlnet_sparse"})
 
+#: Models that have no bfloat16 on a CPU, stock either: pooling in three dimensions, embeddings in float32.
+FLOAT32_ONLY = frozenset({"cosmos", "stable_cascade"})
 #: Rules whose sites stay as they are written there, by model, with the reason.
 NOT_FUSED = {
     "vq": {"gated residual": "the loss of the codebook is a number times a tensor of no dimension"},
@@ -110,12 +112,6 @@ AUTOENCODERS: dict[str, Denoiser] = {
         "AutoencoderKLHunyuanImage",
         {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (32, 64),
          "layers_per_block": 1, "spatial_compression_ratio": 2, "sample_size": 16},
-        _image(),
-    ),
-    "tiny": Denoiser(
-        "AutoencoderTiny",
-        {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8), "num_encoder_blocks": (1, 1),
-         "num_decoder_blocks": (1, 1)},
         _image(),
     ),
     "wan": Denoiser("AutoencoderKLWan", _WAN, _video()),

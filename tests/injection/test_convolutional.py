@@ -1,0 +1,178 @@
+"""Convolutional models as a user injects them: tiles, slices, caches, hooks, compilation, restoring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor, nn
+
+from diffkern import inject_optimized_kernels
+from diffkern.verify.measures import relative_error
+from scripts.check_models.convolutional import AUTOENCODERS, UNETS
+from scripts.check_models.rewritten import batch_of_two, run
+
+EVERYWHERE = {"*": "eager"}
+
+
+def _resnet(**options: Any) -> ResnetBlock2D:
+    torch.manual_seed(0)
+    return ResnetBlock2D(in_channels=16, temb_channels=8, groups=4, **options).requires_grad_(False).eval()
+
+
+def _drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "name", ["kl", "wan", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("hunyuan_video", "cogvideox")]]
+)
+def test_tiles_and_slices_of_an_injected_autoencoder_are_those_of_stock(name: str) -> None:
+    tiny = AUTOENCODERS[name]
+    model: Any = tiny.build()
+    sample = _drawn(2, 3, 24, 24) if name == "kl" else _drawn(2, 3, 5, 24, 16)
+    model.enable_slicing()
+    model.enable_tiling()
+    for side in ("height", "width"):
+        for size in (f"tile_sample_min_{side}", "tile_sample_min_size"):
+            if hasattr(model, size):
+                setattr(model, size, 16)
+        if hasattr(model, f"tile_sample_stride_{side}"):
+            setattr(model, f"tile_sample_stride_{side}", 8)
+    if hasattr(model, "tile_latent_min_size"):
+        model.tile_latent_min_size = 8
+    stock = run(model, {"sample": sample})
+    report = inject_optimized_kernels(model, config=EVERYWHERE)
+    fused = run(model, {"sample": sample})
+    calls = report.calls()
+    assert sum(counts["fused"] for counts in calls.values()) > 2 * len(calls)
+    assert not sum(counts["stock"] for counts in calls.values())
+    assert relative_error(fused, stock) < 1e-5
+    report.restore()
+    assert torch.equal(run(model, {"sample": sample}), stock)
+
+
+def test_restoring_a_unet_leaves_weights_and_results_bit_for_bit_as_they_were() -> None:
+    tiny = UNETS["unet2d_condition"]
+    model, arguments = tiny.build(), batch_of_two(tiny, torch.float32)
+    stock = run(model, arguments)
+    before = {name: (value.clone(), value.stride(), value.data_ptr()) for name, value in model.state_dict().items()}
+    report = inject_optimized_kernels(model, config=EVERYWHERE)
+    assert relative_error(run(model, arguments), stock) < 1e-5
+    report.restore()
+    assert torch.equal(run(model, arguments), stock)
+    for name, value in model.state_dict().items():
+        kept, stride, address = before[name]
+        assert torch.equal(value, kept) and (value.stride(), value.data_ptr()) == (stride, address)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shift", ["default", "scale_shift"])
+def test_a_resnet_block_is_as_close_to_float64_as_stock(shift: str, channels_last: bool) -> None:
+    block = _resnet(time_embedding_norm=shift)
+    exact = _resnet(time_embedding_norm=shift)
+    for module in (block, exact):
+        torch.manual_seed(2)
+        for parameter in module.parameters():
+            parameter.copy_(parameter + 0.3 * torch.randn_like(parameter))
+    x, temb = _drawn(3, 16, 12, 10) + 2, _drawn(3, 8)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    reference = exact.double()(x.double(), temb.double())
+    stock = block(x, temb)
+    report = inject_optimized_kernels(block, config=EVERYWHERE)
+    fused = block(x, temb)
+    (calls,) = report.calls().values()
+    assert (calls["fused"], calls["stock"]) == (2, 0)
+    assert relative_error(fused, reference) <= 1.05 * relative_error(stock, reference) + 1e-6
+
+
+def test_each_frame_has_its_own_statistics_where_the_stock_norm_folds_time_into_the_batch() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = MochiChunkedGroupNorm3D(16, num_groups=4, chunk_size=2)
+            self.act = nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            return self.act(x)
+
+    block = Block().requires_grad_(False)
+    x = _drawn(2, 16, 3, 6, 6) * torch.arange(1.0, 4.0).view(3, 1, 1)
+    stock = block(x)
+    report = inject_optimized_kernels(block, config=EVERYWHERE)
+    assert relative_error(block(x), stock) < 1e-6
+    (calls,) = report.calls().values()
+    assert (calls["fused"], calls["stock"]) == (1, 0)
+    seen: list[Tensor] = []
+    block.norm.norm_layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    assert torch.equal(block(x), stock)
+    assert len(seen) == 3  # six frames in chunks of two
+    (calls,) = report.calls().values()
+    assert (calls["fused"], calls["stock"]) == (1, 1)
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "class"])
+def test_a_norm_that_someone_changed_runs_as_it_is_and_is_counted(change: str) -> None:
+    class Doubled(nn.GroupNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    blocks = [_resnet(), _resnet()]
+    x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
+    report = inject_optimized_kernels(blocks[1], config=EVERYWHERE)
+    for block in blocks:
+        if change == "hook":
+            block.norm1.register_forward_hook(lambda module, args, output: 2 * output)
+        elif change == "forward":
+            block.norm1.forward = lambda y, own=block.norm1: 2 * nn.GroupNorm.forward(own, y)
+        else:
+            block.norm1.__class__ = Doubled
+    stock, fused = (block(x, temb) for block in blocks)
+    torch.testing.assert_close(fused, stock, rtol=1e-5, atol=1e-5)
+    (calls,) = report.calls().values()
+    assert (calls["fused"], calls["stock"]) == (1, 1)
+
+
+def test_a_spatial_norm_runs_as_it_is_and_the_group_norm_in_the_other_branch_is_fused() -> None:
+    tiny = AUTOENCODERS["vq_spatial"]
+    model = tiny.build()
+    report = inject_optimized_kernels(model, config=EVERYWHERE)
+    arguments = batch_of_two(tiny, torch.float32)
+    stock = run(tiny.build(), arguments)
+    assert relative_error(run(model, arguments), stock) < 1e-5
+    fused = {path for path, counts in report.calls().items() if counts["fused"]}
+    assert any(path.startswith("encoder") for path in fused)
+
+
+def test_a_block_with_group_norms_is_one_graph_of_the_compiler() -> None:
+    block = _resnet(time_embedding_norm="scale_shift")
+    x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
+    stock = block(x, temb)
+    inject_optimized_kernels(block, config=EVERYWHERE)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(block, backend=keep, fullgraph=True)
+    torch.testing.assert_close(compiled(x, temb), stock, rtol=1e-5, atol=1e-5)
+    (graph,) = graphs
+    assert sum("group_norm_silu" in str(node.target) for node in graph.graph.nodes) == 2
+
+
+def test_gradients_of_an_injected_resnet_are_those_of_stock() -> None:
+    blocks = [_resnet().requires_grad_(), _resnet().requires_grad_()]
+    report = inject_optimized_kernels(blocks[1], config=EVERYWHERE)
+    x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
+    for block in blocks:
+        block(x, temb).square().sum().backward()
+    for stock, fused in zip(blocks[0].parameters(), blocks[1].parameters(), strict=True):
+        assert relative_error(fused.grad, stock.grad) < 1e-5
+    (calls,) = report.calls().values()
+    assert (calls["fused"], calls["stock"]) == (2, 0)
