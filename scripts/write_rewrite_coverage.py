@@ -55,7 +55,6 @@ _RESIDUAL = Either((_GATED, Sum(Leaf("residual"), Leaf("x"))))
 _SCALED = Either((Product(Leaf("x"), OnePlus("scale")), Product(Norm(Leaf("x")), Leaf("scale"))))
 
 
-
 def _modulated_norm() -> Shape:
     product = Product(Norm(Leaf("x")), OnePlus("scale"))
     return Either((Sum(product, Leaf("shift")), product))
@@ -263,7 +262,7 @@ def table(candidates: list[Candidate]) -> str:
 
 def model_table() -> str:
     """The sites of every tiny denoiser by rule, and below it what stays as it is."""
-    from scripts.check_models.convolutional import AUTOENCODERS, NOT_FUSED, UNETS
+    from scripts.check_models.convolutional import AUTOENCODERS, LEFT, NOT_FUSED, UNETS
     from scripts.check_models.denoisers import DENOISERS
     from scripts.check_models.rewritten import CALLED_OTHERWISE, RewrittenModel
 
@@ -278,13 +277,13 @@ def model_table() -> str:
             text += f" ({more:+d} {rule}: {why})"
         lines.append(f"| {name} | `{denoiser.cls}` | {text} |")
         left.update({(*place, why): None for place, why in rewritten.left.items()})
-    lines += ["", "| convolutional model | class | sites |", "|---|---|---|"]
+    lines += ["", "| convolutional model | class | sites | what stays |", "|---|---|---|---|"]
     for name, tiny in (AUTOENCODERS | UNETS).items():
         rewritten = RewrittenModel.of(tiny.build())
-        stays = NOT_FUSED.get(name, {})
-        counts = [f"{rule}: {rewritten.sites[rule]}" for rule in sorted(rewritten.sites)]
-        counts += [f"of which stays {rule}: {why}" for rule, why in stays.items()]
-        lines.append(f"| {name} | `{tiny.cls}` | {'; '.join(counts) or 'none'} |")
+        counts = "; ".join(f"{rule}: {rewritten.sites[rule]}" for rule in sorted(rewritten.sites))
+        stays = [f"{rule}: {why}" for rule, why in NOT_FUSED.get(name, {}).items()]
+        stays += [LEFT[tiny.cls]] if tiny.cls in LEFT else []
+        lines.append(f"| {name} | `{tiny.cls}` | {counts or 'none'} | {'; '.join(stays)} |")
         left.update({(*place, why): None for place, why in rewritten.left.items()})
     lines += ["", "| class | left | reason |", "|---|---|---|"]
     for owner, expression, why in sorted(left):
@@ -332,9 +331,9 @@ def main() -> None:
 
 _HEAD = """# Models: what the rewriter fuses
 
-Written by `scripts/write_rewrite_coverage.py` from the source of diffusers {version}: transformers and what they share, and
-of convolutional models the norms with an activation behind them. A candidate is an expression that looks like glue; the last table lists every one that
-stays as it is, with the reason.
+Written by `scripts/write_rewrite_coverage.py` from the source of diffusers {version}: transformers and what they share,
+and of convolutional models the norms with SiLU behind them. A candidate is an expression that looks like glue; the last
+table lists every one that stays as it is, with the reason.
 
 """
 

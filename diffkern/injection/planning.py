@@ -145,6 +145,10 @@ def plan_modules(
             )
         )
     candidates = _drop_covered(_apply_exclusions(candidates, report), report)
+    # A module that has no op of its own is not left alone where the forward around it computes it.
+    report.skipped = [
+        site for site in report.skipped if site.op or not any(_computes(one, site.path) for one in candidates)
+    ]
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
     config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS), layers)
     if report.numerics == "fp8" and candidates and not any(candidate.fusion.allowance for candidate in candidates):
@@ -270,7 +274,7 @@ def _computes(candidate: Candidate, path: str) -> bool:
     if isinstance(candidate.fusion, InnerFusion):
         return path in [prefix + name for name in candidate.fusion.recipe.children]
     if isinstance(candidate.fusion, RewriteFusion):
-        return path in [prefix + name for name in candidate.fusion.absorbed()]
+        return any(f"{path}.".startswith(f"{prefix}{name}.") for name in candidate.fusion.absorbed())
     return isinstance(candidate.fusion, BlockFusion) and path.startswith(prefix)
 
 

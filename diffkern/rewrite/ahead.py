@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffkern.rewrite.facts import ROWS as OVER_ROWS
-from diffkern.rewrite.facts import child_of, norm_of
+from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
 from diffkern.rewrite.reference import clone_for_verification
 from diffkern.rewrite.site import FusedSite
 from diffkern.verify.contract import ROWS
@@ -37,7 +36,7 @@ def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype:
 def _shapes(site: FusedSite, module: nn.Module) -> Iterator[tuple[Shape, tuple[Shape, ...]]]:
     """The shapes that ``x`` may have, each with those that scale, shift and gate may have beside it."""
     size = _size(site, module)
-    if site.over == OVER_ROWS:
+    if site.over == LAST_DIM:
         yield (2, ROWS, size), ((2, 1, size), (2, size), (size,))
         return
     for positions in ((ROWS,), (8, 8), (2, 8, 8)):  # sound, images, videos
@@ -86,7 +85,7 @@ def _size(site: FusedSite, module: nn.Module) -> int:
     if norm is not None and found is not None:
         over, semantics = found
         parameter = next(norm.parameters(), None)
-        if over == OVER_ROWS:
+        if over == LAST_DIM:
             return sample_shape(semantics, norm, 1)[-1]
         return int(getattr(norm, "num_channels", _SIZE if parameter is None else parameter.shape[0]))
     linear = child_of(module, site.plan.modules["linear"]) if "linear" in site.plan.modules else None

@@ -30,7 +30,7 @@ UNKNOWN, PRESENT = _Unknown(), _Present()
 
 #: Over what a norm takes its statistics: the last dimension; the channels of each position; groups of channels and all
 #: positions. By its name alone a norm may be any of them.
-ROWS, CHANNELS, GROUPS, ANY_NORM = "rows", "channels", "groups", "any"
+LAST_DIM, CHANNELS, GROUPS, ANY_NORM = "last dim", "channels", "groups", "any"
 
 #: Attributes that change between calls.
 _CHANGING = frozenset({"training", "gradient_checkpointing"})
@@ -228,7 +228,7 @@ def norm_of(module: nn.Module) -> tuple[str, NormSemantics] | None:
         return (CHANNELS, semantics) if semantics.op == "rms_norm" else None
     if semantics.clamp_eps:
         return None
-    return (ROWS, semantics) if dim == -1 or dim is False or (isinstance(dim, tuple) and len(dim) == 1) else None
+    return (LAST_DIM, semantics) if dim == -1 or dim is False or (isinstance(dim, tuple) and len(dim) == 1) else None
 
 
 def group_norm_path(module: nn.Module) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from diffkern.rewrite.effects import CASTS, METADATA, VIEWS
-from diffkern.rewrite.facts import ANY_NORM, ROWS, Facts
+from diffkern.rewrite.facts import ANY_NORM, LAST_DIM, Facts
 from diffkern.rewrite.flow import Definition, Flow
 
 #: Activations that ops know, as functions and methods of torch spell them.
@@ -191,7 +191,7 @@ class Norm:
 
     argument: Shape
     name: str = "norm"
-    over: str = ROWS
+    over: str = LAST_DIM
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""

@@ -15,7 +15,7 @@ from diffkern.matching import NormSemantics
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager import compute_dtype
-from diffkern.rewrite.facts import GROUPS, ROWS, child_of, frames_of, group_norm_path, norm_of
+from diffkern.rewrite.facts import GROUPS, LAST_DIM, child_of, frames_of, group_norm_path, norm_of
 from diffkern.rewrite.plan import SitePlan
 from diffkern.verify.measures import Measurement
 
@@ -82,8 +82,9 @@ class FusedSite:
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
         found = None if norm is None else norm_of(norm)
-        #: What the norm normalises over; rows where there is none.
-        self.over, self._semantics = (ROWS, None) if found is None else found
+        #: What the norm normalises over; the last dimension where there is none.
+        self.over: str = LAST_DIM if found is None else found[0]
+        self._semantics: NormSemantics | None = None if found is None else found[1]
         self._holder = None if norm is None else (*self._norm_path, *group_norm_path(norm))  # type: ignore[misc]
         self._parameters: tuple[tuple[str, str], ...] = ()
         if self._semantics is not None:
@@ -137,7 +138,7 @@ class FusedSite:
     def signature(self, module: nn.Module, leaves: tuple[Any, ...]) -> Signature:
         """What decides how the site computes for such leaves, and with the weight that the norm has now."""
         signature = signature_of(leaves)
-        if self.over != ROWS:  # parameters may be laid out for one number of dimensions
+        if self.over != LAST_DIM:  # parameters may be laid out for one number of dimensions
             signature += tuple([leaf.ndim for leaf in leaves if isinstance(leaf, Tensor)])
         if self._semantics is None or self._semantics.weight is None:
             return signature
@@ -184,7 +185,7 @@ class FusedSite:
         if self.over == GROUPS:
             arguments["num_groups"] = norm.num_groups
             arguments["frames"] = frames_of(child_of(module, self._norm_path))  # type: ignore[arg-type]
-        elif self.over == ROWS:
+        elif self.over == LAST_DIM:
             arguments["norm"] = "rms" if semantics.op == "rms_norm" else "layer"
         else:
             arguments["eps_mode"] = "clamp" if semantics.clamp_eps else "add"

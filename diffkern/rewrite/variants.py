@@ -122,9 +122,9 @@ def activate_in_branches(tree: ast.FunctionDef, facts: Facts) -> None:
         for name in ("body", "orelse", "finalbody"):
             block: Any = getattr(node, name, None)
             for index, branches in enumerate(block if isinstance(block, list) else ()):
-                if isinstance(branches, ast.If) and index + 1 < len(block):
-                    if _reads_norm(block[index + 1], branches, facts):
-                        _append(branches, block.pop(index + 1))
+                after = block[index + 1] if index + 1 < len(block) else None
+                if isinstance(branches, ast.If) and after is not None and _reads_norm(after, branches, facts):
+                    _append(branches, block.pop(index + 1))
 
 
 def _reads_norm(statement: ast.stmt, branches: ast.If, facts: Facts) -> bool:
@@ -138,10 +138,10 @@ def _reads_norm(statement: ast.stmt, branches: ast.If, facts: Facts) -> bool:
             return True
         if not isinstance(last, ast.Assign) or not isinstance(last.value, ast.Call):
             continue
-        norm = last.value.func
-        own = isinstance(norm, ast.Attribute) and isinstance(norm.value, ast.Name) and norm.value.id == facts.receiver
-        targets = [target.id for target in last.targets if isinstance(target, ast.Name)]
-        if own and targets == [call.args[0].id] and facts.norm((norm.attr,)):  # type: ignore[union-attr]
+        norm, targets = last.value.func, [target.id for target in last.targets if isinstance(target, ast.Name)]
+        if not isinstance(norm, ast.Attribute) or targets != [call.args[0].id]:
+            continue
+        if isinstance(norm.value, ast.Name) and norm.value.id == facts.receiver and facts.norm((norm.attr,)):
             return True
     return False
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from diffkern.providers import NoProviderError, select
 from diffkern.providers.eager.activation import FUNCTIONS
-from diffkern.rewrite.facts import ROWS, child_of
+from diffkern.rewrite.facts import LAST_DIM, child_of
 from diffkern.rewrite.match import ANY_ACTIVATION
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
 from diffkern.rewrite.site import FusedSite, Way, memory_order
@@ -157,7 +157,7 @@ class SiteVerifier:
         return reason
 
     def _ways(self, site: FusedSite, dtypes: list[torch.dtype], options: dict[str, Any]) -> Iterator[Way]:
-        norm = site.plan.modules.get("norm") if site.over == ROWS else None
+        norm = site.plan.modules.get("norm") if site.over == LAST_DIM else None
         roundings = ("each", "once") if self.numerics == "exact" else ("once", "each")
         for rounding in roundings:
             way = Way(_dtype_options(site, options, dtypes, rounding))
@@ -234,7 +234,7 @@ def _draws(leaves: tuple[Any, ...], exact: bool) -> int:
 
 def _kept_dim(site: FusedSite) -> int:
     """The dimension that modules say the size of."""
-    return -1 if site.over == ROWS else 1
+    return -1 if site.over == LAST_DIM else 1
 
 
 def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False, dim: int = -1) -> tuple[Any, ...]:

@@ -66,6 +66,20 @@ NOT_FUSED = {
     "kvae_video": {"gated residual": "its convolutions return more than a tensor"},
 }
 
+#: Why norms of a model stay as they are though an activation follows them, or though there is an op for them.
+LEFT = {
+    "AutoencoderDC": "its RMS norms are called on a view that has the channels last, with no SiLU behind them",
+    "AutoencoderKLMagvit": "spatial_group_norm folds time into the batch between the norm and its activation",
+    "AutoencoderKLKVAE": "the norms of its decoder take the latents, too",
+    "AutoencoderKLKVAEVideo": "its norms take a cache, and those of its decoder the latents, too",
+    "AutoencoderKLCogVideoX": "the norms of its decoder take the latents and a cache, too",
+    "AutoencoderVidTok": "its norms are layer norms over the channels, for which there is no op",
+    "AutoencoderOobleck": "it has no norm",
+    "StableCascadeUNet": "its norms have no activation behind them",
+    "UNet1DModel": "its norms are followed by GELU",
+    "VQModel": "norm_type='spatial' takes the latents, too",
+}
+
 AUTOENCODERS: dict[str, Denoiser] = {
     "kl": Denoiser("AutoencoderKL", _KL, _image()),
     "kl_asymmetric": Denoiser(
@@ -117,11 +131,16 @@ AUTOENCODERS: dict[str, Denoiser] = {
     "wan": Denoiser("AutoencoderKLWan", _WAN, _video()),
     "wan_22": Denoiser(
         "AutoencoderKLWan",
-        {**_WAN, "is_residual": True, "dim_mult": [1, 1], "decoder_base_dim": 8, "patch_size": 2, "in_channels": 12, "out_channels": 12},
+        {**_WAN, "is_residual": True, "dim_mult": [1, 1], "decoder_base_dim": 8, "patch_size": 2, "in_channels": 12,
+         "out_channels": 12},
         _video(),
     ),
     "qwenimage": Denoiser("AutoencoderKLQwenImage", _WAN, _video(1)),
-    "qwenimage21": Denoiser("AutoencoderKLQwenImage21", {**_WAN, "dim_mult": [1, 1], "decoder_base_dim": 8, "in_channels": 3, "out_channels": 3}, _video(1)),
+    "qwenimage21": Denoiser(
+        "AutoencoderKLQwenImage21",
+        {**_WAN, "dim_mult": [1, 1], "decoder_base_dim": 8, "in_channels": 3, "out_channels": 3},
+        _video(1),
+    ),
     "hunyuan_video": Denoiser(
         "AutoencoderKLHunyuanVideo",
         {"latent_channels": 4, "down_block_types": ("HunyuanVideoDownBlock3D",) * 3, "norm_num_groups": 4,
@@ -203,7 +222,7 @@ AUTOENCODERS: dict[str, Denoiser] = {
          "decoder_input_channels": 4},
         lambda draw, n: {"sample": draw(1, 2, 32)},
     ),
-}
+}  # fmt: skip
 
 UNETS: dict[str, Denoiser] = {
     "unet2d_condition": Denoiser("UNet2DConditionModel", {**_UNET, **_CROSS}, _noisy(4, 8, 8)),
@@ -277,8 +296,8 @@ UNETS: dict[str, Denoiser] = {
     ),
     "unet1d": Denoiser(
         "UNet1DModel",
-        {"sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 32), "extra_in_channels": 64,
-         "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"), "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip"),
+        {"sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 32),
+         "extra_in_channels": 64, "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"), "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip"),
          "mid_block_type": "UNetMidBlock1D"},
         lambda draw, n: {"sample": draw(1, 4, 16), "timestep": draw.time()},
     ),
@@ -305,4 +324,4 @@ UNETS: dict[str, Denoiser] = {
         },
     ),
     "dreamlite": Denoiser("DreamLiteUNetModel", {**_UNET, **_CROSS}, _noisy(4, 8, 8)),
-}
+}  # fmt: skip

@@ -28,7 +28,8 @@ def _drawn(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["kl", "wan", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("hunyuan_video", "cogvideox")]]
+    "name",
+    ["kl", "wan", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("hunyuan_video", "cogvideox")]],
 )
 def test_tiles_and_slices_of_an_injected_autoencoder_are_those_of_stock(name: str) -> None:
     tiny = AUTOENCODERS[name]
@@ -176,3 +177,19 @@ def test_gradients_of_an_injected_resnet_are_those_of_stock() -> None:
         assert relative_error(fused.grad, stock.grad) < 1e-5
     (calls,) = report.calls().values()
     assert (calls["fused"], calls["stock"]) == (2, 0)
+
+
+def test_the_last_norm_of_a_decoder_is_fused_with_its_activation_behind_the_branches() -> None:
+    model: Any = AUTOENCODERS["kl"].build()
+    report = inject_optimized_kernels(model, config=EVERYWHERE)
+    text = report.source("decoder")
+    assert "self.conv_norm_out(sample, latent_embeds)" in text and "self.conv_norm_out(sample)" not in text
+    model.decode(_drawn(1, 4, 8, 8))
+    assert (report.calls()["decoder"]["fused"], report.calls()["decoder"]["stock"]) == (1, 0)
+
+
+def test_a_norm_inside_of_a_rewritten_forward_is_not_reported_as_left_alone() -> None:
+    report = inject_optimized_kernels(AUTOENCODERS["kl"].build(), config=EVERYWHERE)
+    left = {site.path for site in report.skipped}
+    assert "decoder.conv_norm_out" not in left
+    assert "decoder.mid_block.attentions.0.group_norm" in left  # a processor calls it
