@@ -176,6 +176,19 @@ class InjectionReport:
         paths = [site.path for site in self._accepted if site.how == "source"]
         raise ValueError(f"no forward was rewritten at {path!r}; there are {', '.join(map(repr, paths)) or 'none'}")
 
+    def explain(self, path: str) -> str:
+        """Returns what happened to one module, and why, in a sentence.
+
+        Args:
+            path: Where it sits, such as ``"transformer.transformer_blocks.0.norm1"``.
+
+        Raises:
+            ValueError: diffkern looked at nothing there; the message names the closest paths.
+        """
+        from diffkern.injection.table import explain
+
+        return explain(self, path)
+
     def calls(self) -> dict[str, dict[str, Any]]:
         """Counts the calls so far, by path.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import math
 import re
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from diffkern.injection.report import InjectionReport, Site
 
 #: Columns of a text that goes to a file or a notebook, and the most on a terminal.
-_WIDTH, _WIDEST = 100, 120
+_WIDTH, _WIDEST = 80, 120
 #: Reasons for stock calls that a group of sites has lines for.
 _REASONS = 2
 
-_HEADINGS = ("state", "modules", "class", "op", "provider", "matched by", "error / stock")
+_HEADINGS = ("state", "count", "class", "provider", "match", "error / stock")
 _GAP = "  "
 
 
@@ -48,18 +49,27 @@ class Drawing:
             ("restored", report.restored),
         )
         groups = [(state, group) for state, sites in states for group in _groups(sites)]
+        shared = _shared_reasons([group for _, group in groups])
+
+        def say(reason: str) -> str:
+            return f"note {shared[reason]}" if reason in shared else reason
+
         if groups:
-            lines = _align([_HEADINGS, *((state, *_cells(group)) for state, group in groups)], options.max_width)
+            rows = [_HEADINGS, *((state, *_cells(group)) for state, group in groups)]
+            lines, below = _align(rows, options.max_width)
             indent = (0, 0, 0, max(len(state) for state, _ in groups) + len(_GAP))
             yield Text(lines[0], style="bold")
-            for line, (_, group) in zip(lines[1:], groups, strict=True):
+            for line, rest, (_, group) in zip(lines[1:], below[1:], groups, strict=True):
                 yield Text(line)
-                yield Padding(Text(f"at {_places(group)}{_ran(group)}"), indent)
+                yield Padding(Text(f"{_op(group)}at {_places(group)}{_ran(group)}"), indent)
+                if rest:
+                    yield Padding(Text(rest), indent)
                 if group[0].reason:
-                    yield Padding(Text(f"why: {group[0].reason}"), indent)
-                stock = sum((site.stock_calls for site in group), Counter[str]())
-                for reason, count in stock.most_common(_REASONS):
-                    yield Padding(Text(f"ran stock {count}x: {reason}"), indent)
+                    yield Padding(Text(f"why: {say(group[0].reason)}"), indent)
+                for reason, count in _stock_calls(group):
+                    yield Padding(Text(f"ran stock {count}x: {say(reason)}"), indent)
+        for reason, number in shared.items():
+            yield Text(f"note {number}: {reason}")
         for note in report.notes:
             yield Text(f"note: {note}")
 
@@ -93,19 +103,40 @@ def _groups(sites: Iterable[Site]) -> list[list[Site]]:
     return list(groups.values())
 
 
+def _stock_calls(group: list[Site]) -> list[tuple[str, int]]:
+    return sum((site.stock_calls for site in group), Counter[str]()).most_common(_REASONS)
+
+
+def _shared_reasons(groups: list[list[Site]]) -> dict[str, int]:
+    """Numbers the reasons that more than one group has, so that each is printed once."""
+    reasons = Counter(
+        reason
+        for group in groups
+        for reason in dict.fromkeys((group[0].reason, *(reason for reason, _ in _stock_calls(group))))
+    )
+    return {reason: number for number, reason in enumerate((r for r, n in reasons.items() if r and n > 1), 1)}
+
+
+def _op(group: list[Site]) -> str:
+    return f"{group[0].op} " if group[0].op else ""
+
+
 def _cells(group: list[Site]) -> tuple[str, ...]:
-    first = group[0]
-    proofs = [proof for site in group for proof in site.measurements if proof.provider == site.provider]
-    worst = max(((proof.fused, proof.stock) for proof in proofs if not math.isnan(proof.fused)), default=None)
+    first, worst = group[0], _worst(group)
     package, _, name = first.class_name.partition(".")
     return (
         str(len(group)),
         f"{package}.{name.rpartition('.')[2]}",
-        first.op or "",
         first.provider or "",
         first.how or "",
         f"{worst[0]:.1e} / {worst[1]:.1e}" if worst else "",
     )
+
+
+def _worst(group: Iterable[Site]) -> tuple[float, float] | None:
+    """The largest error of the fused forwards, and that of stock beside it."""
+    proofs = [proof for site in group for proof in site.measurements if proof.provider == site.provider]
+    return max(((proof.fused, proof.stock) for proof in proofs if not math.isnan(proof.fused)), default=None)
 
 
 def _ran(group: list[Site]) -> str:
@@ -115,18 +146,30 @@ def _ran(group: list[Site]) -> str:
     return f"; calls so far: {', '.join(ran)}" if ran else ""
 
 
-def _align(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Aligns columns, without those that say nothing; classes lose their package where there is no room."""
+def _align(rows: Sequence[Sequence[str]], width: int) -> tuple[list[str], list[str]]:
+    """Aligns the columns that say something, and returns beside each line what has no room in it.
+
+    Classes lose their package first; then the last columns move below their lines.
+    """
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    if sum(max(map(len, column)) + len(_GAP) for column in columns) - len(_GAP) > width:
+    if _width(columns) > width:
         columns = [
             tuple(cell.rpartition(".")[2] for cell in column) if column[0] == "class" else column for column in columns
         ]
+    moved: list[Sequence[str]] = []
+    while _width(columns) > width and len(columns) > 3:
+        moved.insert(0, columns.pop())
     padded = []
     for column in columns:
         size = max(map(len, column))
-        padded.append([cell.rjust(size) if column[0] == "modules" else cell.ljust(size) for cell in column])
-    return [_GAP.join(cells).rstrip() for cells in zip(*padded, strict=True)]
+        padded.append([cell.rjust(size) if column[0] == "count" else cell.ljust(size) for cell in column])
+    lines = [_GAP.join(cells).rstrip() for cells in zip(*padded, strict=True)]
+    below = ["; ".join(f"{c[0]}: {c[row]}" for c in moved if c[row]) for row in range(len(rows))]
+    return lines, below
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) + len(_GAP) for column in columns) - len(_GAP)
 
 
 def _places(group: list[Site]) -> str:
@@ -135,3 +178,44 @@ def _places(group: list[Site]) -> str:
     more = len(places) - 1
     others = f" and {more} more place{'s' if more > 1 else ''}" if more else ""
     return (places[0] or "the module itself") + others
+
+
+def explain(report: InjectionReport, path: str) -> str:
+    """Returns what happened to the module at ``path``, in a sentence for each of its sites."""
+    states = (
+        ("would be patched" if report.dry_run else "is patched", report.active),
+        ("was left alone", report.skipped),
+        ("failed and runs stock", report.failed),
+        ("was restored and runs stock", report.restored),
+    )
+    found = [(state, site) for state, sites in states for site in sites]
+    here = [_sentence(state, site) for state, site in found if site.path == path]
+    if here:
+        return " ".join(here)
+    around = [pair for pair in found if pair[1].path and path.startswith(f"{pair[1].path}.")]
+    if around:
+        longest = max(len(site.path) for _, site in around)
+        inside = " ".join(_sentence(state, site) for state, site in around if len(site.path) == longest)
+        return f"{path} is nothing that diffkern looked at itself. It is inside of this: {inside}"
+    paths = list(dict.fromkeys(site.path for _, site in found))
+    likely = difflib.get_close_matches(path, paths, 3, 0.5) or paths[:3]
+    raise ValueError(f"diffkern looked at nothing at {path!r}; it did at {', '.join(map(repr, likely)) or 'no module'}")
+
+
+def _sentence(state: str, site: Site) -> str:
+    name = site.class_name.rpartition(".")[2]
+    said = f"{site.path or 'The module itself'} ({name}) {state}"
+    if site.op and site.provider:
+        said += f": {site.provider} computes {site.op}"
+    if site.how:
+        said += f" (matched by {site.how})"
+    worst = _worst([site])
+    if worst is not None:
+        said += f", with an error of {worst[0]:.1e} where stock has {worst[1]:.1e}"
+    if site.reason:
+        said += f", because: {site.reason}"
+    elif state == "is patched":
+        said += _ran([site]) or "; it was not called itself so far"
+    for reason, count in _stock_calls([site]):
+        said += f"; {count} calls ran stock: {reason}"
+    return f"{said}."

@@ -65,7 +65,8 @@ def test_a_model_in_which_nothing_can_run_fused_shows_after_a_run() -> None:
     model(torch.randn(3, 16, dtype=torch.float64))
     assert ": nothing ran fused, 2 ran stock (the input is float64; " in headline(report)
     assert "(2 by compiled)" not in headline(report)
-    assert "ran stock 1x: the input is float64" in str(report)
+    assert str(report).count("ran stock 1x: note 1") == 2 and "note 1: the input is float64" in str(report)
+    assert report.explain("1").endswith("1 calls ran stock: " + next(iter(report.calls()["1"]["stock_reasons"])) + ".")
 
 
 def test_a_model_under_autocast_shows_after_a_run() -> None:
