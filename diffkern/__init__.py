@@ -7,18 +7,21 @@ Example:
     >>> report.restore()
 """
 
-from diffkern.hub import KernelConfig
-from diffkern.injection import (
-    InjectionError,
-    InjectionReport,
-    StrictModeError,
-    forget,
-    inject_optimized_kernels,
-    optimized,
-    plan,
-    restore,
-)
-from diffkern.providers import NoProviderError, use_provider
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffkern.hub import KernelConfig
+    from diffkern.injection import (
+        InjectionError,
+        InjectionReport,
+        StrictModeError,
+        forget,
+        inject_optimized_kernels,
+        optimized,
+        plan,
+        restore,
+    )
+    from diffkern.providers import NoProviderError, use_provider
 
 __version__ = "0.1.0"
 
@@ -35,3 +38,19 @@ __all__ = [
     "restore",
     "use_provider",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use: the command line shows its help without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from diffkern import hub, injection, providers
+
+    globals().update(
+        {name: getattr(part, name) for part in (injection, hub, providers) for name in set(__all__) & set(part.__all__)}
+    )
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

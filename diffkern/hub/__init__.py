@@ -1,6 +1,18 @@
 """Kernels of the Hub: which one serves what, where it comes from, and how ours get there."""
 
-from diffkern.hub.config import KernelConfig
-from diffkern.hub.mode import Mode
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffkern.hub.config import KernelConfig
+    from diffkern.hub.mode import Mode
 
 __all__ = ["KernelConfig", "Mode"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name at its first use: ``diffkern hub`` shows its help without torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from diffkern.hub import config, mode
+
+    return getattr(config if name == "KernelConfig" else mode, name)

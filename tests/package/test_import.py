@@ -40,6 +40,17 @@ def test_a_folder_named_like_the_package_does_not_hide_the_installed_one(tmp_pat
     assert found.stdout.strip() == "inject_optimized_kernels"
 
 
+def test_public_names_come_at_their_first_use_and_torch_with_them() -> None:
+    code = (
+        "import sys, diffkern, diffkern.hub; print('torch' in sys.modules, end=' ')\n"
+        "assert set(diffkern.__all__) <= set(dir(diffkern))\n"
+        "assert all(getattr(diffkern, name) is not None for name in diffkern.__all__)\n"
+        "from diffkern.injection import plan; assert diffkern.plan is plan\n"
+        "assert not hasattr(diffkern, 'injekt'); print('torch' in sys.modules)"
+    )
+    assert run(code).split() == ["False", "True"]
+
+
 def test_importing_the_matching_tables_pulls_in_no_model_library() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import diffkern.matching;"
