@@ -164,12 +164,16 @@ _BAR_COLORS = {
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes ``content`` to ``path``, making its folder first.
+    """Writes ``content`` to ``path``, making its folder first; to the standard output where the path is ``-``.
 
     JSON has neither infinity nor NaN: such numbers become null, as the PSNR of equal frames does.
     """
+    text = json.dumps(_finite(content), indent=2, allow_nan=False)
+    if str(path) == "-":
+        print(text)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

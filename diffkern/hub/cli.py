@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,22 @@ from typing import Annotated
 
 import typer
 
+from diffkern.cli_options import EXIT_CODES, Json, Quiet, epilog, say_why
 from diffkern.hub.lock import LockedKernel, LockFile
 from diffkern.hub.policy import LOCK_FILE, HubError, Policy, switched_off
 
-app = typer.Typer(no_args_is_help=True, help="Pin, fetch and check kernels of the Hub, and publish diffkern's own.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Pin, fetch and check kernels of the Hub, and publish diffkern's own.",
+    epilog=EXIT_CODES,
+)
 
 _LockOption = Annotated[Path, typer.Option("--lock", help="The lock file.")]
 _AllOption = Annotated[bool, typer.Option("--all-variants", help="Builds for every machine, not only for this one.")]
 
 
-@app.command()
+@app.command(epilog=epilog("hub lock kernels-community/rmsnorm", "hub lock --config kernels.toml"))
 def lock(
     kernels: Annotated[
         list[str] | None, typer.Argument(help="Kernels, such as 'org/repo@>=1.0,<2.0'; none means those in the file.")
@@ -28,6 +35,8 @@ def lock(
     trust: Annotated[list[str] | None, typer.Option(help="A repository of any publisher; may be repeated.")] = None,
     path: _LockOption = Path(LOCK_FILE),
     all_variants: _AllOption = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Ask the Hub for the commits of kernels, and write these down with the digests of all their files."""
     from diffkern.hub.config import KernelConfig
@@ -54,43 +63,53 @@ def lock(
         wanted = dict.fromkeys(replace(reference, name="") for reference in references)
         found = [_with_own_digests(ask_hub(reference, policy), all_variants) for reference in wanted]
         locked.updated(found).write(path)
-    for kernel in found:
-        typer.echo(f"{_title(kernel)}: {kernel.commit[:12]}, {len(kernel.variants)} builds")
-    typer.echo(f"wrote {path}")
+    lines = [f"{_title(kernel)}: {kernel.commit[:12]}, {len(kernel.variants)} builds" for kernel in found]
+    _show(as_json, [_row(kernel, builds=list(kernel.variants)) for kernel in found], [*lines, f"wrote {path}"])
 
 
-@app.command()
-def download(path: _LockOption = Path(LOCK_FILE), all_variants: _AllOption = False) -> None:
+@app.command(epilog=epilog("hub download", "hub download --all-variants"))
+def download(
+    path: _LockOption = Path(LOCK_FILE), all_variants: _AllOption = False, as_json: Json = False, quiet: Quiet = False
+) -> None:
     """Fetch the builds of all kernels in the lock file, so that they load without a network."""
     from diffkern.hub.resolve import fetch
 
+    rows: list[_Row] = []
     with _reasons("download"):
         for kernel in LockFile.read(path).kernels:
             for variant in _variants(kernel, all_variants):
-                typer.echo(f"{_title(kernel)}: {fetch(kernel, variant)}")
+                folder = fetch(kernel, variant)
+                rows.append(_row(kernel, build=variant, path=str(folder)))
+                if not as_json:
+                    typer.echo(f"{_title(kernel)}: {folder}")
+    _show(as_json, rows, [])
 
 
-@app.command("list")
-def list_kernels(path: _LockOption = Path(LOCK_FILE)) -> None:
+@app.command("list", epilog=epilog("hub list", "hub list --json"))
+def list_kernels(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, quiet: Quiet = False) -> None:
     """Show the kernels in the lock file: commit, publisher, the build for this machine, and whether it is here."""
     from diffkern.hub import client
 
+    rows, lines = [], []
     with _reasons("list"):
         for kernel in LockFile.read(path).kernels:
             publisher = "trusted publisher" if kernel.trusted else "publisher not on the Hub's list"
-            typer.echo(f"{_title(kernel)}: {kernel.commit[:12]}, {publisher}")
+            lines.append(f"{_title(kernel)}: {kernel.commit[:12]}, {publisher}")
             for variant in kernel.variants:
                 here = (client.snapshot_directory(kernel.repository, kernel.commit) / "build" / variant).is_dir()
-                mark = "for this machine" if variant in _variants(kernel, False, quiet=True) else "for others"
-                typer.echo(f"  {variant}: {mark}, {'downloaded' if here else 'not downloaded'}")
+                ours = variant in _variants(kernel, False, quiet=True)
+                mark = "for this machine" if ours else "for others"
+                lines.append(f"  {variant}: {mark}, {'downloaded' if here else 'not downloaded'}")
+                rows.append(_row(kernel, trusted=kernel.trusted, build=variant, usable=ours, downloaded=here))
+    _show(as_json, rows, lines)
 
 
-@app.command()
-def verify(path: _LockOption = Path(LOCK_FILE)) -> None:
+@app.command(epilog=epilog("hub verify", "hub verify --lock my.lock --json"))
+def verify(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, quiet: Quiet = False) -> None:
     """Compare every downloaded build with the digests in the lock file; signatures are `kernels verify-signature`'s."""
     from diffkern.hub import client, digests
 
-    failed = checked = 0
+    rows: list[_Row] = []
     with _reasons("verify"):
         for kernel in LockFile.read(path).kernels:
             for variant, files in kernel.variants.items():
@@ -98,15 +117,15 @@ def verify(path: _LockOption = Path(LOCK_FILE)) -> None:
                 if not directory.is_dir():
                     continue
                 wrong = digests.damage(directory, files)
-                checked, failed = checked + 1, failed + (wrong is not None)
-                typer.echo(f"{_title(kernel)} {variant}: {wrong or 'as locked'}", err=wrong is not None)
-    if not checked:
-        typer.echo("nothing is downloaded: run `diffkern hub download`")
-    if failed:
+                rows.append(_row(kernel, build=variant, damage=wrong))
+                if wrong is not None or not as_json:
+                    typer.echo(f"{_title(kernel)} {variant}: {wrong or 'as locked'}", err=wrong is not None)
+    _show(as_json, rows, [] if rows else ["nothing is downloaded: run `diffkern hub download`"])
+    if any(row["damage"] for row in rows):
         raise typer.Exit(1)
 
 
-@app.command("package")
+@app.command("package", epilog=epilog("hub package ./out --repo-id me/diffkern"))
 def write_package(
     output: Annotated[Path, typer.Argument(help="A new directory.")],
     repo_id: Annotated[str, typer.Option("--repo-id", help="The repository it is for: org/repo.")],
@@ -123,7 +142,7 @@ def write_package(
         typer.echo(f"  build/{variant}{'' if tag is None else f': {tag.describe()}'}")
 
 
-@app.command()
+@app.command(epilog=epilog("hub upload ./out --private"))
 def upload(
     directory: Annotated[Path, typer.Argument(help="What `diffkern hub package` wrote.")],
     repo_id: Annotated[
@@ -151,8 +170,24 @@ def _reasons(command: str, *kinds: type[Exception]) -> Iterator[None]:
             raise HubError(off)
         yield
     except expected as error:
-        typer.echo(f"diffkern hub {command}: {error}", err=True)
-        raise typer.Exit(1) from None
+        typer.echo(f"diffkern hub {command}: {say_why(error)}", err=True)
+        missing = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
+        raise typer.Exit(2 if missing else 1) from None
+
+
+_Row = dict[str, object]
+
+
+def _row(kernel: LockedKernel, **more: object) -> _Row:
+    return {"kernel": _title(kernel), "commit": kernel.commit, **more}
+
+
+def _show(as_json: bool, rows: list[_Row], lines: list[str]) -> None:
+    """Prints the result of a command: as JSON, or as lines for people."""
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    elif lines:
+        typer.echo("\n".join(lines))
 
 
 def _title(kernel: LockedKernel) -> str:

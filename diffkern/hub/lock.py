@@ -78,6 +78,8 @@ class LockFile:
             if data["version"] != _FORMAT:
                 raise HubError(f"{path} has format {data['version']}, and this diffkern reads {_FORMAT}: update it")
             return cls(tuple(LockedKernel.from_dict(entry) for entry in data["kernels"]))
+        except FileNotFoundError as error:
+            raise HubError(f"{path}: not found: write it with `diffkern hub lock`") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise HubError(f"{path} is no lock file of diffkern ({error}): write it with `diffkern hub lock`") from None
 

@@ -85,4 +85,4 @@ def test_the_command(tmp_path: Path) -> None:
 )
 def test_mistakes_are_answered(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", "attention", "--device", "cpu", *arguments])
-    assert done.exit_code == 1 and message in done.output
+    assert done.exit_code == 2 and message in done.output

@@ -73,5 +73,5 @@ def test_every_model_takes_its_step() -> None:
 
 def test_an_unknown_model_ends_the_command_with_the_names_that_are_known() -> None:
     result = CliRunner().invoke(app, ["bench", "step", "--model", "sd4"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "model 'sd4' is not known: choose from flux" in result.output

@@ -88,16 +88,16 @@ def test_lock_what_a_configuration_names(published: LoopbackHub, tmp_path: Path)
         (["lock", "org/nothing"], "answered 404"),
         (["lock", "org"], "names no kernel"),
         (["lock", "./kernel:Layer"], "./kernel:Layer is a path of this machine"),
-        (["lock", "--config", "missing.toml"], "No such file or directory: 'missing.toml'"),
-        (["download"], "is no lock file"),
-        (["list"], "is no lock file"),
+        (["lock", "--config", "missing.toml"], "missing.toml: not found"),
+        (["download"], "diffkern.lock: not found"),
+        (["list", "--json"], "diffkern.lock: not found"),
         (["package", "out", "--repo-id", "nothing"], "is no repository"),
         (["upload", "."], "is no kernel repository"),
     ],
 )
 def test_a_failure_is_one_line_with_the_reason(published: LoopbackHub, arguments: list[str], said: str) -> None:
     out = run(*arguments)
-    assert out.exit_code == 1
+    assert out.exit_code == (2 if "not found" in said or "no kernel repository" in said else 1)
     assert out.output.startswith(f"diffkern hub {arguments[0]}: ") and said in out.output
     assert len(out.output.strip().splitlines()) == 1
 
@@ -123,3 +123,17 @@ def test_nothing_is_asked_when_the_hub_is_switched_off(published: LoopbackHub, m
 def test_verify_says_when_there_is_nothing_to_verify(published: LoopbackHub, tmp_path: Path) -> None:
     (tmp_path / "diffkern.lock").write_text('{"version": 1, "kernels": []}')
     assert "nothing is downloaded" in run("verify").output
+
+
+def test_lists_and_checks_come_as_json_too_and_quietly(published: LoopbackHub, tmp_path: Path) -> None:
+    rows = json.loads(run("lock", "org/norms", "--json").stdout)
+    assert [row["builds"] for row in rows] == [["torch-cpu", "torch-metal"]]
+    assert [row["downloaded"] for row in json.loads(run("list", "--json").stdout)] == [True, False]
+    assert [row["damage"] for row in json.loads(run("verify", "--json").stdout)] == [None]
+    (row,) = json.loads(run("download", "--json").stdout)
+    assert Path(row["path"]).is_dir() and row["kernel"] == "org/norms"
+    assert run("list", "--quiet").output == ""
+    (path,) = (tmp_path / "cache").glob("kernels--org--norms/snapshots/*/build/torch-cpu/__init__.py")
+    path.resolve().write_text("")
+    damaged = run("verify", "--quiet")
+    assert damaged.exit_code == 1 and "is not the file that was published" in damaged.output

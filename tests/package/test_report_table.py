@@ -73,8 +73,8 @@ def test_a_reason_of_several_groups_is_printed_once() -> None:
 def test_a_module_is_explained_in_a_sentence() -> None:
     whole = report()
     assert whole.explain(PATHS[0]) == (
-        f"{PATHS[0]} (RMSNorm) is patched: compiled computes rms_norm (matched by table), with an error of 1.6e-03 where "
-        "stock has 1.7e-03; it was not called itself so far."
+        f"{PATHS[0]} (RMSNorm) is patched: compiled computes rms_norm (matched by table), with an error of 1.6e-03 "
+        "where stock has 1.7e-03; it was not called itself so far."
     )
     assert whole.explain("transformer.time_embed").startswith(
         "transformer.time_embed (AdaLayerNormSingle) was left alone, because: its forward reads more"

@@ -1,0 +1,146 @@
+"""``diffkern bench``: a step, ops and attention, arm against arm on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diffkern.cli_options import EXIT_CODES, Device, JsonFile, Quiet, device_of, epilog, fail
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure on this machine.", epilog=EXIT_CODES)
+
+
+def _console(output: Path | None) -> Console:
+    """Where tables go: nowhere, if the JSON goes to the standard output."""
+    from rich.console import Console
+
+    return Console(width=160 if not Console().is_terminal else None, quiet=str(output) == "-")
+
+
+@app.command(
+    "ops",
+    short_help="Time every op against its byte floor and its rivals.",
+    epilog=epilog("bench ops", "bench ops --op rms_norm --op rope"),
+)
+def bench_ops(
+    only: Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")] = None,
+    output: Annotated[Path, typer.Option(help="Directory for the JSON file and the plot.")] = Path("benchmarks"),
+    repetitions: Annotated[int, typer.Option(min=5, help="Timed calls per arm.")] = 40,
+    quiet: Quiet = False,
+) -> None:
+    """Time every op on this GPU against its byte floor and its rivals."""
+    import torch
+
+    if not torch.cuda.is_available():
+        fail("bench ops", "torch sees no CUDA or ROCm GPU here, and on a CPU there is no byte floor")
+    from diffkern.bench import ops
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    from rich.console import Console
+
+    console = Console(width=200)
+    results = ops.run(device, only or (), repetitions, say=lambda case: typer.echo(case, err=True))
+    console.print(ops.table(results, f"{torch.cuda.get_device_name(device)}, bfloat16, us (times the floor)"))
+    for path in ops.save(results, device, output):
+        typer.echo(f"wrote {path}")
+
+
+@app.command(
+    "step",
+    short_help="Time a step of whole denoisers, arm against arm.",
+    epilog=epilog("bench step --model flux", "bench step --model wan --arm stock --arm fast --json -"),
+)
+def bench_step(
+    model: Annotated[list[str] | None, typer.Option(help="Model by name; may be repeated. Without: all.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Only this arm, e.g. 'fast + graph'; may be repeated.")] = None,
+    repetitions: Annotated[int, typer.Option(min=2, help="Timed steps per arm.")] = 10,
+    device: Device = "",
+    output: JsonFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Time a step of whole denoisers with random weights: stock, compiled and injected, interleaved."""
+    from diffkern.bench import arms, steps
+    from diffkern.bench.environment import describe_device, describe_environment
+    from diffkern.bench.models import DENOISERS
+    from diffkern.bench.results import write_json
+
+    known = {each.name: each for each in arms.ARMS}
+    for name in model or ():
+        if name not in DENOISERS:
+            fail("bench step", f"model {name!r} is not known: choose from {', '.join(DENOISERS)}", 2)
+    for name in arm or ():
+        if name not in known:
+            fail("bench step", f"arm {name!r} is not known: choose from {', '.join(known)}", 2)
+    chosen = tuple(known[name] for name in arm) if arm else steps.default_arms()
+    where = device_of("bench step", device)
+    console = _console(output)
+    rows: dict[str, object] = {}
+    for name in model or DENOISERS:
+        denoiser = DENOISERS[name]
+        results = steps.run(denoiser, chosen, where, repetitions)
+        layers = ", ".join(f"{key}={value}" for key, value in denoiser.layers.items())
+        console.print(steps.table(results, f"{denoiser.what} {layers}, bfloat16, {describe_device(where)}"))
+        rows[name] = {
+            "what": denoiser.what,
+            "layers": dict(denoiser.layers),
+            "arms": [result.to_dict() for result in results],
+        }
+        if output is not None and str(output) != "-":  # after each model, so that an interrupted run leaves something
+            write_json(output, {"environment": describe_environment(where), "models": rows})
+    if output is not None and str(output) == "-":
+        write_json(output, {"environment": describe_environment(where), "models": rows})
+
+
+@app.command(
+    "attention",
+    epilog=epilog("bench attention --shape 1x4096x24x128", "bench attention --shape 2x1024/77x20x64 --mask bool"),
+)
+def bench_attention(
+    shape: Annotated[
+        list[str],
+        typer.Option(help="BxSxHxD; BxS/TxHxD with T keys, BxSxH/GxD with G key heads. May be repeated."),
+    ],
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one, by name or as 'org/repo@revision:function'; may be repeated."),
+    ] = None,
+    device: Device = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    mask: Annotated[str, typer.Option(help="none, bool or additive.")] = "none",
+    causal: Annotated[bool, typer.Option("--causal", help="Queries see no later keys.")] = False,
+    dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Share of weights that is dropped.")] = 0.0,
+    backward: Annotated[bool, typer.Option("--backward", help="Time the backward, too.")] = False,
+    output: JsonFile = None,
+    quiet: Quiet = False,
+) -> None:
+    """Compare the implementations of attention on given shapes: time, memory, error against float64."""
+    import torch
+
+    from diffkern.bench import attention
+    from diffkern.bench.environment import describe_device, describe_environment
+    from diffkern.bench.results import write_json
+
+    where = device_of("bench attention", device)
+    try:
+        kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
+        shapes = [attention.Shape.parse(text) for text in shape]
+        calls = [(str(s), s.call(where, kind, mask, causal, dropout, backward)) for s in shapes]
+        runs = [attention.run(call, name, backend or ()) for name, call in calls]
+    except KeyError:
+        fail("bench attention", f"dtype={dtype!r}: choose bfloat16, float16 or float32", 2)
+    except ValueError as error:
+        fail("bench attention", error, 2)
+    except RuntimeError as error:
+        fail("bench attention", error)
+    console = _console(output)
+    for results in runs:
+        console.print(attention.table(results, f"{results[0].shape}, {dtype}, {describe_device(where)}"))
+    if output is not None:
+        options = {"dtype": dtype, "mask": mask, "causal": causal, "dropout": dropout, "backward": backward}
+        rows = [result.to_dict() for results in runs for result in results]
+        write_json(output, {"environment": describe_environment(where), "options": options, "results": rows})

@@ -1,0 +1,75 @@
+"""What the commands share: options, how a device is named, and how a command ends.
+
+Exit codes: 0, it is done. 1, it failed: a contract is broken, a build or the network failed, this machine lacks a
+device. 2, the command line is wrong, or a file that it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+EXIT_CODES = "Exit codes: 0 done; 1 failed; 2 the command line is wrong, or a file that it names."
+
+
+def epilog(*examples: str) -> str:
+    """Returns the end of a help text: examples, and the exit codes."""
+    return "\b\nExamples:\n" + "\n".join(f"  diffkern {example}" for example in examples) + f"\n\n{EXIT_CODES}"
+
+
+def _silence(context: typer.Context, value: bool) -> bool:
+    if value:
+        nowhere = context.with_resource(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        context.with_resource(contextlib.redirect_stdout(nowhere))
+    return value
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_silence, help="Print errors alone.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the results to this file, too; - prints them and no table.")
+]
+Device = Annotated[str, typer.Option(help="Device; default: the GPU if there is one.")]
+
+
+def fail(command: str, message: object, code: int = 1) -> NoReturn:
+    """Ends the program with one line that says why."""
+    typer.echo(f"diffkern {command}: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def device_of(command: str, name: str) -> torch.device:
+    """The device that was named, or the likeliest one; ends the program where there is none such."""
+    import torch
+
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        fail(command, f"--device {name!r} is no device of torch: cpu, cuda, cuda:1, mps and xpu are", 2)
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        fail(command, f"--device {name}: this machine has none, or torch is built without it ({_first_line(error)})")
+    return device
+
+
+def say_why(error: Exception) -> str:
+    """An error for people: a missing file is "not found", and has no number."""
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{error.filename}: not found"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

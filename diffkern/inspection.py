@@ -1,0 +1,213 @@
+"""Models from a name, a configuration or a folder, and proofs of them as a whole: ``diffkern inspect``, ``verify``."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from diffkern.bench.models import DENOISERS
+from diffkern.bench.steps import first_tensor, sharing_weights
+from diffkern.injection import InjectionReport, inject_optimized_kernels
+from diffkern.verify.measures import relative_error
+
+#: Entries of configurations that say how many layers a model has.
+_LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_hidden_layers", "num_refiner_layers")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+
+
+class ModelError(ValueError):
+    """There is no such model, or its configuration cannot be used. Says why."""
+
+
+def load_model(
+    name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, layers: int | None = None
+) -> nn.Module | SimpleNamespace:
+    """Builds a model, or the models of a pipeline as an object with ``components``.
+
+    Args:
+        name: A name of :data:`diffkern.bench.models.DENOISERS`, a ``config.json``, the folder of a model, or that of a
+            pipeline. Weights beside the configuration are loaded; without any, or on ``meta``, they are random.
+        device: Where the models are made.
+        dtype: Of their weights.
+        layers: How many layers to keep of each kind; weights are random then.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be built.
+    """
+    path = Path(name)
+    if name in DENOISERS:
+        denoiser = DENOISERS[name]
+        if layers is not None:
+            denoiser = replace(denoiser, layers=_cut(_defaults(denoiser.class_name), layers))
+        return denoiser.build(device, dtype)
+    if not path.exists():
+        raise ModelError(
+            f"{name}: not found. It is no file or folder, and none of {', '.join(DENOISERS)}. Nothing is downloaded: "
+            "for a model of the Hub, run `hf download` and pass the folder"
+        )
+    index = path / "model_index.json"
+    if not index.is_file():
+        return _build(path / "config.json" if path.is_dir() else path, device, dtype, layers)
+    folders = [folder for folder in _read(index) if (path / folder / "config.json").is_file()]
+    if not folders:
+        raise ModelError(f"{index} names no folder with a config.json")
+    found = {folder: _build(path / folder / "config.json", device, dtype, layers) for folder in folders}
+    # A report names the class of what it is about.
+    pipeline: Any = type(str(_read(index).get("_class_name", "pipeline")), (SimpleNamespace,), {})
+    made: SimpleNamespace = pipeline(components=found)
+    return made
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: not found") from None
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} is no JSON that can be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no configuration, but {type(content).__name__}")
+    return content
+
+
+def _build(path: Path, device: torch.device, dtype: torch.dtype, layers: int | None) -> nn.Module:
+    config = _read(path)
+    weights = device.type != "meta" and layers is None and any(any(path.parent.glob(kind)) for kind in _WEIGHTS)
+    name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
+    if name is None:
+        raise ModelError(f"{path} has neither _class_name (diffusers) nor architectures (transformers): no model")
+    if "_class_name" in config:
+        import diffusers as library
+    else:
+        import transformers as library
+    kind: Any = getattr(library, str(name), None)
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ModelError(f"{path}: {library.__name__} {library.__version__} has no model {name}")
+    config = {**config, **_cut(config, layers)}
+    make: Any = kind  # mypy takes it for a plain module after the check above
+    default = torch.get_default_dtype()
+    try:
+        if weights:
+            model = make.from_pretrained(str(path.parent), torch_dtype=dtype)
+        else:
+            torch.set_default_dtype(dtype)
+            with torch.device(device):
+                made = config if "_class_name" in config else library.AutoConfig.for_model(**config)
+                model = make.from_config(made) if "_class_name" in config else make(made)
+    except Exception as error:  # whatever a constructor makes of a configuration
+        raise ModelError(f"{path}: {name} cannot be built: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_default_dtype(default)
+    built: nn.Module = nn.Module.to(model, device, dtype).eval().requires_grad_(False)
+    return built
+
+
+def _cut(config: Mapping[str, Any], layers: int | None) -> dict[str, int]:
+    """The entries of a configuration that say how many layers there are, with at most ``layers`` of each kind."""
+    if layers is None:
+        return {}
+    return {name: min(layers, config[name]) for name in _LAYERS if isinstance(config.get(name), int)}
+
+
+def _defaults(class_name: str) -> dict[str, Any]:
+    import inspect
+
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+@dataclass
+class Verification:
+    """What a model computes with kernels, beside what it computes without.
+
+    Attributes:
+        report: Of the injection with the contract that was asked for; its sites have their proofs.
+        fused: Error of the output of the whole model against float64, or None where none was computed.
+        stock: The same of the stock model.
+        exact: Whether ``numerics="exact"`` gave the bits of stock, or None.
+        restored: Whether the restored model gave them, or None.
+        remark: Why the whole model did not run, or "".
+    """
+
+    report: InjectionReport
+    fused: float | None = None
+    stock: float | None = None
+    exact: bool | None = None
+    restored: bool | None = None
+    remark: str = ""
+
+    @property
+    def broken(self) -> list[str]:
+        """What does not hold, one sentence each."""
+        sites = [site for site in self.report.failed if any(not proof.passed for proof in site.measurements)]
+        wrong = [f"{site.path or 'the module itself'}: {site.reason}" for site in sites]
+        wrong += ["numerics='exact' does not give the bits of stock"] if self.exact is False else []
+        return wrong + (["the restored model does not give the bits of stock"] if self.restored is False else [])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain data."""
+        own = {name: getattr(self, name) for name in ("fused", "stock", "exact", "restored", "remark", "broken")}
+        return {**own, "report": self.report.to_dict()}
+
+    def __str__(self) -> str:
+        lines = [str(self.report)]
+        if self.fused is not None:
+            lines.append(f"whole model against float64: error {self.fused:.1e}, stock {self.stock:.1e}")
+        for what, equal in (("numerics 'exact'", self.exact), ("restored", self.restored)):
+            if equal is not None:
+                lines.append(f"{what}: {'' if equal else 'not '}bit-identical to stock")
+        lines += [f"whole model: {self.remark}"] if self.remark else []
+        proven = sum(bool(site.measurements) for site in self.report.patched)
+        holds = f"{proven} of {len(self.report.patched)} patched modules have proofs, and every contract holds"
+        return "\n".join([*lines, *([f"broken: {what}" for what in self.broken] or [holds])])
+
+
+def verify_model(
+    model: nn.Module | SimpleNamespace, inputs: Mapping[str, Any] | None, numerics: str = "fast", float64: bool = True
+) -> Verification:
+    """Proves every site of a model, and runs the model as a whole: stock, injected, exact, restored.
+
+    Args:
+        model: As :func:`load_model` returns it.
+        inputs: Keyword arguments of one call, or None to prove sites alone.
+        numerics: The contract of the injection.
+        float64: Whether the whole model also runs in float64, which takes four times its memory.
+    """
+    if not isinstance(model, nn.Module) or inputs is None:
+        report = inject_optimized_kernels(model, numerics=numerics)
+        result = Verification(copy.deepcopy(report), remark="not run, since there are no inputs for it: pass --inputs")
+        report.restore()
+        return result
+
+    def run(part: nn.Module, arguments: Mapping[str, Any] = inputs) -> Tensor:
+        with torch.no_grad():
+            return first_tensor(part(**copy.deepcopy(dict(arguments)))).clone()
+
+    stock = run(model)
+    report = inject_optimized_kernels(model, numerics=numerics)
+    fused = run(model)
+    result = Verification(copy.deepcopy(report))
+    report.restore()
+    result.restored = torch.equal(run(model), stock)
+    exact = inject_optimized_kernels(model, numerics="exact")
+    result.exact = torch.equal(run(model), stock)
+    exact.restore()
+    if float64:
+        try:
+            wide = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, dict(inputs))
+            reference = run(sharing_weights(model).double(), wide)
+            result.fused, result.stock = relative_error(fused, reference), relative_error(stock, reference)
+        except (RuntimeError, TypeError) as error:
+            result.remark = f"has no float64 reference: {str(error).strip().partition(chr(10))[0]}"
+    return result

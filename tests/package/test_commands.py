@@ -1,0 +1,181 @@
+"""Every command with good and bad input: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+from diffkern import inspection
+from diffkern.injection import report as reports
+from diffkern.inspection import load_model, verify_model
+from tests.injection.models import ltx_inputs, tiny_ltx
+from tests.package.test_cli import invoke
+
+TINY_FLUX = {
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 64,
+    "pooled_projection_dim": 64,
+    "axes_dims_rope": (8, 12, 12),
+}
+COMMANDS = [
+    [],
+    ["inspect"],
+    ["verify"],
+    ["doctor"],
+    ["build"],
+    *(["bench", name] for name in ("", "ops", "step", "attention")),
+    *(["hub", name] for name in ("", "lock", "download", "list", "verify", "package", "upload")),
+]
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model without weights."""
+    folder = tmp_path_factory.mktemp("flux")
+    FluxTransformer2DModel(**TINY_FLUX).save_config(folder)
+    return folder
+
+
+def test_help_needs_neither_torch_nor_anything_slow() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom diffkern.cli import app\n"
+        f"for command in {[[part for part in command if part] for command in COMMANDS]!r}:\n"
+        "    result = CliRunner().invoke(app, [*command, '--help'], env={'COLUMNS': '80'})\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "    assert 'Exit codes: 0 done; 1 failed; 2' in result.output, command\n"
+        "    assert max(map(len, result.output.splitlines())) <= 80\n"
+        "    group = command in ([], ['bench'], ['hub'])\n"
+        "    assert group or 'Examples:\\n    diffkern ' + ' '.join(command) in result.output, result.output\n"
+        "    assert 'Commands:' not in result.output or '...' not in result.output.split('Commands:')[1] or command\n"
+        "print(sorted({'torch', 'diffusers', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["inspect", "flux3"], 2, "flux3: not found. It is no file or folder, and none of flux, flux2"),
+        (["inspect", "EMPTY"], 2, "config.json: not found"),
+        (["inspect", "BROKEN"], 2, "broken.json is no JSON that can be read"),
+        (["inspect", "LIST"], 2, "list.json holds no configuration, but list"),
+        (["inspect", "NAMELESS"], 2, "neither _class_name (diffusers) nor architectures (transformers)"),
+        (["inspect", "UNKNOWN"], 2, "has no model NoSuchModel"),
+        (["inspect", "WRONG"], 2, "FluxTransformer2DModel cannot be built: TypeError"),
+        (["inspect", "sana", "--numerics", "faster"], 2, "choose one of exact, fast, fp8"),
+        (["inspect", "sana", "--dtype", "int8"], 2, "dtype='int8': choose bfloat16, float16 or float32"),
+        (["inspect", "sana", "--explain", "nowhere"], 2, "looked at nothing at 'nowhere'"),
+        (["verify", "flux3"], 2, "flux3: not found"),
+        (["verify", "FLUX", "--inputs", "no.pt"], 2, "--inputs: no.pt: not found"),
+        (["verify", "FLUX", "--inputs", "BROKEN"], 2, "--inputs: "),
+        (["verify", "sana", "--device", "gpu"], 2, "--device 'gpu' is no device of torch"),
+        (["bench", "step", "--device", "gpu"], 2, "--device 'gpu' is no device of torch"),
+        (["bench", "step", "--arm", "slow"], 2, "arm 'slow' is not known: choose from stock"),
+        (["bench", "attention"], 2, "--shape"),
+        (["doctr"], 2, "No such command"),
+        (["hub", "list", "--lock", "no.lock"], 2, "no.lock: not found: write it with `diffkern hub lock`"),
+        (["hub", "lock", "--config", "no.toml"], 2, "no.toml: not found"),
+    ],
+)
+def test_wrong_command_lines_end_with_2_and_say_why(
+    arguments: list[str], code: int, said: str, tmp_path: Path, flux: Path
+) -> None:
+    files = {
+        "broken": "{",
+        "list": "[]",
+        "nameless": "{}",
+        "unknown": '{"_class_name": "NoSuchModel"}',
+        "wrong": '{"_class_name": "FluxTransformer2DModel", "num_layers": "many"}',
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(content)
+    paths = {name.upper(): str(tmp_path / f"{name}.json") for name in files}
+    paths |= {"EMPTY": str(tmp_path), "FLUX": str(flux)}
+    result = invoke(*(paths.get(argument, argument) for argument in arguments))
+    assert result.exit_code == code and " ".join(said.split()) in " ".join(result.output.split())
+    assert "Errno" not in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+@pytest.mark.parametrize("command", ["verify sana", "bench step", "bench attention --shape 1x2x2x8"])
+def test_a_machine_without_a_gpu_is_said_in_one_line(command: str) -> None:
+    result = invoke(*command.split(), "--device", "cuda")
+    assert result.exit_code == 1 and "--device cuda: this machine has none" in result.output
+    assert len(result.output.splitlines()) == 1
+    assert "sees no CUDA or ROCm GPU" in invoke("bench", "ops").output
+
+
+def test_inspect_reads_a_configuration_and_needs_no_weights(flux: Path) -> None:
+    result = invoke("inspect", str(flux / "config.json"))
+    assert result.exit_code == 0 and "would patch" in result.output and "FluxTransformer2DModel" in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+    planned = json.loads(invoke("inspect", str(flux), "--json").output)
+    assert planned["dry_run"] and "norm_modulate" in {site["op"] for site in planned["patched"]}
+    said = invoke("inspect", str(flux), "--explain", "transformer_blocks.0.norm1").output
+    assert said.startswith("transformer_blocks.0.norm1 (AdaLayerNormZero) would be patched")
+    assert invoke("inspect", str(flux), "--quiet").output == ""
+
+
+def test_inspect_reads_pipelines_and_models_of_transformers(flux: Path, tmp_path: Path) -> None:
+    config = (flux / "config.json").read_text()
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(config)
+    (tmp_path / "text_encoder").mkdir()
+    t5 = {"architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 32, "d_ff": 64, "num_layers": 1}
+    (tmp_path / "text_encoder" / "config.json").write_text(json.dumps(t5))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline", "transformer": [], "text_encoder": []}')
+    planned = json.loads(invoke("inspect", str(tmp_path), "--json").output)
+    assert planned["target"] == "FluxPipeline"
+    assert {site["path"].partition(".")[0] for site in planned["patched"]} == {"transformer", "text_encoder"}
+
+
+def test_verify_proves_sites_and_the_whole_model(tmp_path: Path) -> None:
+    model = tiny_ltx()
+    model.save_pretrained(tmp_path)
+    torch.save(ltx_inputs(), tmp_path / "step.pt")
+    result = invoke("verify", str(tmp_path), "--dtype", "float32", "--inputs", str(tmp_path / "step.pt"))
+    assert result.exit_code == 0, result.output
+    for said in ("whole model against float64", "numerics 'exact': bit-identical", "restored: bit-identical", "holds"):
+        assert said in result.output
+    alone = json.loads(invoke("verify", str(tmp_path), "--dtype", "float32", "--json").output)
+    assert alone["fused"] is None and "pass --inputs" in alone["remark"] and alone["broken"] == []
+
+
+def test_verify_reads_the_errors_of_the_whole_model() -> None:
+    model, inputs = tiny_ltx(), ltx_inputs()
+    result = verify_model(model, inputs)
+    assert result.fused is not None and result.stock is not None
+    assert 0 < result.fused < 1e-5 and 0 < result.stock < 1e-5
+    assert result.exact is True and result.restored is True and result.broken == []
+
+
+def test_verify_ends_with_1_where_a_contract_is_broken(monkeypatch: pytest.MonkeyPatch, flux: Path) -> None:
+    broken = reports.Measurement("cpu", "float32", "compiled", 1.0, 1e-7, False, False, "error 1.0 is above 1.05 times")
+
+    def wrong(model: object, *rest: object) -> inspection.Verification:
+        result = verify_model(load_model(str(flux), torch.device("cpu"), torch.float32), None)
+        site = reports.Site("norm_out", "torch.nn.LayerNorm", reason="too far", measurements=[broken])
+        result.report._rejected.append(site)
+        return result
+
+    monkeypatch.setattr(inspection, "verify_model", wrong)
+    result = invoke("verify", str(flux))
+    assert result.exit_code == 1 and "broken: norm_out: too far" in result.output
+
+
+def test_verify_says_that_nothing_was_patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"_class_name": "AutoencoderTiny", "encoder_block_out_channels": [8, 8, 8, 8]}
+    config |= {"decoder_block_out_channels": [8, 8, 8, 8], "num_encoder_blocks": [1] * 4, "num_decoder_blocks": [1] * 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = invoke("verify", str(tmp_path))
+    assert result.exit_code == 1 and "nothing was patched, so there is nothing to verify" in result.output
