@@ -191,7 +191,7 @@ class FusedSite:
             arguments["eps_mode"] = "clamp" if semantics.clamp_eps else "add"
         for name, attribute in self._parameters:
             value = _parameter(norm, attribute)
-            if value is not None:
+            if isinstance(value, Tensor):  # Wan's norms have the number 0 where they have no bias
                 arguments[name] = value
         return arguments
 
