@@ -297,7 +297,8 @@ UNETS: dict[str, Denoiser] = {
     "unet1d": Denoiser(
         "UNet1DModel",
         {"sample_size": 16, "in_channels": 4, "out_channels": 4, "block_out_channels": (32, 32),
-         "extra_in_channels": 64, "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"), "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip"),
+         "extra_in_channels": 64, "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"),
+         "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip"),
          "mid_block_type": "UNetMidBlock1D"},
         lambda draw, n: {"sample": draw(1, 4, 16), "timestep": draw.time()},
     ),

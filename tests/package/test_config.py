@@ -17,7 +17,8 @@ from diffkern.rewrite.rules import RULES
 
 
 def test_the_ops_of_a_configuration_are_those_that_modules_are_matched_to() -> None:
-    assert set(MODULE_OPS) == set(typing.get_args(typing.get_type_hints(NormSemantics)["op"]))
+    # Group norms have an op where a SiLU follows, in the source of the module that calls both.
+    assert set(MODULE_OPS) == set(typing.get_args(typing.get_type_hints(NormSemantics)["op"])) - {"group_norm"}
     assert set(MODULE_OPS) <= set(OPS)
 
 
