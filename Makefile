@@ -25,7 +25,7 @@ BUILD_INPUTS := $(wildcard pyproject.toml setup.py) $(shell find csrc diffkern/b
 .PHONY: demo test test-all test-gpu fuzz lint format install clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/ltx_video/generate_video.py --tiny --compare --warmup-iterations 1 --iterations 1 \
+	$(BIN)/python examples/ltx_video/generate_video.py --tiny --compare --warmup-iterations 1 \
 		--output outputs/demo.mp4 --json outputs/demo.json --chart outputs/demo.png
 
 # One thread per process: the processes already fill the cores.

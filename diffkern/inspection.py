@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from diffkern.bench.environment import dtype_argument
 from diffkern.bench.models import DENOISERS
 from diffkern.bench.steps import first_tensor, sharing_weights
 from diffkern.injection import InjectionReport, inject_optimized_kernels
@@ -97,7 +98,7 @@ def _build(path: Path, device: torch.device, dtype: torch.dtype, layers: int | N
     default = torch.get_default_dtype()
     try:
         if weights:
-            model = make.from_pretrained(str(path.parent), torch_dtype=dtype)
+            model = make.from_pretrained(str(path.parent), **dtype_argument(dtype))
         else:
             torch.set_default_dtype(dtype)
             with torch.device(device):

@@ -15,6 +15,7 @@ from diffusers import LTXPipeline
 from torch import Tensor
 
 from diffkern import optimized
+from diffkern.bench.environment import dtype_argument
 from diffkern.bench.measure import psnr
 
 matplotlib.use("Agg")
@@ -33,7 +34,7 @@ SHOWN_FRAMES = (0, 12, 24)
 def main(output: Annotated[Path, typer.Option(help="The PNG to write.")], seed: int = 0) -> None:
     """Generate every prompt with both pipelines, in bfloat16, and write the picture."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pipe = LTXPipeline.from_pretrained(TINY, torch_dtype=torch.bfloat16, local_files_only=True).to(device)
+    pipe = LTXPipeline.from_pretrained(TINY, **dtype_argument(torch.bfloat16), local_files_only=True).to(device)
     pipe.set_progress_bar_config(disable=True)
     stock = generate(pipe, seed)
     with optimized(pipe):

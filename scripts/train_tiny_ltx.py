@@ -19,6 +19,8 @@ import typer
 from diffusers import LTXPipeline
 from torch import nn
 
+from diffkern.bench.environment import dtype_argument
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_ltx.check import check, contact_sheet, summary, table
@@ -84,7 +86,9 @@ def main(
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file())
     print(f"Saved {output}, {size / 2**20:.2f} MiB", flush=True)
 
-    saved = LTXPipeline.from_pretrained(output, torch_dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    saved = LTXPipeline.from_pretrained(
+        output, **dtype_argument(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    )
     saved.to(device).set_progress_bar_config(disable=True)
     checked = check(saved, check_prompts, check_steps, video, seed)
     print(table(checked), flush=True)

@@ -41,6 +41,12 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     return description
 
 
+def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The keyword argument of ``from_pretrained`` for the dtype of weights: diffusers 0.42 renamed it."""
+    major, minor = metadata.version("diffusers").split(".")[:2]
+    return {"dtype" if (int(major), int(minor)) >= (0, 42) else "torch_dtype": dtype}
+
+
 def _version(distribution: str) -> str | None:
     if distribution == "torch":  # with its build tag, which the metadata may lack
         return str(torch.__version__)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+#: Timed runs of each of two arms below which their ratio says nothing, and none is printed.
+MIN_RUNS = 3
+
+
 @dataclass(frozen=True)
 class Difference:
     """How far an arm's result is from the stock arm's with the same seed.
@@ -62,6 +66,11 @@ class ArmResult:
         """The median of :attr:`seconds`."""
         return median(self.seconds)
 
+    @property
+    def spread_seconds(self) -> float | None:
+        """The largest of :attr:`seconds` less the smallest, or None for a single run."""
+        return max(self.seconds) - min(self.seconds) if len(self.seconds) > 1 else None
+
     def to_dict(self, baseline: ArmResult | None) -> dict[str, Any]:
         """The result as plain data, with its speed-up over ``baseline``."""
         return {
@@ -81,8 +90,10 @@ class ArmResult:
 
 
 def speedup(result: ArmResult, baseline: ArmResult | None) -> float | None:
-    """How many times faster than ``baseline`` the whole call was, or None without a baseline."""
-    return None if baseline is None else baseline.median_seconds / result.median_seconds
+    """How many times faster than ``baseline`` the whole call was; None without one, or with too few runs to say."""
+    if baseline is None or min(len(result.seconds), len(baseline.seconds)) < MIN_RUNS:
+        return None
+    return baseline.median_seconds / result.median_seconds
 
 
 def baseline_of(results: Sequence[ArmResult]) -> ArmResult | None:
@@ -93,14 +104,15 @@ def baseline_of(results: Sequence[ArmResult]) -> ArmResult | None:
 def table(results: Sequence[ArmResult]) -> Table:
     """The results as a table to print with rich, one row per arm.
 
-    Error, PSNR and SSIM are those of the frames against the stock arm's; ``first s`` is the first warm-up call.
+    Error, PSNR and SSIM are those of the frames against the stock arm's; ``spread`` is the longest timed
+    call less the shortest, ``first s`` the first warm-up call. No speed-up is printed of fewer than three timed calls.
     """
     from rich import box
     from rich.table import Table
 
     rendered = Table(box=box.SIMPLE, padding=0)
     rendered.add_column("arm", no_wrap=True)
-    for column in ("s total", "it/s", "first s", "peak mem", "speed-up", "error", "PSNR dB", "SSIM"):
+    for column in ("s total", "spread", "it/s", "first s", "peak mem", "speed-up", "error", "PSNR dB", "SSIM"):
         rendered.add_column(column, justify="right")
     baseline = baseline_of(results)
     for result in results:
@@ -108,6 +120,7 @@ def table(results: Sequence[ArmResult]) -> Table:
         rendered.add_row(
             result.arm.name,
             f"{result.median_seconds:.2f}",
+            _number(result.spread_seconds, ".2f"),
             _number(result.steps_per_second, ".2f"),
             _number(result.first_call_seconds, ".2f"),
             "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 2**30:.2f} GiB",
@@ -136,10 +149,7 @@ def plot(results: Sequence[ArmResult], title: str, path: Path) -> None:
     names = [result.arm.name for result in results]
     seconds = [result.median_seconds for result in results]
     colors = [_BAR_COLORS[result.arm.injected, result.arm.compiled] for result in results]
-    labels = [
-        f"{result.median_seconds:.2f} s" + ("" if baseline is None else f"  {speedup(result, baseline):.2f}x")
-        for result in results
-    ]
+    labels = [f"{result.median_seconds:.2f} s  {_number(speedup(result, baseline), '.2f', 'x')}" for result in results]
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(results)))
     bars = axes.barh(names, seconds, color=colors, height=0.65)
     axes.bar_label(bars, labels, padding=4, fontsize=9)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import diffkern
+from diffkern.bench.environment import dtype_argument
 from diffkern.injection import InjectionReport
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -101,7 +102,7 @@ def load(path: str, dtype: str, offload: str, device: torch.device) -> Pipeline:
     from diffusers import DiffusionPipeline
 
     wanted = DTYPES[dtype] or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    pipe = DiffusionPipeline.from_pretrained(path, torch_dtype=wanted, local_files_only=True)
+    pipe = DiffusionPipeline.from_pretrained(path, **dtype_argument(wanted), local_files_only=True)
     if offload == "model" and device.type != "cpu":
         pipe.enable_model_cpu_offload(device=device)
     elif offload == "sequential" and device.type != "cpu":

@@ -12,6 +12,7 @@ with random weights and downloads nothing.
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -195,7 +196,18 @@ def main(
     recorded: dict[str, profiles.Profile] = {}
     report: dict[str, Any] | None = None
     timed = iterations or (3 if compare else 1)
-    for arm in arms:
+    console.print(
+        f"{describe_run(setting)}. Runs {', '.join(arm.name for arm in arms)}, one after the other; each: "
+        f"{warmup_iterations} warm-up calls of up to {WARMUP_STEPS} steps, {timed} timed of {video.steps}.",
+        highlight=False,
+    )
+    started = time.perf_counter()
+    for number, arm in enumerate(arms):
+        if number == 1 and len(arms) > 2:
+            each = time.perf_counter() - started
+            console.print(
+                f"The first arm took {each:.0f} s; about {each * (len(arms) - 1):.0f} s to go.", highlight=False
+            )
         try:
             with applied(arm, pipe, pipe.transformer) as injection:
                 result, generation = run_arm(arm, setting, warmup_iterations, timed)
@@ -217,8 +229,10 @@ def main(
         measured.append(result)
         generations[arm] = generation
 
-    shown = generations.get(wanted) or next(iter(generations.values()))
-    written = write_videos(shown.frames, output)
+    shown_arm = wanted if wanted in generations else next(iter(generations))
+    shown = generations[shown_arm]
+    videos = write_videos(shown.frames, output)
+    written = [*videos]
     description = describe_run(setting)
     console.print(description, highlight=False)
     console.print(results.table(measured))
@@ -257,7 +271,8 @@ def main(
         results.write_json(json, content)
         written.append(json)
     for path in written:
-        console.print(f"Wrote {path}", highlight=False)
+        of = f": the video of the arm {shown_arm.name}" if path in videos else ""
+        console.print(f"Wrote {path}{of}", highlight=False)
 
 
 def choose_arms(

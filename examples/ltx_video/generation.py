@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from diffkern.bench import measure, results
 from diffkern.bench.arms import Arm
+from diffkern.bench.environment import dtype_argument
 from diffkern.bench.profile import Profile, profiled
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def load_pipeline(
             highlight=False,
         )
     try:
-        return LTXPipeline.from_pretrained(model, torch_dtype=dtype)
+        return LTXPipeline.from_pretrained(model, **dtype_argument(dtype))
     except OSError as error:
         raise typer.BadParameter(
             f"could not load {model}: {error}\n"

@@ -57,10 +57,15 @@ def test_the_step_clock_counts_intervals_between_marks() -> None:
 
 def test_speedup_is_against_the_median_of_the_stock_arm() -> None:
     stock = results.ArmResult(STOCK, (4.0, 2.0, 3.0), 10.0, None, None)
-    compiled = results.ArmResult(COMPILED, (1.5,), 20.0, 30.0, 2**30, results.Difference(0.0, 0.0, math.inf, 1.0))
+    compiled = results.ArmResult(
+        COMPILED, (1.5, 1.25, 2.0), 20.0, 30.0, 2**30, results.Difference(0.0, 0.0, math.inf, 1.0)
+    )
     assert results.baseline_of([compiled, stock]) is stock
     assert results.speedup(compiled, stock) == 2.0
     assert results.speedup(compiled, None) is None
+    once = results.ArmResult(COMPILED, (1.5,), None, None, None)
+    assert results.speedup(once, stock) is None and once.spread_seconds is None, "one run says nothing"
+    assert stock.spread_seconds == 2.0
 
 
 def test_json_holds_null_for_what_json_cannot_write(tmp_path: Path) -> None:

@@ -54,7 +54,12 @@ def test_an_injected_run_writes_the_video_and_measures_itself_against_the_stock_
     result = json.loads((tmp_path / "result.json").read_text())
     stock, injected = result["arms"]
     assert (stock["name"], injected["name"]) == ("stock", "fast")
-    assert stock["speedup"] == 1.0
+    assert stock["speedup"] is None and injected["speedup"] is None, "one run each is too few for a ratio"
+    assert "float32, 96x64, 9 frames, 2 steps, batch 1. Runs stock, fast, one after the other" in " ".join(
+        run.stdout.split()
+    )
+    assert "out.mp4: the video of the arm fast" in run.stdout
+    assert "deprecated" not in run.stderr
     assert stock["difference_from_stock"] is None
     assert injected["difference_from_stock"]["latents"] < 1e-4
     assert injected["calls"]["fused"] > 0
