@@ -1,0 +1,47 @@
+"""The version stands in one place; what a public forge runs exists, and issues ask for the checkup."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import diffkern
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_version_stands_in_one_place() -> None:
+    quoted = re.compile(rf'version\w*\s*=\s*"{re.escape(diffkern.__version__)}"', re.IGNORECASE)
+    files = [ROOT / "pyproject.toml", ROOT / "setup.py", *ROOT.glob("diffkern/**/*.py")]
+    assert [file.name for file in files if quoted.search(file.read_text("utf-8"))] == ["__init__.py"]
+    assert '"diffkern.__version__"' in (ROOT / "pyproject.toml").read_text("utf-8")
+
+
+def test_workflows_run_what_is_there() -> None:
+    yaml = pytest.importorskip("yaml")
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    steps = [
+        step["run"]
+        for path in (ROOT / ".github" / "workflows").glob("*.yml")
+        for job in yaml.safe_load(path.read_text("utf-8"))["jobs"].values()
+        for step in job["steps"]
+        if "run" in step
+    ]
+    assert len(steps) >= 3
+    for step in steps:
+        program, argument = step.split()[:2]
+        assert (ROOT / program).is_file() if program != "make" else f"\n{argument}:" in makefile, step
+
+
+def test_an_issue_asks_for_the_checkup_and_the_report() -> None:
+    yaml = pytest.importorskip("yaml")
+    template = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text("utf-8"))
+    labels = [part["attributes"]["label"] for part in template["body"]]
+    assert {"diffkern doctor --json", "print(report)"} <= set(labels)
+
+
+def test_the_script_of_the_wheels_is_a_shell_script() -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "scripts" / "build_wheels.sh")], check=True)
