@@ -262,14 +262,20 @@ def table(candidates: list[Candidate]) -> str:
 
 def model_table() -> str:
     """The sites of every tiny denoiser by rule, and below it what stays as it is."""
+    import torch
+
     from scripts.check_models.convolutional import AUTOENCODERS, LEFT, NOT_FUSED, UNETS
     from scripts.check_models.denoisers import DENOISERS
-    from scripts.check_models.rewritten import CALLED_OTHERWISE, RewrittenModel
+    from scripts.check_models.rewritten import CALLED_OTHERWISE, RewrittenModel, batch_of_two, run
 
     lines = ["| model | class | fused calls of one forward |", "|---|---|---|"]
     left: dict[tuple[str, str, str], None] = {}
     for name, denoiser in DENOISERS.items():
-        rewritten = RewrittenModel.of(denoiser.build())
+        model = denoiser.build()
+        rewritten = RewrittenModel.of(model)
+        rewritten.force_original()
+        run(model, batch_of_two(denoiser, torch.float32))
+        rewritten.fuse()
         calls = rewritten.expected_calls(name)
         text = "; ".join(f"{rule}: {calls[rule]}" for rule in sorted(calls))
         if name in CALLED_OTHERWISE:

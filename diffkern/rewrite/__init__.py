@@ -13,4 +13,4 @@ from diffkern.rewrite.verify import SiteVerifier
 #: Names under which configurations and reports know what is fused inside of forwards.
 OPS = tuple(dict.fromkeys(rule.op for rule in RULES))
 
-__all__ = ["OPS", "FusedSite", "Rewriter", "Rewritten", "SiteVerifier", "prove_ahead"]
+__all__ = ["OPS", "RULES", "FusedSite", "Rewriter", "Rewritten", "SiteVerifier", "prove_ahead"]

@@ -11,6 +11,7 @@ from diffkern.rewrite.effects import SITES
 from diffkern.rewrite.flow import Definition
 from diffkern.rewrite.match import Match, Operand, Scope, is_cast, is_view
 from diffkern.rewrite.placement import Placement, cast_arguments
+from diffkern.rewrite.query_key import nested_function
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,9 @@ class _Writer:
 
     def region(self, kept: Definition | None) -> Region:
         used = sorted(self._definitions, key=lambda definition: self._flow.order[definition.statement])  # type: ignore[index]
-        body: list[ast.stmt] = []
+        called = [step.func for step in self._match.steps if isinstance(step, ast.Call)]
+        nested = [nested_function(self._flow, name) for name in called if isinstance(name, ast.Name)]
+        body: list[ast.stmt] = [function for function in dict.fromkeys(nested) if function is not None]
         for definition in used:
             assert definition.value is not None and definition.statement is not None
             target = ast.Name(self._definitions[definition], ast.Store())
@@ -90,7 +93,7 @@ class _Writer:
     def _is_leaf(self, node: ast.AST) -> bool:
         if not isinstance(node, ast.Name) or node in self._passed or node.id == self._facts.receiver:
             return False
-        return self._flow.is_local(node) and self._internal(node) is None
+        return self._flow.is_local(node) and self._internal(node) is None and nested_function(self._flow, node) is None
 
     def _key(self, node: ast.expr) -> object:
         return (node.id, self._flow.definitions.get(node)) if isinstance(node, ast.Name) else node

@@ -143,7 +143,7 @@ class OnePlus:
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""
-        node, match, views = _through_views(scope, node, match)
+        node, match, views = through_views(scope, node, match)
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
             return
         for one, leaf in ((node.left, node.right), (node.right, node.left)):
@@ -166,7 +166,7 @@ class Activated:
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""
-        node, match, views = _through_views(scope, node, match)
+        node, match, views = through_views(scope, node, match)
         found = activation(scope, node)
         if found is None:
             return
@@ -327,7 +327,8 @@ def _with_keywords(name: str, call: ast.Call) -> str:
     return name
 
 
-def _through_views(scope: Scope, node: ast.expr, match: Match) -> tuple[ast.expr, Match, tuple[ast.expr, ...]]:
+def through_views(scope: Scope, node: ast.expr, match: Match) -> tuple[ast.expr, Match, tuple[ast.expr, ...]]:
+    """Goes through casts, single definitions and views; returns the views, too, innermost first."""
     views: tuple[ast.expr, ...] = ()
     while True:
         node, match = peel(scope, node, match)

@@ -186,7 +186,9 @@ class Placer:
         calls = [step for step in match.steps if isinstance(step, ast.Call) and step.func in match.modules.values()]
         spans = [sorted((self._flow.order[call], point)) for call in calls]
         return any(
-            isinstance(node, ast.Call) and node not in match.steps and not _is_method_of_torch(node)
+            isinstance(node, ast.Call)
+            and node not in match.steps
+            and not _is_method_of_torch(node, self._scope.facts.receiver)
             for start, end in spans
             for node in self._flow.between(start, end)
         )
@@ -211,9 +213,9 @@ def _any_parameter(read: frozenset[object]) -> bool:
     return any(isinstance(root, Definition) for root in read)
 
 
-def _is_method_of_torch(call: ast.Call) -> bool:
+def _is_method_of_torch(call: ast.Call, receiver: str) -> bool:
     function = call.func
     if not isinstance(function, ast.Attribute):
         return False
     base = function.value
-    return not (isinstance(base, ast.Name) and base.id == "self")
+    return not (isinstance(base, ast.Name) and base.id == receiver)

@@ -18,9 +18,10 @@ from diffkern.rewrite.facts import Facts, Path
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.placement import Placement, Placer
+from diffkern.rewrite.query_key import QueryKey, pair_statements, separate_statements
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
-from diffkern.rewrite.variants import activate_in_branches, decide_branches
+from diffkern.rewrite.variants import activate_in_branches, decide_branches, split_by_tables
 
 #: Names in rewritten functions: what decides which sites are on, and what runs if none may.
 ENTER, STOCK = "_enter", "_stock"
@@ -98,8 +99,13 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if taken & {SITES, ENTER, STOCK}:
         return "it is rewritten already"
+    is_processor = tree.args.args[0].arg != facts.receiver
+    if is_processor:
+        decide_branches(tree, facts)
+        split_by_tables(tree, facts)
     as_written = copy.deepcopy(tree)
-    helpers = inline.inline_helpers(tree, function, facts)
+    # A processor's rotation is a call that the shape knows, whatever it computes.
+    helpers = inline.inline_helpers(tree, function, facts, only=set() if is_processor else None)
     decide_branches(tree, facts)
     activate_in_branches(tree, facts)
     planner = _Planner(source, facts)
@@ -115,7 +121,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         planner.run()
     if not planner.sites:
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
-    _add_entry(tree)
+    _add_entry(tree, facts.receiver)
     ast.fix_missing_locations(tree)
     code = compiled(tree, function, (*function.__code__.co_freevars, ENTER, STOCK), _imported_in_file(function))
     assert code is not None
@@ -134,8 +140,15 @@ class _Planner:
     def run(self) -> str | None:
         flow = Flow(self._source.tree)
         for rule in RULES:
+            pairs = isinstance(rule.shape, QueryKey) and flow.decline is None
+            if pairs:
+                pair_statements(Scope(flow, self._facts), rule.shape.rotated)  # type: ignore[attr-defined]
+                flow = Flow(self._source.tree)
             while flow.decline is None and self._apply(rule, Scope(flow, self._facts)):
                 flow = Flow(self._source.tree)  # the tree has changed
+            if pairs:
+                separate_statements(self._source.tree)
+                flow = Flow(self._source.tree)
         if flow.decline is not None:
             return flow.decline
         found = {site.line for site in self.sites}
@@ -153,7 +166,7 @@ class _Planner:
         )
         placer = Placer(scope, effects)
         for node in reversed(flow.nodes):
-            if not isinstance(node, (ast.BinOp, ast.Call)) or node not in flow.statement:
+            if not isinstance(node, (ast.BinOp, ast.Call, ast.Tuple)) or node not in flow.statement:
                 continue
             for match in rule.shape.match(scope, node, Match()):
                 reason = _misfit(scope, match)
@@ -234,7 +247,7 @@ def _is_fresh(scope: Scope, callee: ast.expr) -> bool:
     return path is not None and bool(scope.facts.norm(path) or scope.facts.is_projection(path))
 
 
-def _add_entry(tree: ast.FunctionDef) -> None:
+def _add_entry(tree: ast.FunctionDef, receiver: str) -> None:
     """Puts the decision which sites are on in front of the body."""
     arguments = tree.args
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
@@ -245,7 +258,7 @@ def _add_entry(tree: ast.FunctionDef) -> None:
     if arguments.kwarg is not None:
         words.append(f"**{arguments.kwarg.arg}")
     entry = ast.parse(
-        f"{SITES} = {ENTER}({positional[0]})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})"
+        f"{SITES} = {ENTER}({receiver})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})"
     ).body
     start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
     for statement in entry:

@@ -33,7 +33,11 @@ class CastsLifted(TorchDispatchMode):
 
 def to_float64(leaf: Any) -> Any:
     """A leaf in float64; what is no floating point tensor, or a dtype, as it is."""
+    if isinstance(leaf, (tuple, list)):
+        return type(leaf)([to_float64(part) for part in leaf])
     if isinstance(leaf, Tensor):
+        if leaf.is_complex():
+            return leaf.detach().to(torch.complex128)
         return leaf.detach().double() if leaf.is_floating_point() else leaf.detach()
     return leaf
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from types import FunctionType
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -15,6 +15,7 @@ from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.plan import ENTER, STOCK, Plan, plan
+from diffkern.rewrite.processor import ROUTE, Route, routed
 from diffkern.rewrite.site import FusedSite, Observer
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.verify import SiteVerifier
@@ -94,12 +95,21 @@ class Rewriter:
             forward = type(module).forward
         with LOCK:
             found = planned(forward, module)
+            function, processor = forward, None
+            if isinstance(found, str) and "processor" in module.__dict__:
+                processor = module.__dict__["processor"]
+                if isinstance(routed(forward), str):
+                    return found
+                function = type(processor).__call__
+                found = planned(function, module, receiver=1)
             if isinstance(found, str):
                 return found
             paths = [path for site in found.sites for path in site.modules.values()]
-            kind = (forward, type(module), found, *[_kind_of(module, path) for path in paths])
+            kind = (forward, type(module), function, found, *[_kind_of(module, path) for path in paths])
             if kind not in self._kinds:
-                self._kinds[kind] = self._bind(forward, module, found)
+                self._kinds[kind] = self._bind(function, module, found)
+                if processor is not None:
+                    self._kinds[kind] = _in_forward(self._kinds[kind], forward, type(processor), function)
             return self._kinds[kind]
 
     def _bind(self, forward: Any, module: nn.Module, found: Plan) -> Rewritten:
@@ -124,8 +134,21 @@ class Rewriter:
         return Rewritten(recompile(forward, found.code, {ENTER: guard, STOCK: function}), found, guard)
 
 
-def planned(forward: Callable[..., Any], module: nn.Module) -> Plan | str:
-    """Returns the plan of a forward for a module, made once for all modules about which it assumes the same."""
+def _in_forward(call: Rewritten, forward: Any, cls: type, function: Callable[..., Any]) -> Rewritten:
+    """The forward of an attention module that runs a rewritten ``__call__`` of its processor."""
+    code = routed(forward)
+    assert isinstance(code, CodeType)
+    return replace(call, function=recompile(forward, code, {ROUTE: Route(cls, function, call.function, call.guard)}))
+
+
+def planned(forward: Callable[..., Any], module: nn.Module, receiver: int = 0) -> Plan | str:
+    """Returns the plan of a forward for a module, made once for all modules about which it assumes the same.
+
+    Args:
+        forward: The function; that of a processor has the module as its second argument.
+        module: The module.
+        receiver: Which argument the module is.
+    """
     with LOCK:
         if forward in _DECLINED:
             return _DECLINED[forward]
@@ -141,9 +164,9 @@ def planned(forward: Callable[..., Any], module: nn.Module) -> Plan | str:
             return source
         arguments = source.tree.args
         names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-        if not names:
+        if len(names) <= receiver:
             return "it takes no module"
-        facts = ModuleFacts(names[0], module)
+        facts = ModuleFacts(names[receiver], module)
         found = plan(source, facts)
         facts.forget_module()
         if isinstance(found, Plan):

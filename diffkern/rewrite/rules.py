@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
 from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Shape, Sum
+from diffkern.rewrite.query_key import QueryKey
 
 _GATES = frozenset({"tanh", "sigmoid"})
 _GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
@@ -59,6 +60,8 @@ def _activated(over: str) -> Shape:
 
 
 RULES = (
+    Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(rotated=True)),
+    Rule("query and key norm", "qk_norm_rope", QueryKey(rotated=False)),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),
     Rule(

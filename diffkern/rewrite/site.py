@@ -17,6 +17,7 @@ from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager import compute_dtype
 from diffkern.rewrite.facts import GROUPS, LAST_DIM, child_of, frames_of, group_norm_path, norm_of
 from diffkern.rewrite.plan import SitePlan
+from diffkern.rewrite.rotation import part_of, tables_of
 from diffkern.verify.measures import Measurement
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -86,6 +87,13 @@ class FusedSite:
         self.over: str = LAST_DIM if found is None else found[0]
         self._semantics: NormSemantics | None = None if found is None else found[1]
         self._holder = None if norm is None else (*self._norm_path, *group_norm_path(norm))  # type: ignore[misc]
+        #: Of the norms of queries and keys, of which a site has several.
+        self.norms: dict[str, NormSemantics] = {}
+        for name, path in plan.modules.items():
+            child = child_of(module, path) if name[1:].startswith("_norm") else None
+            semantics = None if child is None else norm_of(child)
+            if semantics is not None:
+                self.norms[name] = semantics[1]
         self._parameters: tuple[tuple[str, str], ...] = ()
         if self._semantics is not None:
             named = {"weight": self._semantics.weight, "bias": self._semantics.bias}
@@ -140,6 +148,10 @@ class FusedSite:
         signature = signature_of(leaves)
         if self.over != LAST_DIM:  # parameters may be laid out for one number of dimensions
             signature += tuple([leaf.ndim for leaf in leaves if isinstance(leaf, Tensor)])
+        for name, semantics in self.norms.items():
+            if semantics.weight is not None:
+                parameter = _parameter(_norm_of_site(self, module, name), semantics.weight)
+                signature = *signature, None if parameter is None else parameter.dtype
         if self._semantics is None or self._semantics.weight is None:
             return signature
         weight = _parameter(child_of(module, self._holder), self._semantics.weight)  # type: ignore[arg-type]
@@ -241,6 +253,8 @@ def _may_prove(leaves: tuple[Any, ...]) -> bool:
 
 
 def _constant(leaf: Any) -> Any:
+    if isinstance(leaf, (tuple, list)):
+        return tuple([_layout(part) if type(part) in _PLAIN else _constant(part) for part in leaf])
     return leaf if isinstance(leaf, (torch.dtype, int, float, str, torch.device)) else type(leaf)
 
 
@@ -322,6 +336,65 @@ def _channel_rms_norm_silu(
     return ops.channel_rms_norm_silu(**operands, **site.norm_arguments(module), **way.options, provider=provider)
 
 
+def _norm_of_site(site: FusedSite, module: nn.Module, name: str) -> Any:
+    return child_of(module, site.plan.modules[name])
+
+
+def _norm_arguments(site: FusedSite, module: nn.Module, name: str) -> dict[str, Any]:
+    """What the op needs to know of one of several norms, read from the module at every call."""
+    norm, semantics = _norm_of_site(site, module, name), site.norms[name]
+    eps = getattr(norm, semantics.eps) if isinstance(semantics.eps, str) else semantics.eps
+    arguments: dict[str, Any] = {"norm": "rms" if semantics.op == "rms_norm" else "layer", "eps": eps}
+    for parameter in ("weight", "bias"):
+        attribute = getattr(semantics, parameter)
+        value = None if attribute is None else _parameter(norm, attribute)
+        if isinstance(value, Tensor):
+            arguments[parameter] = value
+    return arguments
+
+
+def _qk_norm_rope(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> tuple[Tensor, Tensor]:
+    options = dict(way.options)
+    form, dim = options.pop("form"), options.pop("stream_dim", None)
+    tables = [form.of(tables_of(operands, side)) for side in "qk"]
+    shared = all([operands[f"k{name[1:]}"] is operands[name] for name in operands if name.startswith("q_table")])
+    queries, keys, start = [], [], 0
+    named: dict[str, Any]
+    pairing: dict[str, Any]
+    for i in range(len([name for name in site.plan.modules if name.startswith("q_norm")])):
+        q, k = operands[f"q{i}"], operands[f"k{i}"]
+        (cos, sin), (cos_k, sin_k) = tables
+        if dim is not None and cos is not None:
+            (cos, sin), (cos_k, sin_k) = ([part_of(t, q, dim, start) for t in pair] for pair in tables)
+            start += q.shape[dim]
+        if shared:
+            cos_k = sin_k = None
+        heads = q.shape[-2] if form.across_heads else None
+        flat = [x.flatten(-2) if heads else x for x in (q, k)]
+        if way.calls_norm is None:
+            norm, other = (_norm_arguments(site, module, f"{side}_norm{i}") for side in "qk")
+            parameters = [arguments.pop(name, None) for name in ("weight", "bias") for arguments in (norm, other)]
+            if norm != other:
+                raise ValueError("the norms of queries and keys are of different kinds")
+            named = dict(zip(("q_weight", "k_weight", "q_bias", "k_bias"), parameters, strict=True), **norm)
+        else:
+            flat = [_norm_of_site(site, module, f"{side}_norm{i}")(x) for side, x in zip("qk", flat, strict=True)]
+            flat, heads, named = [y.view_as(x) for y, x in zip(flat, (q, k), strict=True)], None, {"norm": None}
+        pairing = (
+            {} if cos is None else {"cos": cos, "sin": sin, "pairing": form.pairing, "cos_k": cos_k, "sin_k": sin_k}
+        )
+        one, other_one = ops.qk_norm_rope(
+            flat[0], flat[1], **named, **pairing, across_heads=heads, **options, provider=provider
+        )
+        queries.append(one.view_as(q))
+        keys.append(other_one.view_as(k))
+    if dim is None:
+        return queries[0], keys[0]
+    return torch.cat(queries, dim), torch.cat(keys, dim)
+
+
 def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
     """A product says nothing of which factor is the gate: the smaller one is."""
     gate, x = operands.get("gate"), operands["x"]
@@ -336,6 +409,7 @@ _CALLS: Mapping[str, Any] = {
     "gate_residual_norm_modulate": _gate_residual_norm_modulate,
     "glu": _glu,
     "linear_gelu": _linear_gelu,
+    "qk_norm_rope": _qk_norm_rope,
     "group_norm_silu": _group_norm_silu,
     "channel_rms_norm_silu": _channel_rms_norm_silu,
 }

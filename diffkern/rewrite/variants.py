@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from diffkern.rewrite.facts import UNKNOWN, Facts
+from diffkern.rewrite.facts import PRESENT, UNKNOWN, Facts
 
 _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_,
@@ -24,17 +24,18 @@ _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
-def decide_branches(tree: ast.FunctionDef, facts: Facts | None) -> bool:
+def decide_branches(tree: ast.FunctionDef, facts: Facts | None, given: Mapping[str, object] | None = None) -> bool:
     """Replaces each decidable ``if`` of a tree by the branch that runs.
 
     Args:
         tree: It is changed.
         facts: Knows the attributes of the module; None decides tests of constants alone, as inlined helpers have them.
+        given: Arguments that are known to be None, or known not to be (PRESENT).
 
     Returns:
         Whether anything was decided.
     """
-    decider = _Decider(facts, _stored_attributes(tree))
+    decider = _Decider(facts, _stored_attributes(tree), given or {})
     decider.visit(tree)
     if decider.decided:
         _tidy_blocks(tree)
@@ -43,8 +44,8 @@ def decide_branches(tree: ast.FunctionDef, facts: Facts | None) -> bool:
 
 
 class _Decider(ast.NodeTransformer):
-    def __init__(self, facts: Facts | None, stored: set[str]) -> None:
-        self._facts, self._stored = facts, stored
+    def __init__(self, facts: Facts | None, stored: set[str], given: Mapping[str, object]) -> None:
+        self._facts, self._stored, self._given = facts, stored, given
         self.decided = False
 
     def visit_If(self, node: ast.If) -> Any:
@@ -94,6 +95,8 @@ class _Decider(ast.NodeTransformer):
             return self._bool_op(node)
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
             one, other = self._value(node.left), self._value(node.comparators[0])
+            if isinstance(node.left, ast.Name) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+                one = self._given.get(node.left.id, UNKNOWN)
             if one is UNKNOWN or other is UNKNOWN:
                 return UNKNOWN
             return _COMPARE[type(node.ops[0])](one, other)
@@ -150,6 +153,48 @@ def _append(branches: ast.If, statement: ast.stmt) -> None:
     for block in (branches.body, branches.orelse):
         if not block or not isinstance(block[-1], (ast.Return, ast.Raise, ast.Break, ast.Continue)):
             block.append(copy.deepcopy(statement))
+
+
+def split_by_tables(tree: ast.FunctionDef, facts: Facts) -> None:
+    """Makes two branches of a body that rotates if an argument is given: one with it, one without.
+
+    So what stands before that ``if`` and what stands in it are one straight line.
+    """
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    arguments = [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
+    for name in arguments:
+        if name not in stored and any(isinstance(node, ast.If) and _rotates(node, name) for node in ast.walk(tree)):
+            break
+    else:
+        return
+    start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
+    branches = []
+    for value in (None, PRESENT):
+        branch = copy.copy(tree)
+        branch.body = copy.deepcopy(tree.body[start:])
+        decide_branches(branch, facts, {name: value})
+        branches.append(branch.body)
+    split = ast.parse(f"if {name} is None:\n    pass\nelse:\n    pass").body[0]
+    assert isinstance(split, ast.If)
+    for node in ast.walk(split):
+        if "lineno" in node._attributes:
+            ast.copy_location(node, tree.body[start])
+    split.body, split.orelse = branches
+    tree.body[start:] = [split]
+
+
+def _rotates(node: ast.If, name: str) -> bool:
+    """Whether a branch asks for an argument, and rebinds a variable by a call with both."""
+    tests = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
+    if not any(ast.unparse(part) in (f"{name} is not None", f"{name} is None") for part in tests):
+        return False
+    for statement in (part for one in (*node.body, *node.orelse) for part in ast.walk(one)):
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+            target, call = ast.unparse(statement.targets[0]), statement.value
+            read = {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}
+            if target in read and (name in read or len(call.args) > 1):
+                return True
+    return False
 
 
 def _stored_attributes(tree: ast.FunctionDef) -> set[str]:

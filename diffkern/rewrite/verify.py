@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.rewrite.facts import LAST_DIM, child_of
 from diffkern.rewrite.match import ANY_ACTIVATION
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
+from diffkern.rewrite.rotation import FORMS, NORMS
 from diffkern.rewrite.site import FusedSite, Way, memory_order
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, ROWS, SLACK
@@ -120,7 +121,7 @@ class SiteVerifier:
         if not all(isinstance(result, Tensor) for result in stock[0]):
             return "its result is not a tensor"
         for name, operand in site.operands(module, draws[0]).items():
-            if not isinstance(operand, Tensor):
+            if not isinstance(operand, Tensor) and "table" not in name:
                 return f"its {name} is a {type(operand).__name__}, not a tensor"
         wide = [tuple([to_float64(leaf) for leaf in draw]) for draw in (draws[:1] if exact else draws)]
         with CastsLifted():
@@ -157,6 +158,9 @@ class SiteVerifier:
         return reason
 
     def _ways(self, site: FusedSite, dtypes: list[torch.dtype], options: dict[str, Any]) -> Iterator[Way]:
+        if site.plan.rule.op == "qk_norm_rope":
+            yield from _ways_of_rotation(options, self.numerics == "exact" and self.measure)
+            return
         norm = site.plan.modules.get("norm") if site.over == LAST_DIM else None
         roundings = ("each", "once") if self.numerics == "exact" else ("once", "each")
         for rounding in roundings:
@@ -166,6 +170,16 @@ class SiteVerifier:
             if norm is not None:
                 yield replace(way, calls_norm="same")
                 yield replace(way, calls_norm=torch.float32)
+
+
+def _ways_of_rotation(options: dict[str, Any], exact: bool) -> Iterator[Way]:
+    """``exact`` calls the norms as the modules that they are; without a rotation it then has nothing to fuse."""
+    if options["form"].tables is None:
+        if not exact:
+            yield Way(options)
+        return
+    for arithmetic in ("float32", "float64", "input"):
+        yield Way({**options, "arithmetic": arithmetic}, "same" if exact else None)
 
 
 def _first_difference(fused: Iterable[tuple[Tensor, ...]], stock: list[tuple[Tensor, ...]]) -> str:
@@ -251,12 +265,22 @@ def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False, di
     if any(type(leaf) is int for leaf in leaves) and largest <= 8 * _LARGEST:
         limit = 1 << 30  # a size that the expression names
     generator = torch.Generator("cpu").manual_seed(seed)
-    drawn = [_random(leaf, limit, generator, spread, dim) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return tuple(drawn)
+    sizes = {leaf.shape[at] for leaf in leaves if isinstance(leaf, Tensor) for at in range(leaf.ndim - 1)}
+
+    def draw(leaf: Any) -> Any:
+        if isinstance(leaf, (tuple, list)):
+            return type(leaf)([draw(part) for part in leaf])
+        return _random(leaf, limit, generator, spread, dim, sizes) if isinstance(leaf, Tensor) else leaf
+
+    return tuple([draw(leaf) for leaf in leaves])
 
 
-def _random(leaf: Tensor, limit: int, generator: torch.Generator, spread: bool, dim: int) -> Tensor:
-    shape = _shrunk(leaf, limit, dim)
+def _random(
+    leaf: Tensor, limit: int, generator: torch.Generator, spread: bool, dim: int, sizes: Collection[int]
+) -> Tensor:
+    shape = _shrunk(leaf, limit, dim, sizes)
+    if leaf.is_complex():
+        return torch.randn(shape, generator=generator, dtype=torch.complex64, device="cpu").to(leaf.device, leaf.dtype)
     if not leaf.is_floating_point():
         return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
     y = torch.randn(shape, generator=generator, device="cpu")
@@ -272,8 +296,15 @@ def _random(leaf: Tensor, limit: int, generator: torch.Generator, spread: bool, 
     return y.permute(order).contiguous().permute([order.index(dim) for dim in range(leaf.ndim)])
 
 
-def _shrunk(leaf: Tensor, limit: int, kept: int) -> list[int]:
-    return [size if dim in (kept, kept + leaf.ndim) else min(size, limit) for dim, size in enumerate(leaf.shape)]
+def _shrunk(leaf: Tensor, limit: int, kept: int, sizes: Collection[int] = ()) -> list[int]:
+    shape = enumerate(leaf.shape)
+    return [size if dim in (kept, kept + leaf.ndim) else _shrunk_dim(size, limit, sizes) for dim, size in shape]
+
+
+def _shrunk_dim(size: int, limit: int, sizes: Collection[int]) -> int:
+    """As many rows as two streams have together stay as many."""
+    parts = [(part, size - part) for part in sizes if size - part in sizes and size > limit]
+    return min(size, limit) if not parts else sum([min(part, limit) for part in min(parts)])
 
 
 def _shrunk_size(leaves: tuple[Any, ...], limit: int, dim: int) -> int:
@@ -288,6 +319,9 @@ def _agreeing(
     found = site.plan.options
     names = [name for name, value in found.items() if value == ANY_ACTIVATION]
     choices = [dict(found)]
+    if site.plan.rule.op == "qk_norm_rope":
+        forms = FORMS if any("table" in name for name in site.plan.names) else NORMS
+        choices = [{**found, "form": form} for form in forms]
     if names:
         choices = [{**found, names[0]: function} for function in (*FUNCTIONS, "sigmoid", "tanh")]
     for choice in choices:
@@ -298,7 +332,7 @@ def _agreeing(
         try:
             with CastsLifted():
                 fused = _as_tuple(site.compute(twin, wide, way, "eager"))
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, IndexError):
             continue
         if all(
             one.shape == other.shape and relative_error(one, other) <= AGREEMENT
@@ -330,6 +364,8 @@ def _dtype_options(
     site: FusedSite, options: dict[str, Any], dtypes: list[torch.dtype], rounding: str
 ) -> dict[str, Any]:
     op = site.plan.rule.op
+    if op == "qk_norm_rope":
+        return options
     if op == "glu":
         return {**options, "round_activation": rounding == "each"}
     if op in ("linear_gelu", "group_norm_silu"):
@@ -343,13 +379,13 @@ def _dtype_options(
 
 
 def _unfit(leaves: tuple[Any, ...]) -> str | None:
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_complex()]
     if not tensors:
         return "no operand is a tensor"
     for leaf in tensors:
         if type(leaf) not in (Tensor, nn.Parameter):
             return f"an operand is a {type(leaf).__name__}, not a plain tensor"
-        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta or leaf.is_complex():
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta:
             return "an operand is not an ordinary dense tensor"
     if tensors[0].dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"an operand is {str(tensors[0].dtype).removeprefix('torch.')}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from diffkern.rewrite import Rewriter, Rewritten
+from diffkern.rewrite import RULES, Rewriter, Rewritten
 from diffkern.rewrite.reference import CastsLifted, to_float64
 from scripts.check_models.model import Denoiser, Draw
 
@@ -21,7 +21,13 @@ CALLED_OTHERWISE = {
     "cogview4": ("linear, GELU", 2, "the feed-forward of a block serves two streams"),
     "easyanimate": ("linear, GELU", 1, "the feed-forward of a block without one for text serves two streams"),
     "ltx2": ("gated residual", -1, "key frames are embedded only if a mask of them is given"),
+    "anyflow": ("query and key norm, rotation", -2, "its tables, the norm over all heads, have no form yet"),
+    "ernie_image": ("query and key norm, rotation", -2, "its helper takes angles, not cosines"),
+    "prx": ("query and key norm, rotation", -2, "its helper pairs elements in a way that has no form yet"),
 }
+
+#: The op whose sites stand in attention processors.
+_IN_PROCESSORS = "qk_norm_rope"
 
 
 class RoundDraw(Draw):
@@ -87,12 +93,14 @@ class RewrittenModel:
         forwards: The rewritten forwards, each once.
         sites: How many sites its modules hold, by rule.
         left: Expressions that have the shape of a rule and stay as they are: (class, expression) -> reason.
+        reached: How often sites of attention processors ran while forced to their original expressions, by rule.
     """
 
     model: nn.Module
     forwards: tuple[Rewritten, ...]
     sites: Counter[str]
     left: Mapping[tuple[str, str], str]
+    reached: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, model: nn.Module, numerics: str = "fast") -> RewrittenModel:
@@ -116,7 +124,10 @@ class RewrittenModel:
             forward.guard.force_original()
 
     def fuse(self) -> None:
-        """Takes :meth:`force_original` back."""
+        """Takes :meth:`force_original` back; remembers which sites of attention processors ran."""
+        for site in self._all_sites():
+            if site.plan.rule.op == _IN_PROCESSORS:
+                self.reached[site.plan.rule.name] += site.original_calls
         for forward in self.forwards:
             forward.guard.disabled = set()
 
@@ -145,9 +156,14 @@ class RewrittenModel:
             module.__dict__.pop("forward", None)
 
     def expected_calls(self, name: str) -> Counter[str]:
-        """How often an op runs in one forward of the model of this name: once for each site, with listed exceptions."""
+        """How often an op runs in one forward of the model of this name: once for each site, with listed exceptions.
+
+        A processor has sites for calls with rotary tables and for calls without: those count that a forced run reached.
+        """
         rule, more, _ = CALLED_OTHERWISE.get(name, ("", 0, ""))
-        expected = self.sites.copy()
+        elsewhere = {rule.name for rule in RULES if rule.op != _IN_PROCESSORS}
+        expected = Counter({rule: calls for rule, calls in self.sites.items() if rule in elsewhere})
+        expected.update(self.reached)
         expected[rule] += more
         return +expected
 
