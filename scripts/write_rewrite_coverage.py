@@ -288,7 +288,7 @@ def model_table() -> str:
         rewritten = RewrittenModel.of(tiny.build())
         counts = "; ".join(f"{rule}: {rewritten.sites[rule]}" for rule in sorted(rewritten.sites))
         stays = [f"{rule}: {why}" for rule, why in NOT_FUSED.get(name, {}).items()]
-        stays += [LEFT[tiny.cls]] if tiny.cls in LEFT else []
+        stays += [LEFT[name]] if name in LEFT else []
         lines.append(f"| {name} | `{tiny.cls}` | {counts or 'none'} | {'; '.join(stays)} |")
         left.update({(*place, why): None for place, why in rewritten.left.items()})
     lines += ["", "| class | left | reason |", "|---|---|---|"]
@@ -306,9 +306,10 @@ def release_table() -> str:
     """The counts of :mod:`scripts.sweep_diffusers` by release."""
     releases = json.loads(_RELEASES.read_text(encoding="utf-8"))
     rules = sorted({rule for result in releases.values() for rule in result["rules"]})
-    lines = ["| diffusers | " + " | ".join([*KINDS, *rules]) + " |", "|---" * (1 + len(KINDS) + len(rules)) + "|"]
+    counted = [kind for kind in KINDS if any(kind in result["candidates"] for result in releases.values())]
+    lines = ["| diffusers | " + " | ".join([*counted, *rules]) + " |", "|---" * (1 + len(counted) + len(rules)) + "|"]
     for version, result in releases.items():
-        kinds = [f"{result['fused'].get(kind, 0)} of {result['candidates'].get(kind, 0)}" for kind in KINDS]
+        kinds = [f"{result['fused'].get(kind, 0)} of {result['candidates'].get(kind, 0)}" for kind in counted]
         counts = [str(result["rules"].get(rule, 0)) for rule in rules]
         lines.append(f"| {version} | " + " | ".join([*kinds, *counts]) + " |")
     lines += ["", "| diffusers | no longer found there |", "|---|---|"]

@@ -68,16 +68,16 @@ NOT_FUSED = {
 
 #: Why norms of a model stay as they are though an activation follows them, or though there is an op for them.
 LEFT = {
-    "AutoencoderDC": "its RMS norms are called on a view that has the channels last, with no SiLU behind them",
-    "AutoencoderKLMagvit": "spatial_group_norm folds time into the batch between the norm and its activation",
-    "AutoencoderKLKVAE": "the norms of its decoder take the latents, too",
-    "AutoencoderKLKVAEVideo": "its norms take a cache, and those of its decoder the latents, too",
-    "AutoencoderKLCogVideoX": "the norms of its decoder take the latents and a cache, too",
-    "AutoencoderVidTok": "its norms are layer norms over the channels, for which there is no op",
-    "AutoencoderOobleck": "it has no norm",
-    "StableCascadeUNet": "its norms have no activation behind them",
-    "UNet1DModel": "its norms are followed by GELU",
-    "VQModel": "norm_type='spatial' takes the latents, too",
+    "dc": "its RMS norms are called on a view that has the channels last, with no SiLU behind them",
+    "magvit_frames": "it folds time into the batch between the norm and its activation",
+    "kvae": "the norms of its decoder take the latents, too",
+    "kvae_video": "its norms take a cache, and those of its decoder the latents, too",
+    "cogvideox": "the norms of its decoder take the latents and a cache, too",
+    "vidtok": "its norms are layer norms over the channels, for which there is no op",
+    "oobleck": "it has no norm",
+    "stable_cascade": "its norms have no activation behind them",
+    "unet1d": "its norms are followed by GELU",
+    "vq_spatial": "the norms of its decoder take the latents, too",
 }
 
 AUTOENCODERS: dict[str, Denoiser] = {
