@@ -61,7 +61,7 @@ def test_a_modular_pipeline_that_is_partly_loaded() -> None:
         )
     )  # fmt: skip
     report = inject_optimized_kernels(pipe)
-    assert len(report.patched) == 19 and all(site.path.startswith("transformer.") for site in report.patched)
+    assert len(report.patched) == 21 and all(site.path.startswith("transformer.") for site in report.patched)
     assert restore(pipe) == 19
 
 
