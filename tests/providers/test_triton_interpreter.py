@@ -37,7 +37,10 @@ _FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", _FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[pytest.mark.exhaustive] * (f in ("group_norm", "activation"))) for f in _FAMILIES],
+)
 def test_the_op_tests_pass_in_the_interpreter(family: str, triton: ModuleType) -> None:
     selection = _FAMILIES[family]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
