@@ -66,6 +66,20 @@ def unfit_surroundings() -> str | None:
     return None
 
 
+def unfit(x: Any) -> str | None:
+    """Why hidden states are not for kernels, or None."""
+    if type(x) is not Tensor:
+        return f"the hidden states are a {type(x).__name__}, not a plain tensor"
+    if x.dtype not in KERNEL_DTYPES:
+        return f"the hidden states are {str(x.dtype).removeprefix('torch.')}; float32, float16 and bfloat16 are served"
+    if x.layout is not torch.strided or x.is_nested or x.is_meta:
+        return "the hidden states are not an ordinary dense tensor"
+    # The first question is quick, and almost always enough: the name of a device takes long to form.
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        return f"autocast is on for {x.device.type}, and the stock forward follows its rules"
+    return unfit_surroundings()
+
+
 def plain(parameter: Any, device: torch.device) -> bool:
     """Whether a parameter is an ordinary tensor on ``device`` that kernels can read."""
     kind = type(parameter)

@@ -19,6 +19,7 @@ from diffkern.injection.attention import install, plan_attention, restore_attent
 from diffkern.injection.components import all_components, select_components
 from diffkern.injection.graph_fusion import GraphFusion
 from diffkern.injection.kernel_selector import KernelSelector
+from diffkern.injection.liger import trained_sites, usable
 from diffkern.injection.planning import Candidate, plan_graphs, plan_modules, walk
 from diffkern.injection.proving import choose_provider, refuse_fallbacks, verify_candidates
 from diffkern.injection.report import InjectionReport, Site
@@ -100,8 +101,9 @@ def inject_optimized_kernels(
         report.notes += [f"component {name!r}: {reason}" for name, reason in left_out.items()]
         config = KernelConfig.of(config)
         selector = KernelSelector(config, strict)
-        rewriters = Rewriters(numerics, verify)
-        candidates = plan_modules(modules, config, selector, Flags.of(liger), rewriters, report)
+        flags = usable(Flags.of(liger), modules, report)
+        rewriters = Rewriters(numerics, verify, trained_sites(flags))
+        candidates = plan_modules(modules, config, selector, flags, rewriters, report)
         if cuda_graph:
             candidates += plan_graphs(modules, report)
         candidates = [candidate for candidate in candidates if choose_provider(candidate, report)]

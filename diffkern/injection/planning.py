@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from diffkern.blocks import OPS as BLOCK_OPS
-from diffkern.blocks import fingerprint, inner_recipe_for, recipe_for
+from diffkern.blocks import fingerprint, recipe_for
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
@@ -20,9 +20,8 @@ from diffkern.injection.block_fusion import BlockFusion
 from diffkern.injection.components import is_denoiser
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
-from diffkern.injection.inner_fusion import InnerFusion
 from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
-from diffkern.injection.liger import loss_fusion, usable, with_liger
+from diffkern.injection.liger import loss_fusion, with_liger
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
@@ -86,7 +85,6 @@ def plan_modules(
     Raises:
         ValueError: ``config`` names something that is not there, or modules are patched with other numerics.
     """
-    flags = usable(flags, modules, report)
     candidates: list[Candidate] = []
     seen: list[Site] = []
     blocks: list[str] = []
@@ -178,8 +176,13 @@ def plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> li
     return candidates
 
 
-#: Packages whose forwards are not rewritten: language models have recipes, and adapters belong to their owners.
+#: Packages whose forwards are not rewritten: adapters and quantised layers belong to their owners.
 _NOT_READ = ("torch.", "transformers.", "peft.", "accelerate.", "torchao.", "bitsandbytes.")
+
+
+def _is_read(module: str) -> bool:
+    return module.startswith("transformers.models.") or not module.startswith(_NOT_READ)
+
 
 _GRAPH = Option(GraphFusion(), Rule(), "option")
 
@@ -197,7 +200,7 @@ def _match(module: nn.Module, rewriters: Rewriters, numerics: str, flags: Flags 
     """Looks a module up among the recipes and the norms, and reads its forward; None if nothing is found."""
     recipe = recipe_for(full_name(type(module)))
     replaced = replacement(type(module))
-    if replaced is not None and (recipe or inner_recipe_for(type(module)) or match(module)):
+    if replaced is not None and (recipe or match(module)):
         return _Match(None, None, f"the forward of its class was replaced by {replaced}")
     if recipe is not None:
         replaced = replaced_function(recipe.sources())
@@ -216,14 +219,7 @@ def _match(module: nn.Module, rewriters: Rewriters, numerics: str, flags: Flags 
     loss = None if flags is None else loss_fusion(module, flags)
     if loss is not None:
         return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")
-    inner = inner_recipe_for(type(module))
-    if inner is not None and inner.concerns(module):
-        inner = inner.for_numerics(numerics)
-        lacking = inner.lacks(module)
-        if lacking:
-            return _Match(None, "recipe", lacking)
-        return _Match(with_liger(InnerFusion(inner, sources=inner.sources(module)), flags), "recipe")
-    if module._modules and replaced is None and not type(module).__module__.startswith(_NOT_READ):
+    if module._modules and replaced is None and _is_read(type(module).__module__):
         rewritten = rewriters.rewrite(module)
         if not isinstance(rewritten, str):
             return _Match(RewriteFusion(rewriters, rewritten), "source")
@@ -271,8 +267,6 @@ def _apply_exclusions(candidates: list[Candidate], report: InjectionReport) -> l
 def _computes(candidate: Candidate, path: str) -> bool:
     """Whether a fused forward does itself what the module at another path does."""
     prefix = f"{candidate.site.path}." if candidate.site.path else ""
-    if isinstance(candidate.fusion, InnerFusion):
-        return path in [prefix + name for name in candidate.fusion.recipe.children]
     if isinstance(candidate.fusion, RewriteFusion):
         return any(f"{path}.".startswith(f"{prefix}{name}.") for name in candidate.fusion.absorbed())
     return isinstance(candidate.fusion, BlockFusion) and path.startswith(prefix)

@@ -12,8 +12,12 @@ from diffkern.injection.report import ONLY_EAGER, InjectionReport
 from diffkern.injection.rewrite_fusion import RewriteFusion
 from diffkern.injection.state import STOCK, PatchState
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
+from diffkern.rewrite import DISAGREES
 from diffkern.verify.measures import Measurement
 from diffkern.verify.proof import Verifier
+
+#: Part of the reason for which a forward is left alone that holds what a configuration speaks of.
+_CONFIGURED = " is inside, and config "
 
 
 class InjectionError(RuntimeError):
@@ -61,7 +65,8 @@ def verify_candidates(candidates: list[Candidate], verifier: Verifier, report: I
                 reason = f"{candidate.site.provider}: {reason}"
             if not candidate.refuse(reason):
                 candidate.site.reason = "; ".join(candidate.refused)
-                report._rejected.append(candidate.site)
+                matched = any(DISAGREES not in proof.reason for proof in broken)
+                (report._rejected if matched else report.skipped).append(candidate.site)
                 break
             if not choose_provider(candidate, report):
                 break
@@ -126,11 +131,11 @@ def refuse_fallbacks(candidates: list[Candidate], report: InjectionReport) -> No
     """
     left = [site for site in report.skipped if site.op is not None and site.reason not in (ALREADY_PATCHED, BY_CONFIG)]
     # An op inside of a forward that no kernel computes on this device was written so, and what the configuration says
-    # of a norm inside is asked for: neither is a fall back.
+    # of a norm inside is asked for: neither is a fall back. Nor is what only looks like a rule.
     left = [
         site
         for site in left
-        if site.how != "source" or not (site.reason.startswith(ONLY_EAGER) or " is inside, and config " in site.reason)
+        if site.how != "source" or not any(words in site.reason for words in (ONLY_EAGER, _CONFIGURED, DISAGREES))
     ]
     problems = [f"{site.path or site.class_name}: {site.reason}" for site in (*report.failed, *left)]
     problems += [

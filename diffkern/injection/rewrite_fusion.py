@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,8 @@ from typing_extensions import override
 from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError, patches
-from diffkern.providers import Choice, hub, requested, select
-from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
+from diffkern.providers import Choice, hub, liger, requested, select
+from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
 from diffkern.verify.measures import Measurement
 
 
@@ -26,10 +27,12 @@ class Rewriters:
     Attributes:
         numerics: ``"fast"`` or ``"exact"``; ``"fp8"`` has no form here and counts as ``"fast"``.
         verify: Whether sites are measured.
+        trained: What computes the sites of an op where gradients are wanted, see :attr:`FusedSite.trained`.
     """
 
     numerics: str
     verify: bool
+    trained: Mapping[str, Trained] = field(default_factory=dict)
     _made: dict[Any, Rewriter] = field(default_factory=dict)
 
     def rewrite(
@@ -41,7 +44,8 @@ class Rewriters:
         if key not in self._made:
             off = [op for op, name in providers.items() if name == STOCK]
             numerics = "exact" if self.numerics == "exact" else "fast"
-            self._made[key] = Rewriter(numerics, provider, self.verify, providers, off, _observe)
+            observers = _observe, _record
+            self._made[key] = Rewriter(numerics, provider, self.verify, providers, off, *observers, self.trained)
         return self._made[key].rewrite(module)
 
 
@@ -139,7 +143,8 @@ class RewriteFusion(Fusion):
         gaining = {op: choice for op, choice in choices.items() if choice.provider != "eager"}
         if gaining and (name is None or name.startswith(hub.WITH_HUB)):
             self.providers.update({op: STOCK for op in choices if op not in gaining and op not in self.providers})
-        return next(iter((gaining or choices).values()))
+        choice = next(iter((gaining or choices).values()))
+        return liger.named(choice) if self.rewriters.trained.keys() & choices else choice
 
     @override
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -200,3 +205,17 @@ def _observe(module: nn.Module, reason: str | None) -> None:
         raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
     else:
         state.counts.add_stock(reason)
+
+
+def _record(module: nn.Module, proof: Measurement) -> None:
+    """Puts a proof at first use into the report; one of gradients that fails is worth a warning."""
+    state = next((state for state in patches(module) if isinstance(state.fusion, RewriteFusion)), None)
+    if state is None:  # before it is patched
+        return
+    if state.site is not None:
+        state.site.measurements.append(proof)
+    if not proof.passed and proof.gradients:
+        reason = f"runs stock wherever gradients are wanted: {proof.reason}"
+        if state.site is not None:
+            state.site.reason = reason
+        warnings.warn(f"diffkern: {type(module).__name__} {reason}", stacklevel=7)

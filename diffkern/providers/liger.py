@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from diffkern.providers.base import mark_file_errors
+from diffkern.providers.registry import Choice
 from diffkern.providers.triton.availability import unavailable_reason as triton_unavailable_reason
+
+NAME = "liger"
 
 #: The contract of :func:`fused_linear_cross_entropy` for gradients in float16 and bfloat16: their error against float64
 #: is at most this much of stock's. Without logits to go back to, they are finished in the forward, in the dtype of the
@@ -82,6 +85,11 @@ class Flags:
         if wish.get("cross_entropy") and losses[1] not in wish:
             return cls(**{losses[1]: False, **wish})
         return cls(**wish)
+
+
+def named(choice: Choice) -> Choice:
+    """A choice of who computes something, where Liger does it if gradients are wanted."""
+    return replace(choice, provider=f"{choice.provider}+{NAME}")
 
 
 def unavailable_reason(device: torch.device) -> str | None:

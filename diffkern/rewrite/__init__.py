@@ -7,10 +7,10 @@ calls its op if that is proven and no hook watches what it replaces, and the exp
 from diffkern.rewrite.ahead import prove_ahead
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
 from diffkern.rewrite.rules import RULES
-from diffkern.rewrite.site import FusedSite
-from diffkern.rewrite.verify import SiteVerifier
+from diffkern.rewrite.site import FusedSite, Trained, Way
+from diffkern.rewrite.verify import DISAGREES, SiteVerifier
 
 #: Names under which configurations and reports know what is fused inside of forwards.
 OPS = tuple(dict.fromkeys(rule.op for rule in RULES))
 
-__all__ = ["OPS", "RULES", "FusedSite", "Rewriter", "Rewritten", "SiteVerifier", "prove_ahead"]
+__all__ = ["DISAGREES", "OPS", "RULES", "FusedSite", "Rewriter", "Rewritten", "SiteVerifier", "Trained", "Way", "prove_ahead"]

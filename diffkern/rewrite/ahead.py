@@ -26,6 +26,10 @@ def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype:
     if (device, dtype) in site.tried:
         return
     site.tried.add((device, dtype))
+    if site.plan.rule.op == "rope":
+        for rotated in _rotated(site, module, device, dtype):
+            site.way(module, rotated, site.signature(module, rotated))
+        return
     for shape, modulations in _shapes(site, module):
         for modulation in dict.fromkeys((dtype, torch.float32)):
             leaves = _leaves(site, module, device, dtype, modulation, shape, modulations)
@@ -76,6 +80,25 @@ def _leaves(
         if isinstance(result, Tensor) and result.shape[:2] == x.shape[:2] and result.ndim == x.ndim:
             return leaves
     return None
+
+
+def _rotated(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Queries, keys and tables, with tokens before heads in memory as projections give them, and dense."""
+    generator = torch.Generator("cpu").manual_seed(4)
+    tokens, head_dim = ROWS // 2, getattr(module, "head_dim", None)
+    head_dim = head_dim if type(head_dim) is int else 64
+    heads_first = site.plan.options["unsqueeze_dim"] == 1
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+    for dense in (False, True) if heads_first else (True,):
+        q, k = random(2, tokens, 3, head_dim), random(2, tokens, 3, head_dim)
+        if heads_first:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        found = {"q": q.contiguous() if dense else q, "k": k.contiguous() if dense else k}
+        found |= {"cos": random(2, tokens, head_dim), "sin": random(2, tokens, head_dim)}
+        yield tuple([found[role] for role in site.plan.roles])
 
 
 def _size(site: FusedSite, module: nn.Module) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from typing import Any
 
@@ -45,6 +46,12 @@ _ACTIVATION_CLASSES = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Tanh": "tanh",
     "diffusers.models.activations.FP32SiLU": "silu",
+    "transformers.activations.SiLUActivation": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.PytorchGELUTanh": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
 }
 _GROUP_NORM = NormSemantics("group_norm", "input", bias="bias", dim=1, layout="contiguous", mixed_dtypes=False)
 #: Where modules that are group norms hold the one of torch. Those that hold one normalise every frame by itself, unless
@@ -203,6 +210,19 @@ def settings_of(module: nn.Module) -> dict[str, object]:
     """The plain attributes of a module, by which its methods may compute one thing or another."""
     values = {name: plain_attribute(module, name) for name in module.__dict__ if not name.startswith("_")}
     return {name: value for name, value in values.items() if value is not UNKNOWN}
+
+
+def functions_of(module: nn.Module) -> tuple[Any, ...]:
+    """The functions that a module holds in attributes of its own, by which activations of transformers differ."""
+    return tuple(
+        [
+            (name, value.func, value.args, tuple(value.keywords.items()))
+            if isinstance(value, functools.partial)
+            else (name, getattr(value, "__func__", value))
+            for name, value in module.__dict__.items()
+            if callable(value) and not name.startswith("_") and name != "forward"
+        ]
+    )
 
 
 def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diffkern.blocks.pieces import unfit_surroundings, untouched
-from diffkern.rewrite.facts import Path, child_of, plain_attribute
+from diffkern.rewrite.facts import Path, child_of, functions_of, plain_attribute
 from diffkern.rewrite.site import FusedSite, Observer
 
 #: Sites by their numbers, each on (the site) or off (its original expression).
@@ -59,6 +59,8 @@ class Guard:
                     children[inner] = type(part)
                     self._users.setdefault(inner, []).append(site.plan.index)
         self._children = tuple(children.items())
+        held = [(path, functions_of(child_of(module, path))) for path in children]  # type: ignore[arg-type]
+        self._held = tuple([(path, functions) for path, functions in held if functions])
         self._methods = tuple(methods.items())
         self._all: Active = sites
 
@@ -71,6 +73,10 @@ class Guard:
             if not untouched(child, cls):
                 touched = f"{'.'.join(path)} has a hook, or is another module than it was"
                 off.update(dict.fromkeys([index for index in self._users[path] if index not in off], touched))
+        for path, functions in self._held:
+            child = child_of(module, path)
+            if child is None or functions_of(child) != functions:
+                off.update(dict.fromkeys(self._users[path], f"{'.'.join(path)} computes another function"))
         # With its modules called in another order than in the source, hooks and random numbers would see that.
         reason = reason or next((why for index, why in off.items() if why and self.sites[index].plan.moves_calls), None)
         if reason is not None:

@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 from diffkern.rewrite.facts import Facts
+from diffkern.rewrite.match import rotates
 from diffkern.rewrite.source import Source
 
 #: Statements that a helper may consist of, before the one return at its end.
@@ -107,6 +108,8 @@ class _Inliner:
         callee, is_method = call.func, False
         if isinstance(callee, ast.Name):
             name, helper = callee.id, self._function.__globals__.get(callee.id)
+            if rotates(name):
+                return None  # which a rule takes as a whole
             if name in self._function.__code__.co_varnames or name in self._function.__code__.co_cellvars:
                 return None
         elif isinstance(callee, ast.Attribute) and isinstance(callee.value, ast.Name):

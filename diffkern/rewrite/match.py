@@ -7,9 +7,11 @@ products match in either order. What a shape does not look into is an operand, w
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from types import FunctionType
+from typing import Any, Protocol
 
 from diffkern.rewrite.effects import CASTS, METADATA, VIEWS
 from diffkern.rewrite.facts import ANY_NORM, LAST_DIM, Facts
@@ -40,6 +42,7 @@ class Match:
         passed: Loads that were looked through, with their definitions.
         steps: The nodes that the op computes.
         kept: The definition whose value the op gives, too, if it is used elsewhere.
+        functions: Global functions that the op computes in the place of.
     """
 
     operands: Mapping[str, Operand] = field(default_factory=dict)
@@ -48,6 +51,7 @@ class Match:
     passed: tuple[tuple[ast.Name, Definition], ...] = ()
     steps: tuple[ast.expr, ...] = ()
     kept: Definition | None = None
+    functions: tuple[str, ...] = ()
 
     def step(self, node: ast.expr) -> Match:
         """The match with one more node that the op computes."""
@@ -56,10 +60,11 @@ class Match:
 
 @dataclass(frozen=True)
 class Scope:
-    """What shapes ask: def-use of the function, and what is known about its modules."""
+    """What shapes ask: def-use of the function, what is known about its modules, and its globals."""
 
     flow: Flow
     facts: Facts
+    namespace: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Shape(Protocol):
@@ -221,6 +226,37 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """``q, k = rotate(q, k, cos, sin)`` with a function of the file, as the models of transformers turn both at once.
+
+    What the function does with the tables, the proof finds out; where it puts a dimension in for the heads, its
+    argument ``unsqueeze_dim`` says.
+    """
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
+        statement = scope.flow.statement.get(node)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not rotates(node.func.id):
+            return
+        if not isinstance(statement, ast.Assign) or statement.value is not node or scope.flow.is_local(node.func):
+            return
+        (target,) = statement.targets[:1]
+        function = scope.namespace.get(node.func.id)
+        constant = all(word.arg == "unsqueeze_dim" and isinstance(word.value, ast.Constant) for word in node.keywords)
+        pair = isinstance(target, ast.Tuple) and len(target.elts) == 2 and len(statement.targets) == 1
+        if not pair or len(node.args) != 4 or not constant or not isinstance(function, FunctionType):
+            return
+        default = inspect.signature(function).parameters.get("unsqueeze_dim")
+        dim = node.keywords[0].value.value if node.keywords else None if default is None else default.default  # type: ignore[attr-defined]
+        match = replace(match.step(node), functions=_read_by(node.func.id, scope.namespace))
+        match = replace(match, options={"unsqueeze_dim": -2 if dim is None else dim})
+        for name, argument in zip(("q", "k", "cos", "sin"), node.args, strict=True):
+            match = next(Leaf(name).match(scope, argument, match), match)
+        if len(match.operands) == 4 and len(match.steps) == 1:
+            yield match
+
+
+@dataclass(frozen=True)
 class Kept:
     """A shape whose value the op returns, too, since it is used elsewhere."""
 
@@ -241,6 +277,23 @@ class Either:
         """See :class:`Shape`."""
         for shape in self.shapes:
             yield from shape.match(scope, node, match)
+
+
+def rotates(name: str) -> bool:
+    """Whether a function, by its name, rotates queries and keys."""
+    return name.startswith("apply_rotary")
+
+
+def _read_by(name: str, namespace: Mapping[str, Any], seen: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """A global function, and those of the same file that it calls."""
+    function = inspect.unwrap(namespace[name])
+    if name in seen or not isinstance(function, FunctionType):
+        return seen
+    seen = (*seen, name)
+    for called in function.__code__.co_names:
+        if isinstance(namespace.get(called), FunctionType) and function.__globals__ is namespace:
+            seen = _read_by(called, namespace, seen)
+    return seen
 
 
 # --- what expressions are ------------------------------------------------------------------------------

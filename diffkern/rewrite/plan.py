@@ -71,7 +71,8 @@ class Plan:
         code: The rewritten function; it reads :data:`ENTER` and :data:`STOCK`.
         text: Its source.
         facts: What was assumed about modules.
-        helpers: Functions whose bodies were taken into it: (path or global name) -> function, to be checked at calls.
+        helpers: Functions whose bodies were taken into it, or that an op computes in the place of: (path or global
+            name) -> function, to be checked at calls.
         refused: Expressions that have the shape of a rule and stay as they are, with the reason.
     """
 
@@ -82,10 +83,12 @@ class Plan:
     helpers: Mapping[str, Callable[..., Any]]
     refused: tuple[tuple[int, str, str], ...] = field(default=())
 
-    def helpers_hold(self, module: nn.Module) -> bool:
-        """Whether the helpers of a module are the ones whose bodies were taken in."""
-        methods = {name[5:]: function for name, function in self.helpers.items() if name.startswith("self.")}
-        return all(getattr(type(module), name, None) is function for name, function in methods.items())
+    def helpers_hold(self, module: nn.Module, namespace: Mapping[str, Any]) -> bool:
+        """Whether the helpers of a module and its file are the ones that were read."""
+        return all(
+            (getattr(type(module), name[5:], None) if name.startswith("self.") else namespace.get(name)) is function
+            for name, function in self.helpers.items()
+        )
 
 
 def plan(source: Source, facts: Facts) -> Plan | str:
@@ -125,7 +128,8 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     ast.fix_missing_locations(tree)
     code = compiled(tree, function, (*function.__code__.co_freevars, ENTER, STOCK), _imported_in_file(function))
     assert code is not None
-    return Plan(tuple(planner.sites), code, ast.unparse(tree), facts, helpers, tuple(planner.refused))
+    functions = {**helpers, **planner.replaced}
+    return Plan(tuple(planner.sites), code, ast.unparse(tree), facts, functions, tuple(planner.refused))
 
 
 class _Planner:
@@ -136,15 +140,16 @@ class _Planner:
         self.sites: list[SitePlan] = []
         self.refused: list[tuple[int, str, str]] = []
         self.helpers: set[str] = set()
+        self.replaced: inline.Helpers = {}
 
     def run(self) -> str | None:
         flow = Flow(self._source.tree)
         for rule in RULES:
             pairs = isinstance(rule.shape, QueryKey) and flow.decline is None
             if pairs:
-                pair_statements(Scope(flow, self._facts), rule.shape.rotated)  # type: ignore[attr-defined]
+                pair_statements(Scope(flow, self._facts, self._source.function.__globals__), rule.shape.rotated)  # type: ignore[attr-defined]
                 flow = Flow(self._source.tree)
-            while flow.decline is None and self._apply(rule, Scope(flow, self._facts)):
+            while flow.decline is None and self._apply(rule, Scope(flow, self._facts, self._source.function.__globals__)):
                 flow = Flow(self._source.tree)  # the tree has changed
             if pairs:
                 separate_statements(self._source.tree)
@@ -186,6 +191,7 @@ class _Planner:
         placement = placer.place(root, match, region.leaves)
         if isinstance(placement, str):
             return placement
+        self.replaced.update({name: scope.namespace[name] for name in match.functions})
         self.helpers.update(helper for step in match.steps if (helper := inline.helper_of(step)) is not None)
         self.sites.append(self._site(rule, scope, root, match, region, placement, kept is not None))
         replace_match(scope, root, match, region, placement, kept, len(self.sites) - 1)

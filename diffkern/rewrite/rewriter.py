@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -12,13 +13,13 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from diffkern.matching import TABLE, NormSemantics, full_name
-from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, settings_of
+from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.plan import ENTER, STOCK, Plan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.site import FusedSite, Observer
+from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
-from diffkern.rewrite.verify import SiteVerifier
+from diffkern.rewrite.verify import Recorder, SiteVerifier
 
 #: With this set to 0 in the environment nothing is rewritten.
 SWITCH = "DIFFKERN_REWRITE"
@@ -64,6 +65,8 @@ class Rewriter:
         providers: Who serves an op instead of ``provider``.
         off: Ops whose sites stay as they are written.
         observer: Learns of each call, see :attr:`FusedSite.observer`.
+        recorder: Learns of each proof, see :class:`SiteVerifier`.
+        trained: Computes the sites of an op where gradients are wanted, see :attr:`FusedSite.trained`.
     """
 
     def __init__(
@@ -74,8 +77,11 @@ class Rewriter:
         providers: Mapping[str, str | None] | None = None,
         off: Collection[str] = (),
         observer: Observer | None = None,
+        recorder: Recorder | None = None,
+        trained: Mapping[str, Trained] | None = None,
     ) -> None:
-        self._verifier = SiteVerifier(numerics, verify)
+        self._verifier = SiteVerifier(numerics, verify, recorder)
+        self._trained = trained or {}
         self._provider, self._providers = provider, providers or {}
         self._off, self._observer = off, observer
         self._kinds: dict[Any, Rewritten] = {}
@@ -113,13 +119,12 @@ class Rewriter:
             return self._kinds[kind]
 
     def _bind(self, forward: Any, module: nn.Module, found: Plan) -> Rewritten:
-        import inspect
-
         function = inspect.unwrap(forward)
         sites = tuple(
             [
-                FusedSite(site, function, module, self._providers.get(site.rule.op, self._provider))
+                FusedSite(site, function, module, self._providers.get(op, self._provider), self._trained.get(op))
                 for site in found.sites
+                for op in (site.rule.op,)
             ]
         )
         for site in sites:
@@ -153,7 +158,7 @@ def planned(forward: Callable[..., Any], module: nn.Module, receiver: int = 0) -
         if forward in _DECLINED:
             return _DECLINED[forward]
         for known in _PLANS.get(forward, ()):
-            if known.facts.hold_for(module) and known.helpers_hold(module):
+            if known.facts.hold_for(module) and known.helpers_hold(module, inspect.unwrap(forward).__globals__):
                 return known
         for cls, facts, reason in _WITHOUT.get(forward, ()):
             if cls() is type(module) and facts.hold_for(module):
@@ -183,4 +188,5 @@ def _kind_of(module: nn.Module, path: Path) -> Any:
         return tuple(settings_of(module).items())
     parameters = tuple([name for name, parameter in child._parameters.items() if parameter is not None])
     inner = tuple([_kind_of(child, (name,)) for name, part in child._modules.items() if part is not None])
-    return type(child), parameters, () if type(child) is nn.Linear else tuple(settings_of(child).items()), inner
+    settings = () if type(child) is nn.Linear else (*settings_of(child).items(), *functions_of(child))
+    return type(child), parameters, settings, inner

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
-from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Shape, Sum
+from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Rotation, Shape, Sum
 from diffkern.rewrite.query_key import QueryKey
 
 _GATES = frozenset({"tanh", "sigmoid"})
@@ -79,5 +79,6 @@ RULES = (
     Rule("modulation", "norm_modulate", _modulated(Leaf("x"), _SCALE), options={"norm": None}),
     Rule("gated residual", "gate_residual", _GATED),
     Rule("gated linear unit", "glu", Product(Activated("gate", _GLU), Leaf("value"))),
+    Rule("rotation", "rope", Rotation()),
     Rule("linear, GELU", "linear_gelu", Activated("linear", frozenset({"gelu_tanh"}), Linear(Leaf("x")))),
 )

@@ -27,6 +27,8 @@ _PLAIN = (Tensor, nn.Parameter)
 Signature = tuple[Any, ...]
 #: Learns of each call of a site outside of ``torch.compile``: the module, and why the original ran, or None.
 Observer = Callable[[nn.Module, str | None], None]
+#: Computes a site for a module, its operands by name, and the way that its op is called.
+Trained = Callable[["FusedSite", nn.Module, dict[str, Any], "Way"], Any]
 
 _UNPROVEN = "not proven for such operands yet: run one call outside of graphs and transforms before"
 
@@ -64,12 +66,21 @@ class FusedSite:
         proofs: What the proofs measured, by signature.
         tried: Devices and dtypes for which leaves were made up and proven ahead of calls.
         observer: Learns of each call, if there is one.
+        trained: Computes the site where gradients are wanted, unless it returns None; None if the op does.
     """
 
-    def __init__(self, plan: SitePlan, function: FunctionType, module: nn.Module, provider: str | None = None) -> None:
+    def __init__(
+        self,
+        plan: SitePlan,
+        function: FunctionType,
+        module: nn.Module,
+        provider: str | None = None,
+        trained: Trained | None = None,
+    ) -> None:
         self.plan = plan
         self.original = FunctionType(plan.original, function.__globals__)
         self.provider = provider
+        self.trained = trained
         self.ways: dict[Signature, Way | None] = {}
         self.reasons: dict[Signature, str] = {}
         self.fused_calls = self.original_calls = 0
@@ -175,11 +186,18 @@ class FusedSite:
 
     def compute(self, module: nn.Module, leaves: tuple[Any, ...], way: Way, provider: str | None) -> Any:
         """Computes the site with the op: the result, or the new residual and the result."""
-        operands = self.operands(module, leaves)
-        result = _CALLS[self.plan.rule.op](self, module, operands, way, provider)
+        result = None
+        if self.trained is not None and torch.is_grad_enabled() and self._wants_gradients(module, leaves):
+            result = self.trained(self, module, self.operands(module, leaves), way)
+        if result is None:
+            result = self.call_op(module, self.operands(module, leaves), way, provider)
         if self.plan.rule.keeps and not self.plan.gives_residual:
             return result[1]
         return result
+
+    def call_op(self, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Any:
+        """Calls the op on its operands."""
+        return _CALLS[self.plan.rule.op](self, module, operands, way, provider)
 
     def operands(self, module: nn.Module, leaves: tuple[Any, ...]) -> dict[str, Any]:
         """The operands of the op by name: leaves, or views of them."""
@@ -395,6 +413,17 @@ def _qk_norm_rope(
     return torch.cat(queries, dim), torch.cat(keys, dim)
 
 
+def _rope(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> tuple[Tensor, Tensor]:
+    options = dict(way.options)
+    dim, per_pair = options.pop("unsqueeze_dim"), options.pop("per_pair")
+    cos, sin = operands["cos"].unsqueeze(dim), operands["sin"].unsqueeze(dim)
+    options["rotary_dim"] = (2 if per_pair else 1) * cos.shape[-1]
+    q, k = [ops.rope(operands[name], cos, sin, **options, provider=provider) for name in ("q", "k")]
+    return q, k
+
+
 def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
     """A product says nothing of which factor is the gate: the smaller one is."""
     gate, x = operands.get("gate"), operands["x"]
@@ -412,4 +441,5 @@ _CALLS: Mapping[str, Any] = {
     "qk_norm_rope": _qk_norm_rope,
     "group_norm_silu": _group_norm_silu,
     "channel_rms_norm_silu": _channel_rms_norm_silu,
+    "rope": _rope,
 }

@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diffkern.ops.rope import PAIRINGS
 from diffkern.providers import NoProviderError, select
 from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.rewrite.facts import LAST_DIM, child_of
@@ -26,8 +27,13 @@ from diffkern.rewrite.site import FusedSite, Way, memory_order
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, ROWS, SLACK
 from diffkern.verify.gradients import with_gradients
-from diffkern.verify.measures import Measurement, relative_error
+from diffkern.verify.measures import Measurement, error_beside, relative_error
 
+#: Learns of a proof: the module of the call, and what was measured.
+Recorder = Callable[[nn.Module, Measurement], None]
+
+#: Why a match is none: the shape alone says nothing of what a function of the model computes.
+DISAGREES = "in float64 its op does not compute what the source says"
 #: Relative error up to which two float64 results compute the same.
 AGREEMENT = 1e-10
 #: Elements of a random leaf at most: a proof must not cost what a step costs.
@@ -47,11 +53,13 @@ class SiteVerifier:
     Args:
         numerics: ``"fast"`` or ``"exact"``.
         measure: Whether results are compared; without, only what the op must compute is found out.
+        recorder: Learns of what is measured, and on which module.
     """
 
-    def __init__(self, numerics: str = "fast", measure: bool = True) -> None:
+    def __init__(self, numerics: str = "fast", measure: bool = True, recorder: Recorder | None = None) -> None:
         self.numerics = numerics
         self.measure = measure
+        self._recorder = recorder
 
     def __call__(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
         """Proves a site for leaves of one signature, and remembers how its op is called for them."""
@@ -61,7 +69,9 @@ class SiteVerifier:
                 found = self._prove(site, module, leaves)
                 if isinstance(found, str):
                     site.reasons[signature] = found
+                    site.proofs.setdefault(signature, _refusal(site, leaves, found))
                 site.ways[signature] = found if isinstance(found, Way) else None
+                self._record(module, site.proofs.get(signature))
         return site.ways[signature]
 
     def prove_gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
@@ -69,20 +79,35 @@ class SiteVerifier:
         signature = site.signature(module, leaves)
         with LOCK, torch.no_grad():
             if signature not in site.gradients:
-                try:
-                    site.gradients[signature] = self._gradients(site, module, leaves) if self.measure else ""
-                except (RuntimeError, ValueError, TypeError) as error:
-                    site.gradients[signature] = f"its gradients failed: {type(error).__name__}: {error}"
+                site.gradients[signature] = self._gradients_of(site, module, leaves) if self.measure else ""
         return site.gradients[signature]
 
-    def _gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
+    def _record(self, module: nn.Module, proof: Measurement | None) -> None:
+        if proof is not None and self._recorder is not None:
+            self._recorder(module, proof)
+
+    def _gradients_of(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
         if "linear" in site.plan.modules:
             return "its gradients have no proof"
         if self.numerics == "exact" and site.plan.rule.op == "qk_norm_rope":
             return "its backward adds in another order than stock's, which few samples show"
+        known = replace(site.proofs[site.signature(module, leaves)], gradients=True)
+        try:
+            proof = self._gradients(site, module, leaves, known)
+        except Exception as error:  # kernels of other packages raise what they like
+            proof = replace(known, passed=False, reason=f"failed: {type(error).__name__}: {error}")
+        self._record(module, proof)
+        return proof.reason
+
+    def _gradients(
+        self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...], known: Measurement
+    ) -> Measurement:
         way = site.ways[site.signature(module, leaves)]
         assert way is not None
         draw, paths = random_like(leaves, dim=_kept_dim(site)), list(site.plan.modules.values())
+        # Kernels of other packages read half of a table, and have no gradients for it.
+        fixed = [site.trained is not None and role in ("cos", "sin") for role in site.plan.roles]
+        draw = tuple([_repeated(leaf) if table else leaf for table, leaf in zip(fixed, draw, strict=True)])
         twin = float64_twin(module, paths)
         copy = clone_for_verification(module, paths, lambda tensor: tensor.detach().clone())
         wide = tuple([to_float64(leaf) for leaf in draw])
@@ -90,21 +115,26 @@ class SiteVerifier:
         def run(compute: Any, on: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
             children = [child for path in paths if (child := child_of(on, path)) is not None]
             weights = [value for child in children for value in child.parameters()]
-            inputs = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            free = [leaf for table, leaf in zip(fixed, given, strict=True) if not table]
+            inputs = [leaf for leaf in free if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             return with_gradients(lambda: _as_tuple(compute(on, *given)), (*inputs, *weights))
 
         with CastsLifted():
             exact = run(site.original, twin, wide)
         stock = run(site.original, copy, draw)
         fused = run(lambda on, *given: site.compute(on, given, way, site.provider), copy, draw)
+        identical, reason, worst = all(map(torch.equal, fused, stock)), "", (float("-inf"), 0.0, 0.0)
         for one, other, third in zip(fused, stock, exact, strict=True):
-            if self.numerics == "exact" and not torch.equal(one, other):
-                return "with its gradients it is not bit-identical to stock"
-            error, allowed = relative_error(one, third), relative_error(other, third)
+            error, allowed = error_beside(one, other, third), relative_error(other, third)
             luck = torch.finfo(one.dtype).eps if one.numel() < ENOUGH else 0.0
-            if not error <= RATIO * allowed + SLACK + luck:
-                return f"with its gradients it has an error of {error:.2e} against stock's {allowed:.2e}"
-        return ""
+            over = error - RATIO * allowed - SLACK - luck
+            worst = max(worst, (over, error, allowed))
+        over, error, allowed = worst
+        if self.numerics == "exact" and not identical:
+            reason = "with its gradients it is not bit-identical to stock"
+        elif not identical and over > 0:
+            reason = f"with its gradients it has an error of {error:.2e} against stock's {allowed:.2e}"
+        return replace(known, fused=error, stock=allowed, bit_identical=identical, passed=not reason, reason=reason)
 
     def _prove(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | str:
         unfit = _unfit(leaves)
@@ -130,7 +160,7 @@ class SiteVerifier:
             reference = [_as_tuple(site.original(twin, *draw)) for draw in wide]
         options = _agreeing(site, twin, wide[0], reference[0])
         if options is None:
-            return "in float64 its op does not compute what the source says"
+            return DISAGREES
         first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         try:
             provider = select(site.plan.rule.op, first.device, (first.dtype,), site.provider).provider
@@ -184,6 +214,13 @@ def _ways_of_rotation(options: dict[str, Any], exact: bool) -> Iterator[Way]:
         yield Way({**options, "arithmetic": arithmetic}, "same" if exact else None)
 
 
+def _refusal(site: FusedSite, leaves: tuple[Any, ...], reason: str) -> Measurement:
+    """A proof that failed before anything was measured."""
+    first, none = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0)), float("nan")
+    dtype = str(first.dtype).removeprefix("torch.")
+    return Measurement(str(first.device), dtype, site.provider or "auto", none, none, False, False, reason)
+
+
 def _first_difference(fused: Iterable[tuple[Tensor, ...]], stock: list[tuple[Tensor, ...]]) -> str:
     """Why results are not the bits of stock in the layout of stock; empty if they are."""
     for results, expected in zip(fused, stock, strict=True):
@@ -207,7 +244,8 @@ def _first_error(
         if all(map(torch.equal, results, expected)):
             continue
         width = exact[0].shape[-1]  # the twin of a linear layer is smaller
-        error, allowed = [relative_error(_flat(some, width), _flat(exact, width)) for some in (results, expected)]
+        one, other, third = [_flat(some, width) for some in (results, expected, exact)]
+        error, allowed = error_beside(one, other, third), relative_error(other, third)
         if not error <= RATIO * allowed + SLACK:
             return f"error {error:.2e} against stock's {allowed:.2e}"
     return ""
@@ -277,6 +315,11 @@ def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False, di
     return tuple([draw(leaf) for leaf in leaves])
 
 
+def _repeated(table: Tensor) -> Tensor:
+    first = table[..., : table.shape[-1] // 2]
+    return torch.cat([first, first], dim=-1)
+
+
 def _random(
     leaf: Tensor, limit: int, generator: torch.Generator, spread: bool, dim: int, sizes: Collection[int]
 ) -> Tensor:
@@ -318,15 +361,7 @@ def _agreeing(
     site: FusedSite, twin: nn.Module, wide: tuple[Any, ...], reference: tuple[Tensor, ...]
 ) -> dict[str, Any] | None:
     """The options with which the op computes what the source says, in float64; None if there are none."""
-    found = site.plan.options
-    names = [name for name, value in found.items() if value == ANY_ACTIVATION]
-    choices = [dict(found)]
-    if site.plan.rule.op == "qk_norm_rope":
-        forms = FORMS if any("table" in name for name in site.plan.names) else NORMS
-        choices = [{**found, "form": form} for form in forms]
-    if names:
-        choices = [{**found, names[0]: function} for function in (*FUNCTIONS, "sigmoid", "tanh")]
-    for choice in choices:
+    for choice in _choices(site):
         options = _options_of_op(site, choice)
         if options is None:
             continue
@@ -342,6 +377,18 @@ def _agreeing(
         ):
             return options
     return None
+
+
+def _choices(site: FusedSite) -> list[dict[str, object]]:
+    """What the findings of the match may mean: which activation a method computes, how a function rotates."""
+    found = dict(site.plan.options)
+    if site.plan.rule.op == "rope":
+        return [{**found, "pairing": pairing, "per_pair": half} for half in (False, True) for pairing in PAIRINGS]
+    if site.plan.rule.op == "qk_norm_rope":
+        forms = FORMS if any("table" in name for name in site.plan.names) else NORMS
+        return [{**found, "form": form} for form in forms]
+    names = [name for name, value in found.items() if value == ANY_ACTIVATION]
+    return [{**found, names[0]: function} for function in (*FUNCTIONS, "sigmoid", "tanh")] if names else [found]
 
 
 def _options_of_op(site: FusedSite, found: dict[str, object]) -> dict[str, Any] | None:
@@ -374,6 +421,8 @@ def _dtype_options(
         return options
     if op == "channel_rms_norm_silu":
         return {**options, "round_dtype": dtypes[0] if rounding == "each" else None}
+    if op == "rope":
+        return {**options, "arithmetic": "input" if rounding == "each" else "float32"}
     options = {**options, "rounding": rounding, "out_dtype": dtypes[-1]}
     if op == "gate_residual_norm_modulate":
         options["residual_dtype"] = dtypes[0] if len(dtypes) > 1 else None

@@ -17,16 +17,12 @@ ENOUGH = 4096
 
 #: Elements of a proof of bit identity of a norm, where one differing element decides.
 EXACT_ELEMENTS = 1 << 18
-#: Rows of a proof of bit identity of what is fused inside of a forward.
-EXACT_ROWS = 1024
 
 #: Tokens of each sample of a block, in ordinary proofs, in those of bit identity, and in the one of a short call.
 TOKENS, EXACT_TOKENS, FEW_TOKENS = 45, 400, 5
 
-#: How far the stock forward of a norm may be in float32 from what its class is known to compute, relative; ...
+#: How far the stock forward of a norm may be in float32 from what its class is known to compute, relative.
 SEMANTIC_TOLERANCE = 1e-5
-#: ... and what stands inside of a forward.
-INNER_TOLERANCE = 1e-3
 #: How far the stock result and gradients may be from the exact ones. More means that the exact ones are of something
 #: else.
 SANE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diffkern.attention.measure import unobserved
 from diffkern.verify.contract import ENOUGH, RATIO, SANE
 from diffkern.verify.isolation import Copy, snapshot
-from diffkern.verify.measures import as_one, relative_error
+from diffkern.verify.measures import as_one, error_beside, relative_error
 
 if TYPE_CHECKING:
     from diffkern.injection.fusion import Fusion
@@ -70,7 +70,7 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any) 
     stock = with_gradients(lambda: fusion.stock(module, call), grad_inputs)
     fused = with_gradients(lambda: fusion.compute(module, call, provider, pieces), grad_inputs)
     triples = list(zip(fused, stock, exact, strict=True))
-    errors = [(_error(f, s, e), relative_error(s, e)) for f, s, e in triples]
+    errors = [(error_beside(f, s, e), relative_error(s, e)) for f, s, e in triples]
     ratios = (RATIO, *(fusion.gradient_ratio(gradient.dtype) or RATIO for gradient in fused[1:]))
     margins = [own * s + _luck(y) - f for own, (f, s), y in zip(ratios, errors, fused, strict=True)]
     _, worst = min(zip(margins, errors, strict=True), key=lambda place: (place[0] >= 0, place[1][1] - place[1][0]))
@@ -83,12 +83,6 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any) 
         any(stock_error > sane for _, stock_error in errors),
         any(before.written()) or any(weights.written()),
     )
-
-
-def _error(fused: Tensor, stock: Tensor, exact: Tensor) -> float:
-    """The relative error of a fused tensor; infinite if it is finite elsewhere than the stock one."""
-    alike = torch.equal(torch.isfinite(fused), torch.isfinite(stock))
-    return relative_error(fused, exact) if alike else float("inf")
 
 
 def _luck(y: Tensor) -> float:

@@ -55,6 +55,12 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
     return float(torch.linalg.vector_norm(difference) / length.clamp_min(1e-30))
 
 
+def error_beside(y: Tensor, stock: Tensor, reference: Tensor) -> float:
+    """The relative error of a result; infinite if it is finite elsewhere than that of stock."""
+    alike = torch.equal(torch.isfinite(y), torch.isfinite(stock))
+    return relative_error(y, reference) if alike else float("inf")
+
+
 def as_one(result: Any) -> Tensor:
     """The elements of several results, in any containers, as one tensor, of rows of a single element."""
     if isinstance(result, Tensor):

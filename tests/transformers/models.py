@@ -52,6 +52,25 @@ BUILDERS: dict[str, Callable[..., Any]] = {
 }
 
 
+#: Modules with a fused forward, by op. Gemma's norms, whose weights are differences from 1, stay apart from residuals.
+_GEMMA = {"rms_norm": 5, "glu": 2, "rope": 2}
+_DECODER = _GEMMA | {"gate_residual_norm_modulate": 2}
+SITES: dict[str, dict[str, int]] = {
+    **dict.fromkeys(("llama", "qwen2", "mistral", "phi3"), _DECODER),
+    "qwen3": _DECODER | {"rms_norm": 9},
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA | {"rms_norm": 9},
+    "t5": {"rms_norm": 12, "glu": 4},
+}
+
+
+def all_is_fused(name: str, report: Any) -> bool:
+    """Whether nothing ran stock, and nothing was idle but the norms that are computed with the residual before them."""
+    counts = report.calls().values()
+    idle = sum(count["fused"] == 0 for count in counts)
+    return idle == SITES[name].get("gate_residual_norm_modulate", 0) and not any(count["stock"] for count in counts)
+
+
 def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Any:
     """Builds a model in evaluation."""
     torch.manual_seed(0)

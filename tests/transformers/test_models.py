@@ -10,18 +10,10 @@ import torch
 
 from diffkern import inject_optimized_kernels
 from diffkern.bench.measure import relative_error
-from tests.transformers.models import BUILDERS, build, in_float64, inputs, logits, step
+from tests.transformers.models import BUILDERS, SITES, all_is_fused, build, in_float64, inputs, logits, step
 
 #: How much larger than stock's an error may be, end to end.
 RATIO, SLACK = 1.2, 1e-6
-
-_DECODER = {"rms_norm": 5, "glu": 2, "rope": 2}
-SITES: dict[str, dict[str, int]] = {
-    **dict.fromkeys(("llama", "qwen2", "mistral", "gemma", "phi3"), _DECODER),
-    "qwen3": _DECODER | {"rms_norm": 9},
-    "gemma2": _DECODER | {"rms_norm": 9},
-    "t5": {"rms_norm": 12},
-}
 
 models = pytest.mark.parametrize("name", list(BUILDERS))
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -47,7 +39,7 @@ def test_evaluation(name: str, dtype: torch.dtype, padding: str, device: str) ->
     fused = logits(model, batch)
     assert fused.dtype == stock.dtype
     assert relative_error(fused, exact) <= RATIO * relative_error(stock, exact) + SLACK
-    assert all(count["fused"] > 0 and count["stock"] == 0 for count in report.calls().values())
+    assert all_is_fused(name, report)
     assert report.restore() == len(report.patched)
     assert torch.equal(logits(model, batch), stock)
 
@@ -63,7 +55,7 @@ def test_training(name: str, dtype: torch.dtype, device: str) -> None:
     report = inject_optimized_kernels(model)
     fused = step(model, batch)
     assert relative_error(fused, exact) <= RATIO * relative_error(stock, exact) + SLACK
-    assert all(count["fused"] > 0 and count["stock"] == 0 for count in report.calls().values())
+    assert all_is_fused(name, report)
     report.restore()
     assert torch.equal(step(model, batch), stock)
 

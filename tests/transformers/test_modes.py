@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffkern import inject_optimized_kernels
+from diffkern import inject_optimized_kernels, ops
 from diffkern.bench.measure import relative_error
 from diffkern.injection.state import patch_state
 from diffkern.verify import gradients
@@ -21,7 +21,7 @@ def state(model: Any) -> Any:
     return patch_state(model.model.layers[0].input_layernorm)
 
 
-def test_dk49_gradients_are_proven_when_they_are_first_wanted() -> None:
+def test_gradients_are_proven_when_they_are_first_wanted() -> None:
     model, batch = build("llama"), inputs("llama")
     stock = step(copy.deepcopy(model).train(), batch)
     report = inject_optimized_kernels(model)
@@ -37,17 +37,14 @@ def test_dk49_gradients_are_proven_when_they_are_first_wanted() -> None:
     assert all(count["stock"] == 0 for count in report.calls().values())
 
 
-def test_dk49_wrong_gradients_send_training_to_stock_and_leave_inference_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_gradients_send_training_to_stock_and_leave_inference_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that computes the right thing and cannot say how it changes."""
-    from diffkern.blocks.gated_mlp import GatedMLP
+    right = ops.glu
 
-    right = GatedMLP.fused
+    def half_right(value: Tensor, gate: Tensor, *options: Any, **more: Any) -> Tensor:
+        return right(value.detach() + 0.5 * (value - value.detach()), gate, *options, **more)
 
-    def half_right(self: Any, module: Any, inside: Any, provider: Any) -> Tensor:
-        gate, up = inside
-        return right(self, module, (gate, up.detach() + 0.5 * (up - up.detach())), provider)
-
-    monkeypatch.setattr(GatedMLP, "fused", half_right)
+    monkeypatch.setattr(ops, "glu", half_right)
     model, batch = build("llama"), inputs("llama")
     stock = step(copy.deepcopy(model), batch)
     report = inject_optimized_kernels(model)
@@ -65,8 +62,8 @@ def test_dk49_wrong_gradients_send_training_to_stock_and_leave_inference_fused(m
 
 def test_the_provider_follows_the_mode() -> None:
     model, batch = build("llama"), inputs("llama")
-    rule = {"training": "eager", "inference": ""}
-    report = inject_optimized_kernels(model, config={"rms_norm": rule, "glu": None, "rope": None})
+    rule, others = {"training": "eager", "inference": ""}, dict.fromkeys(("glu", "rope", "gate_residual_norm_modulate"))
+    report = inject_optimized_kernels(model, config={"rms_norm": rule, **others})
     logits(model, batch)
     assert {(count["fused"], count["stock"]) for count in report.calls().values()} == {(0, 1)}
     model.train()
@@ -118,16 +115,15 @@ def test_exact_holds_for_gradients_too() -> None:
 
 def test_gradients_that_are_no_numbers_are_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error over the finite elements alone would find nothing wrong with them."""
-    from diffkern.blocks.gated_mlp import GatedMLP
+    right = ops.glu
 
-    right = GatedMLP.fused
-
-    def endless(self: Any, module: Any, inside: Any, provider: Any) -> Tensor:
-        y = right(self, module, inside, provider)
-        y.register_hook(lambda gradient: gradient * torch.nan)
+    def endless(*operands: Any, **options: Any) -> Tensor:
+        y = right(*operands, **options)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * torch.nan)
         return y
 
-    monkeypatch.setattr(GatedMLP, "fused", lambda *call: endless(*call) if torch.is_grad_enabled() else right(*call))
+    monkeypatch.setattr(ops, "glu", endless)
     model, batch = build("llama").train(), inputs("llama")
     stock = step(copy.deepcopy(model), batch)
     report = inject_optimized_kernels(model)
@@ -141,7 +137,10 @@ def test_the_report_has_the_errors_of_gradients() -> None:
     report = inject_optimized_kernels(model)
     assert not [proof for site in report.patched for proof in site.measurements if proof.gradients]
     step(model, batch)
+    proven = set()
     for site in report.patched:
-        (proof,) = [proof for proof in site.measurements if proof.gradients]
-        assert proof.passed and proof.provider == site.provider
-        assert 0 < proof.fused <= 1.05 * proof.stock + torch.finfo(torch.bfloat16).eps
+        for proof in [proof for proof in site.measurements if proof.gradients]:
+            assert proof.passed and proof.provider == site.provider
+            assert 0 < proof.fused <= 1.05 * proof.stock + torch.finfo(torch.bfloat16).eps
+            proven.add(site.op)
+    assert proven == {"rms_norm", "glu", "rope", "gate_residual_norm_modulate"}

@@ -11,8 +11,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.inner import unfit
-from diffkern.blocks.pieces import plain, untouched
+from diffkern.blocks.pieces import plain, unfit, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.providers.dispatch_modes import transforms_active
 
