@@ -15,24 +15,27 @@ modulation tensor, one row per sample, per frame or per token, need no copy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
+from diffkern.ops.modulate_gradients import (
+    Gating,
+    Modulation,
+    gate_grads,
+    keep,
+    metas,
+    modulation_grads,
+    needs_grad,
+)
 from diffkern.ops.registration import Op
-from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.modulate import (
     GATE_ACTIVATIONS,
-    LAYER,
     NO_ACTIVATION,
     NO_NORM,
     NORMS,
-    RMS,
-    SIGMOID,
-    activate,
     gated_shape,
     modulated_shape,
     promoted_dtype,
@@ -263,130 +266,6 @@ def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float32 if dtype in _HALF else dtype).eps
 
 
-# --- gradients, of the unrounded formulas; what can be computed again is not kept -----------------------
-
-# Shape and dtype of an argument, which is all that some gradients need to know of it.
-_Meta = tuple[torch.Size, torch.dtype]
-
-
-@dataclass(frozen=True)
-class _Modulation:
-    """A modulated norm, but for the values of its tensors."""
-
-    eps: float
-    norm: int
-    scale_offset: float
-    x: _Meta
-    scale: _Meta
-    shift: _Meta
-    weight: _Meta
-    bias: _Meta
-
-
-@dataclass(frozen=True)
-class _Gating:
-    """A gated residual, but for the values of its tensors."""
-
-    activation: int
-    residual: _Meta
-    x: _Meta
-    gate: _Meta
-
-
-def _metas(*tensors: Tensor | None) -> tuple[_Meta, ...]:
-    nothing = torch.Size(), torch.float32
-    return tuple(nothing if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors)
-
-
-def _reduced(grad: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The gradient of a tensor that was broadcast."""
-    return grad.sum_to_size(shape).to(dtype)
-
-
-def _keep(*tensors: tuple[Tensor | None, bool]) -> list[Tensor | None]:
-    return [tensor if kept else None for tensor, kept in tensors]
-
-
-def _normalised(wide: Tensor, eps: float, norm: int) -> tuple[Tensor, Tensor]:
-    """The normalised value and the factor that made it."""
-    if norm == LAYER:
-        wide = wide - wide.mean(-1, keepdim=True)
-    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide * factor, factor
-
-
-def _modulation_grads(
-    options: _Modulation,
-    needs: tuple[bool, ...],
-    grad: Tensor,
-    x: Tensor | None,
-    scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> list[Tensor | None]:
-    """The gradients of x, scale, shift, weight and bias, where ``needs`` says so. That of x is not rounded."""
-    dtype = compute_dtype(x, scale, weight, bias, grad)
-    grad = grad.to(dtype)
-    needs_x, needs_scale, needs_shift, needs_weight, needs_bias = needs
-    grads: list[Tensor | None] = [None] * 5
-    if needs_shift:
-        grads[2] = _reduced(grad, *options.shift)
-    grad_normed = grad if scale is None else grad * (scale.to(dtype) + options.scale_offset)
-    normed = factor = None
-    if x is not None:
-        normed = x.to(dtype)
-        if options.norm != NO_NORM:
-            normed, factor = _normalised(normed, options.eps, options.norm)
-    if needs_scale:
-        assert normed is not None
-        affine = normed if weight is None else normed * weight.to(dtype)
-        affine = affine if bias is None else affine + bias.to(dtype)
-        grads[1] = _reduced(grad * affine, *options.scale)
-    if needs_weight:
-        assert normed is not None
-        grads[3] = _reduced(grad_normed * normed, *options.weight)
-    if needs_bias:
-        grads[4] = _reduced(grad_normed, *options.bias)
-    if needs_x:
-        grad_x = grad_normed if weight is None else grad_normed * weight.to(dtype)
-        grad_x = grad_x.sum_to_size(options.x[0])
-        if normed is not None and factor is not None:
-            along = normed * (grad_x * normed).mean(-1, keepdim=True)
-            grad_x = grad_x - along if options.norm == RMS else grad_x - grad_x.mean(-1, keepdim=True) - along
-            grad_x = grad_x * factor
-        grads[0] = grad_x
-    return grads
-
-
-def _gate_grads(
-    options: _Gating, needs: tuple[bool, ...], grad: Tensor, x: Tensor | None, gate: Tensor | None
-) -> list[Tensor | None]:
-    """The gradients of residual, x and gate, where ``needs`` says so."""
-    dtype = compute_dtype(x, gate, grad)
-    grad = grad.to(dtype)
-    needs_residual, needs_x, needs_gate = needs
-    grads: list[Tensor | None] = [None] * 3
-    if needs_residual:
-        grads[0] = _reduced(grad, *options.residual)
-    active = None if gate is None else activate(gate.to(dtype), options.activation)
-    if needs_x:
-        grads[1] = _reduced(grad if active is None else grad * active, *options.x)
-    if needs_gate:
-        assert x is not None
-        grad_active = (grad * x.to(dtype)).sum_to_size(options.gate[0])
-        if options.activation != NO_ACTIVATION:
-            assert active is not None
-            slope = active * (1 - active) if options.activation == SIGMOID else 1 - active.square()
-            grad_active = grad_active * slope
-        grads[2] = grad_active.to(options.gate[1])
-    return grads
-
-
-def _needs_grad(ctx: Any, count: int) -> tuple[bool, ...]:
-    """Whether each of the first arguments wants a gradient; torch leaves trailing ones out when not given."""
-    return (*ctx.needs_input_grad[:count], *(False,) * count)[:count]
-
-
 # --- norm_modulate as a torch op -----------------------------------------------------------------------
 
 
@@ -428,10 +307,10 @@ def _norm_modulate_fake(
 
 def _norm_modulate_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, scale, shift, weight, bias, eps, norm, scale_offset, _, _, _ = inputs
-    ctx.options = _Modulation(eps, norm, scale_offset, *_metas(x, scale, shift, weight, bias))
-    needs_x, needs_scale, _, needs_weight, needs_bias = _needs_grad(ctx, 5)
+    ctx.options = Modulation(eps, norm, scale_offset, *metas(x, scale, shift, weight, bias))
+    needs_x, needs_scale, _, needs_weight, needs_bias = needs_grad(ctx, 5)
     ctx.save_for_backward(
-        *_keep(
+        *keep(
             (x, needs_scale or (norm != NO_NORM and (needs_x or needs_weight))),
             (scale, needs_x or needs_weight or needs_bias),
             (weight, needs_x or needs_scale),
@@ -441,7 +320,7 @@ def _norm_modulate_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tens
 
 
 def _norm_modulate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grads = _modulation_grads(ctx.options, _needs_grad(ctx, 5), grad, *ctx.saved_tensors)
+    grads = modulation_grads(ctx.options, needs_grad(ctx, 5), grad, *ctx.saved_tensors)
     if grads[0] is not None:
         grads[0] = grads[0].to(ctx.options.x[1])
     return (*grads, *(None,) * 6)
@@ -488,8 +367,8 @@ def _gate_residual_fake(
 
 def _gate_residual_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     residual, x, gate, activation, _, _, _ = inputs
-    ctx.options = _Gating(activation, *_metas(residual, x, gate))
-    ctx.save_for_backward(*_keep(*_gate_needs(_needs_grad(ctx, 3), x, gate, activation)))
+    ctx.options = Gating(activation, *metas(residual, x, gate))
+    ctx.save_for_backward(*keep(*_gate_needs(needs_grad(ctx, 3), x, gate, activation)))
 
 
 def _gate_needs(
@@ -501,7 +380,7 @@ def _gate_needs(
 
 
 def _gate_residual_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_gate_grads(ctx.options, _needs_grad(ctx, 3), grad, *ctx.saved_tensors), *(None,) * 4)
+    return (*gate_grads(ctx.options, needs_grad(ctx, 3), grad, *ctx.saved_tensors), *(None,) * 4)
 
 
 _gate_residual = Op(
@@ -573,13 +452,13 @@ def _gate_residual_norm_modulate_setup_context(
 ) -> None:
     residual, x, gate, scale, shift, weight, bias, eps, norm, activation, scale_offset = inputs[:11]
     new_residual = output[0]
-    ctx.gating = _Gating(activation, *_metas(residual, x, gate))
-    ctx.modulation = _Modulation(eps, norm, scale_offset, *_metas(new_residual, scale, shift, weight, bias))
-    needs = _needs_grad(ctx, 7)
+    ctx.gating = Gating(activation, *metas(residual, x, gate))
+    ctx.modulation = Modulation(eps, norm, scale_offset, *metas(new_residual, scale, shift, weight, bias))
+    needs = needs_grad(ctx, 7)
     needs_scale, _, needs_weight, needs_bias = needs[3:]
     needs_new = any(needs[:3])
     ctx.save_for_backward(
-        *_keep(
+        *keep(
             *_gate_needs(needs[:3], x, gate, activation),
             (new_residual, needs_scale or (norm != NO_NORM and (needs_new or needs_weight))),
             (scale, needs_new or needs_weight or needs_bias),
@@ -591,13 +470,13 @@ def _gate_residual_norm_modulate_setup_context(
 
 def _gate_residual_norm_modulate_backward(ctx: Any, grad_new: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, gate, *saved = ctx.saved_tensors
-    needs = _needs_grad(ctx, 7)
+    needs = needs_grad(ctx, 7)
     needs_new = any(needs[:3])
-    through_norm, *grads = _modulation_grads(ctx.modulation, (needs_new, *needs[3:]), grad, *saved)
+    through_norm, *grads = modulation_grads(ctx.modulation, (needs_new, *needs[3:]), grad, *saved)
     if not needs_new:
         return (None, None, None, *grads, *(None,) * 8)
     grad_new = grad_new if through_norm is None else grad_new + through_norm
-    return (*_gate_grads(ctx.gating, needs[:3], grad_new, x, gate), *grads, *(None,) * 8)
+    return (*gate_grads(ctx.gating, needs[:3], grad_new, x, gate), *grads, *(None,) * 8)
 
 
 _gate_residual_norm_modulate = Op(

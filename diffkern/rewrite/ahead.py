@@ -61,13 +61,15 @@ def _leaves(
     modulates = site.plan.rule.op != "glu"
     generator = torch.Generator("cpu").manual_seed(3)
     x = torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+    both = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator, device="cpu").to(device, dtype)
+    halves = dict(zip(site.plan.halves, both.chunk(2, dim=-1), strict=False))  # a kernel may want them so
 
     def candidates(shape: Shape, beside: Any) -> Iterator[Any]:
         for role in site.plan.roles:
             if modulates and role in ("scale", "shift", "gate"):
                 yield torch.randn(shape, generator=generator, device="cpu").to(device, modulation)
             else:
-                yield x if role else beside
+                yield halves.get(role, x) if role else beside
 
     for own, beside in product(modulations, (x, dtype)):
         leaves = tuple(candidates(own, beside))

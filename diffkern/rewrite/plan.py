@@ -45,6 +45,7 @@ class SitePlan:
         options: Options of the op as found in the source.
         gives_residual: Whether the site returns the new residual before the result.
         moves_calls: Whether a module would be called in another order than in the source.
+        halves: The names of operands that are the parts of one tensor, in their order there; empty if none are.
     """
 
     index: int
@@ -60,6 +61,7 @@ class SitePlan:
     options: Mapping[str, object]
     gives_residual: bool
     moves_calls: bool
+    halves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +219,7 @@ class _Planner:
             len(self.sites), rule, root.lineno, tuple([(step.lineno, step.col_offset) for step in match.steps]),
             " ; ".join(map(ast.unparse, region.original.body)), original, operands,
             region.names, region.roles, {name: path for name, path in paths.items() if path},
-            {**rule.options, **match.options}, gives_residual, placement.moves_calls,
+            {**rule.options, **match.options}, gives_residual, placement.moves_calls, _halves(scope.flow, match),
         )  # fmt: skip
 
 
@@ -235,6 +237,22 @@ def _misfit(scope: Scope, match: Match) -> str | None:
         if any(_is_product(flow, match.operands[name].node) for name in names):
             return ""  # a * b + c * d is a rotation or an interpolation, and r + g * y another match
     return None
+
+
+def _halves(flow: Flow, match: Match) -> tuple[str, ...]:
+    """The names of operands that one statement unpacks, ``a, b = x.chunk(2, dim=-1)``, in its order."""
+    names = {}
+    for name, operand in match.operands.items():
+        reaching = flow.definitions.get(operand.node, frozenset()) if isinstance(operand.node, ast.Name) else ()
+        for definition in reaching if len(reaching) == 1 else ():
+            names[definition.statement, definition.name] = name
+    for statement, _ in names:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Call):  # type: ignore[union-attr]
+            found = [names.get((statement, getattr(element, "id", ""))) for element in target.elts]
+            if len(found) == 2 and None not in found:
+                return tuple(filter(None, found))
+    return ()
 
 
 def _is_product(flow: Flow, node: ast.expr) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from diffkern.ops.rope import PAIRINGS
 from diffkern.providers import NoProviderError, select
 from diffkern.providers.eager.activation import FUNCTIONS
+from diffkern.providers.hub import refusals_raise
 from diffkern.rewrite.facts import LAST_DIM, child_of
 from diffkern.rewrite.match import ANY_ACTIVATION
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
@@ -64,7 +66,7 @@ class SiteVerifier:
     def __call__(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
         """Proves a site for leaves of one signature, and remembers how its op is called for them."""
         signature = site.signature(module, leaves)
-        with LOCK, torch.no_grad():
+        with LOCK, torch.no_grad(), refusals_raise():
             if signature not in site.ways:
                 found = self._prove(site, module, leaves)
                 if isinstance(found, str):
@@ -312,7 +314,21 @@ def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False, di
             return type(leaf)([draw(part) for part in leaf])
         return _random(leaf, limit, generator, spread, dim, sizes) if isinstance(leaf, Tensor) else leaf
 
-    return tuple([draw(leaf) for leaf in leaves])
+    drawn = [draw(leaf) for leaf in leaves]
+    for i, j in permutations(range(len(leaves)), 2):
+        if are_halves(leaves[i], leaves[j]):
+            drawn[i], drawn[j] = torch.cat([drawn[i], drawn[j]], dim=-1).chunk(2, dim=-1)
+    return tuple(drawn)
+
+
+def are_halves(first: Any, second: Any) -> bool:
+    """Whether two leaves are the halves of the rows of one tensor, which some kernels take and others refuse."""
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or first.ndim < 2:
+        return False
+    alike = first.shape == second.shape and first.stride() == second.stride() and first.dtype == second.dtype
+    size = first.shape[-1]
+    adjacent = second.data_ptr() - first.data_ptr() == size * first.element_size()
+    return alike and adjacent and first.stride()[-2:] == (2 * size, 1)
 
 
 def _repeated(table: Tensor) -> Tensor:

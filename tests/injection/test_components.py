@@ -114,7 +114,12 @@ def test_a_model_of_transformers() -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
         stock = model(tokens).last_hidden_state
         report = inject_optimized_kernels(model)
-        assert Counter(site.op for site in report.patched) == {"rms_norm": 5, "glu": 2, "rope": 2}
+        assert Counter(site.op for site in report.patched) == {
+            "rms_norm": 5,
+            "gate_residual_norm_modulate": 2,
+            "glu": 2,
+            "rope": 2,
+        }
         torch.testing.assert_close(model(tokens).last_hidden_state, stock, rtol=1e-4, atol=1e-4)
         report.restore()
         assert torch.equal(model(tokens).last_hidden_state, stock)
