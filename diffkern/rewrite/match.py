@@ -106,7 +106,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Sum:
-    """``a + b`` in either order."""
+    """``a + b`` in either order, or ``torch.addcmul(a, x, y)`` where ``b`` is a product."""
 
     a: Shape
     b: Shape
@@ -114,6 +114,13 @@ class Sum:
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""
         yield from _binary(ast.Add, self.a, self.b, scope, node, match)
+        node, match = peel(scope, node, match)
+        if is_addcmul(scope.flow, node):
+            match = match.step(node)
+            term, x, y = node.args  # type: ignore[attr-defined]
+            for one, other in ((self.a, self.b), (self.b, self.a)):
+                for found in one.match(scope, term, match):
+                    yield from _product_of(other, x, y, scope, found)
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,17 @@ def _binary(
     for first, second in ((node.left, node.right), (node.right, node.left)):
         for found in a.match(scope, first, match):
             yield from b.match(scope, second, found)
+
+
+def _product_of(shape: Shape, x: ast.expr, y: ast.expr, scope: Scope, match: Match) -> Iterator[Match]:
+    """Yields the ways in which ``x * y``, which is not written so, has a shape."""
+    if isinstance(shape, Either):
+        for one in shape.shapes:
+            yield from _product_of(one, x, y, scope, match)
+    elif isinstance(shape, Product):
+        for first, second in ((x, y), (y, x)):
+            for found in shape.a.match(scope, first, match):
+                yield from shape.b.match(scope, second, found)
 
 
 @dataclass(frozen=True)
@@ -305,6 +323,14 @@ def is_cast(node: ast.expr) -> bool:
         return False
     values = [*node.args, *[keyword.value for keyword in node.keywords]]
     return not any(isinstance(part, ast.Call) for value in values for part in ast.walk(value))
+
+
+def is_addcmul(flow: Flow, node: ast.expr) -> bool:
+    """Whether an expression is ``torch.addcmul(a, x, y)``, which rounds once."""
+    function = node.func if isinstance(node, ast.Call) and len(node.args) == 3 and not node.keywords else None
+    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
+        return False
+    return function.attr == "addcmul" and function.value.id == "torch" and not flow.is_local(function.value)
 
 
 def is_view(node: ast.expr) -> bool:

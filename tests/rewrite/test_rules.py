@@ -42,6 +42,10 @@ SPELLINGS = [
     ("r, y", "r = r + y\nreturn r, self.norm2(r.float()).type_as(r)", "residual, norm"),
     ("r, y, gate, scale, shift", "r = r + gate * y\nn = self.norm(r)\nreturn r, n * (1 + scale) + shift", MODULATED),
     ("r, y, scale, shift", "r = r + y\nn = (self.norm(r.float()) * (1 + scale) + shift).type_as(r)\nreturn r, n", MODULATED),  # noqa: E501
+    ("x, scale, shift", "return torch.addcmul(shift, self.norm(x), 1 + scale)", MODULATION),
+    ("r, y, gate", "return torch.addcmul(r, y, gate)", "gated residual"),
+    ("r, y, gate", "r = torch.addcmul(r, gate, y)\nreturn r, self.norm2(r)", "residual, norm"),
+    ("r, y, gate", "return torch.addcmul(r, gate.tanh(), self.rms_norm(y))", "post-norm, residual"),
     ("a, b", "return F.silu(a) * b", "gated linear unit"),
     ("a, b", "return b * F.gelu(a, approximate='tanh')", "gated linear unit"),
     ("a, b", "return self.act(a) * self.proj(b)", "gated linear unit"),
