@@ -55,34 +55,8 @@ class KitchenFusion(Fusion):
         return call[0]
 
     @override
-    def weight_dtype(self, module: nn.Module) -> None:
-        return None
-
-    @override
-    def declines(self, module: nn.Module, call: tuple[Tensor, ...]) -> None:
-        return None
-
-    @override
-    def stock_pieces(self, module: nn.Module, call: tuple[Tensor, ...]) -> tuple[str, ...]:
-        return ()
-
-    @override
     def compute(self, module: nn.Module, call: tuple[Tensor, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
         return getattr(self.kitchen, self.name)(**self._named(call))
-
-    @override
-    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
-        return (whole,)
-
-    @override
-    def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Nothing: there is no weight."""
-        return None
-
-    @override
-    def first_call_sample(self, call: tuple[Tensor, ...]) -> None:
-        """Nothing: the samples say it."""
-        return None
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
@@ -94,10 +68,6 @@ class KitchenFusion(Fusion):
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
         return select(self.op, device, dtypes, provider)
-
-    @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        return module
 
     @override
     def samples(
@@ -115,10 +85,6 @@ class KitchenFusion(Fusion):
             scales = [random(_SIZE, scale=0.2) + 1 for name in FUNCTIONS[self.name][1] if name.endswith("scale")]
             calls.append((*heads, matrices, *scales))
         return calls
-
-    @override
-    def check_semantics(self, module: nn.Module) -> None:
-        return None
 
     @override
     def stock(self, module: nn.Module, call: tuple[Tensor, ...]) -> Any:

@@ -49,6 +49,16 @@ class BlockFusion(Fusion):
     def allowance(self) -> float:
         return self.recipe.allowance
 
+    @property
+    @override
+    def is_block(self) -> bool:
+        return True
+
+    @property
+    @override
+    def covers(self) -> frozenset[str]:
+        return self.recipe.covers
+
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         try:
@@ -64,11 +74,6 @@ class BlockFusion(Fusion):
     def primary_input(self, call: tuple[Any, ...]) -> Tensor:
         x: Tensor = call[0]
         return x
-
-    @override
-    def weight_dtype(self, module: nn.Module) -> None:
-        """Decides nothing: the recipe declines calls of another dtype than the block's."""
-        return None
 
     @override
     def declines(self, module: nn.Module, call: tuple[Any, ...] | None) -> str | None:
@@ -132,11 +137,6 @@ class BlockFusion(Fusion):
         return copy
 
     @override
-    def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Nothing: a block has too many weights to copy them for what may never come."""
-        return None
-
-    @override
     def samples(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool
     ) -> Sequence[tuple[Any, ...]]:
@@ -145,16 +145,6 @@ class BlockFusion(Fusion):
     @override
     def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[tuple[Any, ...]]:
         return self.recipe.samples(module, FEW_TOKENS, device, dtype)[:1]
-
-    @override
-    def first_call_sample(self, call: tuple[Any, ...]) -> None:
-        """Nothing: attention over a real number of tokens in float64 takes more memory than there may be."""
-        return None
-
-    @override
-    def check_semantics(self, module: nn.Module) -> str | None:
-        """Never: nothing is believed, the reference is the stock forward itself."""
-        return None
 
     @override
     def stock(self, module: nn.Module, call: tuple[Any, ...]) -> Any:

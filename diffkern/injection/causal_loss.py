@@ -114,10 +114,6 @@ class LossFusion(Fusion):
         return not module.training or not torch.is_grad_enabled() or call is None or call[-1].get("labels") is None
 
     @override
-    def stock_pieces(self, module: nn.Module, call: Any) -> tuple[str, ...]:
-        return ()
-
-    @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         if isinstance(call, Sample):
             return self._loss(call.inputs)

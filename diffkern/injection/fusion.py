@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from diffkern.hub.rule import Rule
 from diffkern.injection.report import ONLY_EAGER
 from diffkern.providers import Choice, hub, requested, select
 from diffkern.verify.measures import Measurement
@@ -35,8 +36,46 @@ class Fusion(Protocol):
 
     @property
     def counts_itself(self) -> bool:
-        """Whether it counts its calls, in parts, and proves them itself."""
+        """Whether it consists of parts, each of which counts its calls."""
         return False
+
+    @property
+    def proves_itself(self) -> bool:
+        """Whether it proves its parts itself, or only repeats what runs without it."""
+        return False
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether a layer of another package runs in the place of the module, which may raise what it likes."""
+        return False
+
+    @property
+    def takes_layers(self) -> bool:
+        """Whether a layer of another package serves its op on modules of any class."""
+        return False
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it computes all that stands in the module."""
+        return False
+
+    @property
+    def covers(self) -> frozenset[str]:
+        """Ops of modules that are no sites of their own inside of it."""
+        return frozenset()
+
+    def computes(self, path: str) -> bool:
+        """Whether it computes the module at a path, as seen from its own, itself."""
+        return self.is_block
+
+    def configure(self, rule_of: Callable[[str], Rule | None], serve: Callable[[Rule], Rule]) -> Rule | None:
+        """Returns what a configuration says of the module.
+
+        Args:
+            rule_of: What it says of an op there.
+            serve: Turns the choices of a configuration into providers.
+        """
+        return rule_of(self.op)
 
     def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
         """Prepares a module that was just patched for its first call, which one of ``providers`` will serve.
@@ -56,6 +95,7 @@ class Fusion(Protocol):
 
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
         """The dtype of the weights that, besides the primary input's, decides whether a call is proven; or None."""
+        return None
 
     def variant(self, module: nn.Module, call: Any | None) -> Hashable:
         """What else of a module and a call decides whether a proof speaks for it; of a sample if there is no call."""
@@ -63,6 +103,7 @@ class Fusion(Protocol):
 
     def declines(self, module: nn.Module, call: Any) -> str | None:
         """Says why a call must run the stock forward, or None."""
+        return None
 
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
         """Whether a call that is declined is none that the user wanted fused, so that a strict injection lets it be."""
@@ -70,6 +111,7 @@ class Fusion(Protocol):
 
     def stock_pieces(self, module: nn.Module, call: Any) -> tuple[str, ...]:
         """Names the parts of the module that run stock inside a fused call."""
+        return ()
 
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         """Computes the forward; ``stock`` comes from :meth:`stock_pieces`."""
@@ -94,8 +136,12 @@ class Fusion(Protocol):
     def prove_ahead(
         self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype
     ) -> list[Measurement]:
-        """Proves what proves itself, on likely input; returns what was measured."""
+        """Proves what proves itself, on likely input; returns what was measured of the parts that are left."""
         return []
+
+    def refused(self) -> dict[str, str]:
+        """Parts that no proof so far lets compute, with the reason."""
+        return {}
 
     def kind(self, module: nn.Module) -> Hashable:
         """What modules must have in common to share a proof."""
@@ -112,6 +158,7 @@ class Fusion(Protocol):
 
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
         """Dtypes that calls will probably have in a model of dtype ``whole``, the likeliest first."""
+        return (whole,)
 
     def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Returns a copy to try things on with calls of ``dtype``, which shares nothing that a run could change."""

@@ -8,7 +8,7 @@ soon as it is known that all the memory it reads is there, and where the compari
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,12 @@ class GraphFusion(Fusion):
     def op(self) -> str:
         return "cuda_graph"
 
+    @property
+    @override
+    def proves_itself(self) -> bool:
+        """There is nothing to prove: a graph repeats the kernels of the call that it was captured from."""
+        return True
+
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
         return StepCall(*tree_flatten((args, dict(kwargs))))
@@ -42,10 +48,6 @@ class GraphFusion(Fusion):
     @override
     def primary_input(self, call: StepCall) -> Tensor:
         return call.tensors[0]
-
-    @override
-    def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
-        return None
 
     @override
     def declines(self, module: nn.Module, call: StepCall) -> str | None:
@@ -67,10 +69,6 @@ class GraphFusion(Fusion):
     def allowed_in_strict(self, module: nn.Module, call: StepCall) -> bool:
         """Whether it only was not captured yet."""
         return unfit_call(call) is None and call.signature in step_graphs(module).kinds
-
-    @override
-    def stock_pieces(self, module: nn.Module, call: StepCall) -> tuple[str, ...]:
-        return ()
 
     @override
     def compute(self, module: nn.Module, call: StepCall, provider: str | None, stock: tuple[str, ...]) -> Any:
@@ -102,8 +100,6 @@ class GraphFusion(Fusion):
     def stock(self, module: nn.Module, call: StepCall) -> Any:
         return run_below(module, *call.arguments())
 
-    # --- there is nothing to prove: a graph repeats the kernels of the call that it was captured from -------
-
     @override
     def kind(self, module: nn.Module) -> Hashable:
         return id(module)
@@ -113,34 +109,6 @@ class GraphFusion(Fusion):
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
         return Choice("cuda_graph", self.compute, ())
-
-    @override
-    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
-        return (whole,)
-
-    @override
-    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        return module
-
-    @override
-    def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        return None
-
-    @override
-    def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Any]:
-        return ()
-
-    @override
-    def first_call_sample(self, call: StepCall) -> None:
-        return None
-
-    @override
-    def check_semantics(self, module: nn.Module) -> None:
-        return None
-
-    @override
-    def reference(self, module: nn.Module, call: StepCall) -> Any:
-        return self.stock(module, call)
 
 
 def step_graphs(module: nn.Module) -> StepGraphs:

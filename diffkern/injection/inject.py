@@ -17,7 +17,6 @@ from diffkern.hub.policy import Policy
 from diffkern.injection.attention import Plan as AttentionPlan
 from diffkern.injection.attention import install, plan_attention, restore_attention
 from diffkern.injection.components import all_components, select_components
-from diffkern.injection.graph_fusion import GraphFusion
 from diffkern.injection.kernel_selector import KernelSelector
 from diffkern.injection.liger import trained_sites, usable
 from diffkern.injection.planning import Candidate, plan_graphs, plan_modules, walk
@@ -110,8 +109,7 @@ def inject_optimized_kernels(
         routes = _plan_routes(modules, attention, config, report, verify=verify, strict=strict)
         verifier = Verifier(numerics) if verify else None
         for candidate in candidates:
-            itself = candidate.fusion.counts_itself or isinstance(candidate.fusion, GraphFusion)
-            proven_by = None if itself else verifier
+            proven_by = None if candidate.fusion.proves_itself else verifier
             rule = candidate.options[0].rule
             candidate.state = PatchState(candidate.fusion, rule, proven_by, strict, numerics)
         if verifier is not None and not dry_run:

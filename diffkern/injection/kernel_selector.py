@@ -13,7 +13,6 @@ from diffkern.hub.reference import KernelReference, is_reference
 from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.layer_fusion import LayerFusion
-from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.state import STOCK
 from diffkern.providers import hub
 
@@ -60,7 +59,7 @@ class KernelSelector:
         served = self.served(rule or Rule())
         options = []
         # A layer that is a norm serves the op, on modules of any class; any other stands in for the module.
-        serves_op = fusion is not None and (not layers or isinstance(fusion, NormFusion))
+        serves_op = fusion is not None and (not layers or fusion.takes_layers)
         if fusion is not None and serves_op and any(choice != STOCK for choice in served.choices()):
             options.append(Option(fusion, served, how))
         if layers:

@@ -51,6 +51,11 @@ class LayerFusion(Fusion):
     def op(self) -> str:
         return self.layer
 
+    @property
+    @override
+    def is_layer(self) -> bool:
+        return True
+
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         return args, dict(kwargs)
@@ -96,10 +101,6 @@ class LayerFusion(Fusion):
         return None
 
     @override
-    def stock_pieces(self, module: nn.Module, call: Call) -> tuple[str, ...]:
-        return ()
-
-    @override
     def compute(self, module: nn.Module, call: Call, provider: str | None, stock: tuple[str, ...]) -> Any:
         args, kwargs = call
         return self._layer(module, self.primary_input(call).device).forward(module, *args, **kwargs)
@@ -130,10 +131,6 @@ class LayerFusion(Fusion):
         return _in_modes_of(module, clone_tree(module, device, lambda tensor: tensor.dtype, dtype))
 
     @override
-    def cast(self, module: nn.Module, dtype: torch.dtype) -> None:
-        return None
-
-    @override
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Call]:
         """One input, of the size of the first weight that says one; none where the stock forward does not take it."""
         size = next((size for child in module.modules() if (size := _input_size(child)) is not None), None)
@@ -150,11 +147,6 @@ class LayerFusion(Fusion):
     def first_call_sample(self, call: Call) -> Call:
         detached: Call = pytree.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, call)
         return detached
-
-    @override
-    def check_semantics(self, module: nn.Module) -> str | None:
-        """Never: nothing is believed, the reference is the stock forward itself."""
-        return None
 
     @override
     def stock(self, module: nn.Module, call: Call) -> Any:

@@ -43,11 +43,11 @@ def usable(flags: liger.Flags | None, modules: Mapping[str, nn.Module], report: 
     return flags
 
 
-def with_liger(fusion: Fusion, flags: liger.Flags | None) -> Fusion:
+def with_liger(fusion: NormFusion, flags: liger.Flags | None) -> Fusion:
     """Returns the fusion that computes with Liger what the flags name, where gradients are wanted."""
     if flags is None:
         return fusion
-    if isinstance(fusion, NormFusion) and flags.rms_norm and LigerNormFusion.casting(fusion) is not None:
+    if flags.rms_norm and LigerNormFusion.casting(fusion) is not None:
         return LigerNormFusion(fusion.semantics)
     return fusion
 

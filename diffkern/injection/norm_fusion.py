@@ -37,6 +37,11 @@ class NormFusion(Fusion):
     def kernel_ops(self) -> tuple[str, ...]:
         return (self.op,)
 
+    @property
+    @override
+    def takes_layers(self) -> bool:
+        return True
+
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if len(args) == 1 and not kwargs:
@@ -56,10 +61,6 @@ class NormFusion(Fusion):
     @override
     def declines(self, module: nn.Module, call: Any) -> str | None:
         return declines(self.semantics, module, call)
-
-    @override
-    def stock_pieces(self, module: nn.Module, call: Tensor) -> tuple[str, ...]:
-        return ()
 
     @override
     def compute(self, module: nn.Module, call: Tensor, provider: str | None, stock: tuple[str, ...]) -> Tensor:

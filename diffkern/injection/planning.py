@@ -100,17 +100,15 @@ def plan_modules(
         fusion = None if matched is None else matched.fusion
         layer = layer_name(module, fusion)
         rule_of = partial(config.rule, path, type(module).__name__, layer_name=layer)
-        if isinstance(fusion, RewriteFusion):
-            rule = fusion.configure(rule_of, selector.served)
-        else:
-            rule = rule_of("" if fusion is None else fusion.op)
+        rule = rule_of("") if fusion is None else fusion.configure(rule_of, selector.served)
         options = selector.options(rule, fusion, None if matched is None else matched.how)
         already = patch_state(module) is not None
         if matched is None and not options and not already:
             continue
-        if isinstance(fusion, RewriteFusion) and path.startswith(tuple(blocks)):
+        if fusion is not None and fusion.counts_itself and path.startswith(tuple(blocks)):
             continue  # which the block around it computes itself
-        if isinstance(fusion, BlockFusion) and options:
+        is_block = fusion is not None and fusion.is_block
+        if is_block and options:
             blocks.append(f"{path}.".removeprefix("."))
         site = Site(path, full_name(type(module)), how=None if matched is None else matched.how)
         site._module = weakref.ref(module)
@@ -139,7 +137,7 @@ def plan_modules(
                 options,
                 options[0].fusion.likely_dtypes(module, _dtype(component)),
                 # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
-                devices[: 1 if isinstance(fusion, BlockFusion) else None],
+                devices[: 1 if is_block else None],
             )
         )
     candidates = _drop_covered(_apply_exclusions(candidates, report), report)
@@ -166,7 +164,7 @@ def plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> li
         site._module = weakref.ref(module)
         dtypes, devices = (_dtype(module),), _likely_devices(module, module)[:1]
         patched = patch_state(module)
-        reason = ALREADY_PATCHED if patched is not None and isinstance(patched.fusion, GraphFusion) else None
+        reason = ALREADY_PATCHED if patched is not None and patched.fusion.op == site.op else None
         reason = reason or _reason_to_leave(module, [_GRAPH], report.numerics, devices[0]) or hooks_inside(module)
         if reason is not None:
             site.reason = reason
@@ -267,9 +265,7 @@ def _apply_exclusions(candidates: list[Candidate], report: InjectionReport) -> l
 def _computes(candidate: Candidate, path: str) -> bool:
     """Whether a fused forward does itself what the module at another path does."""
     prefix = f"{candidate.site.path}." if candidate.site.path else ""
-    if isinstance(candidate.fusion, RewriteFusion):
-        return any(f"{path}.".startswith(f"{prefix}{name}.") for name in candidate.fusion.absorbed())
-    return isinstance(candidate.fusion, BlockFusion) and path.startswith(prefix)
+    return path.startswith(prefix) and candidate.fusion.computes(path.removeprefix(prefix))
 
 
 def _drop_covered(candidates: list[Candidate], report: InjectionReport) -> list[Candidate]:
@@ -280,11 +276,7 @@ def _drop_covered(candidates: list[Candidate], report: InjectionReport) -> list[
         state = None if module is None else patch_state(module)
         if state is not None:
             fusions[site.path] = state.fusion
-    covered = [
-        (f"{path}." if path else "", fusion.recipe.covers)
-        for path, fusion in fusions.items()
-        if isinstance(fusion, BlockFusion) and fusion.recipe.covers
-    ]
+    covered = [(f"{path}." if path else "", fusion.covers) for path, fusion in fusions.items() if fusion.covers]
     return [
         candidate
         for candidate in candidates

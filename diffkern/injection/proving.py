@@ -9,7 +9,6 @@ import torch
 from diffkern.injection.fusion import only_eager
 from diffkern.injection.planning import ALREADY_PATCHED, BY_CONFIG, Candidate
 from diffkern.injection.report import ONLY_EAGER, InjectionReport
-from diffkern.injection.rewrite_fusion import RewriteFusion
 from diffkern.injection.state import STOCK, PatchState
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 from diffkern.rewrite import DISAGREES
@@ -84,7 +83,7 @@ def _prove(candidate: Candidate, state: PatchState, verifier: Verifier) -> list[
         provider = candidate.provider(device)
         if provider == STOCK:
             continue
-        if isinstance(candidate.fusion, RewriteFusion):
+        if candidate.fusion.proves_itself:
             candidate.site.measurements += candidate.fusion.prove_ahead(candidate.module, provider, device, dtype)
             continue
         with torch.no_grad():
@@ -93,18 +92,17 @@ def _prove(candidate: Candidate, state: PatchState, verifier: Verifier) -> list[
             candidate.site.measurements.append(proof)
             if proof.passed:
                 state.trust(candidate.module, device, dtype)
-    if isinstance(candidate.fusion, RewriteFusion) and not candidate.fusion.all_refused():
-        return _keep_proven(candidate, candidate.fusion)
-    return [proof for proof in candidate.site.measurements if not proof.passed]
+    broken = [proof for proof in candidate.site.measurements if not proof.passed]
+    if not broken:
+        _name_refused(candidate)
+    return broken
 
 
-def _keep_proven(candidate: Candidate, fusion: RewriteFusion) -> list[Measurement]:
-    """Says which sites of a forward stay as they are written; the others are what is patched."""
-    site, refused = candidate.site, fusion.refused()
-    site.measurements = [proof for proof in site.measurements if proof.passed]
+def _name_refused(candidate: Candidate) -> None:
+    """Says which parts of a forward stay as they are written; the others are what is patched."""
+    site, refused = candidate.site, candidate.fusion.refused()
     site.reason = "; ".join(filter(None, (site.reason, *[f"{name}: {reason}" for name, reason in refused.items()])))
     candidate.choice_is_fallback |= bool(refused)
-    return []
 
 
 def _prove_casts(candidate: Candidate, state: PatchState, verifier: Verifier) -> None:

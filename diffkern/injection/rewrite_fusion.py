@@ -86,10 +86,17 @@ class RewriteFusion(Fusion):
     def counts_itself(self) -> bool:
         return True
 
-    def absorbed(self) -> set[str]:
-        """Paths of the modules that sites compute in the place of."""
-        return {".".join(path) for site in self._sites() for path in site.plan.modules.values()}
+    @property
+    @override
+    def proves_itself(self) -> bool:
+        return True
 
+    @override
+    def computes(self, path: str) -> bool:
+        children = (".".join(child) for site in self._sites() for child in site.plan.modules.values())
+        return any(f"{path}.".startswith(f"{child}.") for child in children)
+
+    @override
     def configure(self, rule_of: Callable[[str], Rule | None], serve: Callable[[Rule], Rule]) -> Rule | None:
         """Takes what a configuration says of each op; returns what then holds for the module as a whole."""
         rules = {site.plan.rule.op: rule_of(site.plan.rule.op) for site in self.rewritten.sites}
@@ -115,18 +122,6 @@ class RewriteFusion(Fusion):
         return next((part for part in tensors if part.is_floating_point()), _NO_TENSOR)
 
     @override
-    def weight_dtype(self, module: nn.Module) -> None:
-        return None
-
-    @override
-    def declines(self, module: nn.Module, call: Any) -> None:
-        return None
-
-    @override
-    def stock_pieces(self, module: nn.Module, call: Any) -> tuple[str, ...]:
-        return ()
-
-    @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         args, kwargs = call
         return (self._forwards.get(provider) or self._forward(module, provider)).function(module, *args, **kwargs)
@@ -147,10 +142,6 @@ class RewriteFusion(Fusion):
         return liger.named(choice) if self.rewriters.trained.keys() & choices else choice
 
     @override
-    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
-        return (whole,)
-
-    @override
     def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
         """Rewrites for every provider, which a graph of the compiler could not."""
         for provider in {None, *providers} - {STOCK}:
@@ -165,16 +156,13 @@ class RewriteFusion(Fusion):
         for site in self._sites(rewritten):
             prove_ahead(site, module, device, dtype)
             proofs += [proof for proof in site.proofs.values() if proof.device == str(device)]
-        return proofs
+        nothing_left = len(self.refused()) == len(self._sites())
+        return [proof for proof in proofs if proof.passed or nothing_left]
 
+    @override
     def refused(self) -> dict[str, str]:
-        """Sites that no proof so far lets compute, with the reason."""
         sites = [site for site in self._sites() if site.ways and not any(site.ways.values())]
         return {str(site): next(iter(site.reasons.values())) for site in sites}
-
-    def all_refused(self) -> bool:
-        """Whether no site is left that can ever run fused."""
-        return len(self.refused()) == len(self._sites())
 
     def _sites(self, rewritten: Rewritten | None = None) -> list[FusedSite]:
         forward = rewritten or next(iter(self._forwards.values()), self.rewritten)
@@ -195,8 +183,8 @@ _NO_TENSOR = torch.empty(0, device="cpu")
 def _observe(module: nn.Module, reason: str | None) -> None:
     """Counts the call of a site, or of a forward that runs stock as a whole, where the module's patch counts."""
     state = module.__dict__.get(ATTRIBUTE)
-    if state is not None and type(state.fusion) is not RewriteFusion:  # a graph lies over it
-        state = next((state for state in patches(module) if isinstance(state.fusion, RewriteFusion)), None)
+    if state is not None and not state.fusion.counts_itself:  # a graph lies over it
+        state = next((state for state in patches(module) if state.fusion.counts_itself), None)
     if state is None:  # restored by another thread
         return
     if reason is None:
@@ -209,7 +197,7 @@ def _observe(module: nn.Module, reason: str | None) -> None:
 
 def _record(module: nn.Module, proof: Measurement) -> None:
     """Puts a proof at first use into the report; one of gradients that fails is worth a warning."""
-    state = next((state for state in patches(module) if isinstance(state.fusion, RewriteFusion)), None)
+    state = next((state for state in patches(module) if state.fusion.counts_itself), None)
     if state is None:  # before it is patched
         return
     if state.site is not None:

@@ -21,7 +21,6 @@ from diffkern.hub.rule import Rule
 from diffkern.injection import hooks, notes
 from diffkern.injection.counts import CallCounts
 from diffkern.injection.fusion import only_eager
-from diffkern.injection.layer_fusion import LayerFusion
 from diffkern.injection.one_op import is_compile_root, module_handle, op_that_runs
 from diffkern.injection.report import Site
 from diffkern.providers import NoProviderError
@@ -231,7 +230,7 @@ class PatchState:
     def _try_next_provider(self, module: nn.Module, call: Any, provider: str | None, reason: str) -> str | None:
         """Gives a call without a proof to the next provider, as the injection would have done; or returns why not."""
         x = self.fusion.primary_input(call)
-        another_may = not isinstance(self.fusion, LayerFusion)
+        another_may = not self.fusion.is_layer
         if another_may and provider and is_kernel(provider) and not self.strict:
             self.rule = self.rule.map(lambda choice: None if choice == provider else choice)
             self._warn(module, reason, f"the next provider serves {_situation(module, x.device)}")
@@ -351,7 +350,7 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
         state.disable(module, f"a kernel could not be written or read: {error}", error)
         return _run_below(state, module, args, kwargs)
     except Exception as error:
-        if not isinstance(state.fusion, LayerFusion) or torch.compiler.is_compiling() or is_of_user(error):
+        if not state.fusion.is_layer or torch.compiler.is_compiling() or is_of_user(error):
             raise
         failure = error
     result = _run_below(state, module, args, kwargs)  # raises as well where the call is wrong, and not the layer
