@@ -53,13 +53,13 @@ class Trial:
 
 
 class Observer(Protocol):
-    """Whoever wants to know what a route finds out at first use."""
+    """Observes what a route finds out at first use."""
 
     def tried(self, trial: Trial, auto: bool) -> None:
-        """Hears how a backend did; ``auto`` says whether it was one of several to choose from."""
+        """Observes how a backend did; ``auto`` says whether it was one of several to choose from."""
 
     def chose(self, call: AttentionCall, name: str) -> None:
-        """Hears which of several serves a kind of call."""
+        """Observes which of several serves a kind of call."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Route:
         verify: Whether backends are tried at all; without it the first one that its table allows serves.
         strict: Whether a call that the stock attention must serve raises. The choice of ``auto`` is no such call.
         error: Class of that exception.
-        observer: Hears what is found out at first use.
+        observer: Observes what is found out at first use.
         undo: Takes the route out of the model; returns how many places had it.
         fused_calls: Calls that a backend served.
         stock_calls: Calls that the stock attention served, by reason.

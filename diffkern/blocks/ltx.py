@@ -82,7 +82,7 @@ class LTXBlock(BlockRecipe):
     def __init__(self, steps: FastSteps = FAST) -> None:
         self._steps = steps
 
-        self.allowance = FP8_ALLOWANCE if steps.in_8_bits else 0.0
+        self.allowance = FP8_ALLOWANCE if steps.in_fp8 else 0.0
 
     @override
     def for_numerics(self, numerics: str) -> LTXBlock:
@@ -141,7 +141,7 @@ class LTXBlock(BlockRecipe):
                 stock += (f"{name}.norm_q and norm_k",)
         if not is_gelu(children["ff"], device, x.dtype):
             stock += ("ff",)
-        if self._steps.in_8_bits:
+        if self._steps.in_fp8:
             # Rounding to 8 bits has no gradient, and tensor cores make bfloat16 of such products.
             wide = torch.is_grad_enabled() or (x.is_cuda and x.dtype != torch.bfloat16)
             stock += (_ATTN1, _FF) if wide else _wide_pieces(children, device, x.dtype, stock)
@@ -160,8 +160,8 @@ class LTXBlock(BlockRecipe):
 
     @override
     def prepare(self, module: nn.Module) -> str | None:
-        packs = self._steps.fuses_norms and not self._steps.in_8_bits
-        return packing.NOTE if packs and packing.settle(module, "attn1") else None
+        packs = self._steps.fuses_norms and not self._steps.in_fp8
+        return packing.NOTE if packs and packing.pack_before_first_call(module, "attn1") else None
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
@@ -177,7 +177,7 @@ class LTXBlock(BlockRecipe):
             and version(x) is not None
         )
 
-        weights = weights_of(block, x.device) if steps.in_8_bits and not torch.compiler.is_compiling() else None
+        weights = weights_of(block, x.device) if steps.in_fp8 and not torch.compiler.is_compiling() else None
         attn1 = weights if weights is not None and "attn1" not in stock and _ATTN1 not in stock else None
         ff = weights if weights is not None and "ff" not in stock and _FF not in stock else None
         if weights is not None and attn1 is None:
@@ -334,7 +334,7 @@ def _wide_pieces(children: Any, device: torch.device, dtype: torch.dtype, stock:
 
 
 def _are_silent(layers: Any) -> bool:
-    """Whether layers are dropouts that drop nothing, with nobody watching."""
+    """Whether layers are dropouts that drop nothing, without hooks."""
     return all(untouched(layer, nn.Dropout) and not layer.training for layer in layers)
 
 

@@ -93,7 +93,7 @@ class _Stream:
         """Leaves a branch for later."""
         self.y, self.gate = y, gate
 
-    def settle(self) -> Tensor:
+    def flush_pending(self) -> Tensor:
         """Adds the branch that is left, if any."""
         if self.y is not None:
             self.x = self.steps.gate_residual(self.x, self.y, self.gate, self.provider)
@@ -103,7 +103,7 @@ class _Stream:
     def norm(self, name: str, norm: Any, scale: Operand = None, shift: Operand = None) -> Tensor:
         """The modulated norm of the hidden states with the branch."""
         if name in self.stock:
-            y: Tensor = norm(self.settle())
+            y: Tensor = norm(self.flush_pending())
             return y if scale is None and shift is None else self.steps.modulate(y, scale, shift, self.provider)
         if self.y is None:
             return self.steps.norm_modulate(norm, self.x, scale, shift, self.provider)
@@ -239,7 +239,7 @@ class LTX2Block(BlockRecipe):
         shift, scale, gate = audio_mlp
         y = audio.norm("audio_norm3", block.audio_norm3, scale, shift)
         audio.add(_feed_forward("audio_ff", block.audio_ff, y, steps, stock), gate)
-        return video.settle(), audio.settle()
+        return video.flush_pending(), audio.flush_pending()
 
     @override
     def sources(self) -> tuple[Callable[..., Any], ...]:

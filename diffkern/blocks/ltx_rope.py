@@ -6,7 +6,7 @@ Where that holds for the very tables at hand, the blocks read one small table pe
 the full tables, may write into them, and would find what another step wrote: ``exact`` keeps none.
 
 A graph of ``torch.compile`` cannot look at tables. There the tables by axis are those of three thin grids, one for each
-axis, by the stock formula as well; the full ones are in the graph for whoever reads them, and gone if nobody does.
+axis, by the stock formula as well; the full ones are in the graph for readers, and Inductor drops them without one.
 """
 
 from __future__ import annotations

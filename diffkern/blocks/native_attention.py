@@ -20,7 +20,7 @@ _FINGERPRINTS = frozenset({"1990fdc5e082de71"})
 
 
 def is_native(processor: Any, dispatch: Callable[..., Any]) -> bool:
-    """Whether ``dispatch`` would do nothing but hand a call to torch, and nobody looks at it.
+    """Whether ``dispatch`` would do nothing but hand a call to torch, and no mode or hook observes it.
 
     Args:
         processor: The processor of an attention module.

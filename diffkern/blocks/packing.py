@@ -83,7 +83,7 @@ def _stay(block: Any, attention: str, weights: Sequence[Tensor]) -> bool:
     return bool(times == 2)
 
 
-def settle(block: Any, attention: str) -> bool:
+def pack_before_first_call(block: Any, attention: str) -> bool:
     """Moves the weights of a self-attention on a GPU together before its first call, which may be traced.
 
     Returns:
@@ -141,7 +141,7 @@ def part(block: Any) -> None:
             if parameter is None:
                 continue
             storage = parameter.untyped_storage()
-            # Wherever else it is, somebody else has put it there.
+            # Elsewhere, another library has put it there.
             if storage.data_ptr() in addresses and storage.nbytes() > parameter.nbytes:
                 if parameter.is_cuda:
                     torch.cuda.synchronize(parameter.device)  # another stream may still be reading what is freed
@@ -204,7 +204,7 @@ def _of(layers: Sequence[Any], name: str) -> list[Tensor]:
 
 
 def _is_alone(parameter: Tensor) -> bool:
-    """Whether a parameter is all of its memory, and nobody else has a view of it."""
+    """Whether a parameter is all of its memory, and no other tensor is a view of it."""
     if parameter.is_inference() or not parameter.is_contiguous():
         return False
     storage = parameter.untyped_storage()

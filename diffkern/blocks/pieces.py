@@ -21,7 +21,7 @@ EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()
 
 
 def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
-    """Whether ``module`` is exactly a ``cls`` that runs the forward it was written with, with nobody watching the call.
+    """Whether ``module`` is exactly a ``cls`` that runs the forward it was written with, without hooks.
 
     Hooks of accelerate and diffusers stand in ``module.forward``; torch's have their own dictionaries.
     """
@@ -107,7 +107,7 @@ def plain_linear(module: nn.Module | None, device: torch.device, dtype: torch.dt
 
 
 def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    """Calls a layer, or does without the cost of a call where it is torch's own, and nobody watches it."""
+    """Calls a layer, or does without the cost of a call where it is torch's own, and no hook watches it."""
     if untouched(layer, nn.Linear):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters:
@@ -144,7 +144,7 @@ def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
     """Diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
     net: Any = feed_forward.net
     first = net._modules["0"]._modules["proj"]._parameters
-    # The product is torch's, whoever computes the rest.
+    # The product is torch's; any provider computes the rest.
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         x = linear_gelu(x, first["weight"], first["bias"], approximate="tanh", provider="eager")
     else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 #: Full name of a block's class -> its name as an op, and the module with its ``RECIPE``. That may import
-#: diffusers: whoever has such a block has imported it already.
+#: diffusers, which a user of such a block has imported already.
 _RECIPES = {
     "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": ("ltx_block", "diffkern.blocks.ltx"),
     "diffusers.models.transformers.transformer_ltx2.LTX2VideoTransformerBlock": ("ltx2_block", "diffkern.blocks.ltx2"),
@@ -46,8 +46,8 @@ class BlockRecipe(ABC):
 
     A recipe reads the block at every call, so that one object serves all blocks of a class. What it remembers of a
     block stands in :mod:`diffkern.cache.memory`.
-    A *piece* is a child, or what stands around it, that the fused forward computes itself as long as nobody
-    watches or replaces the child; else the child is called as the stock forward calls it.
+    A *piece* is a child, or what stands around it, that the fused forward computes itself as long as no
+    hook watches and nothing replaces the child; else the child is called as the stock forward calls it.
 
     Attributes:
         op: Name of the whole in reports and configurations.

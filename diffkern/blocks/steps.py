@@ -26,12 +26,12 @@ class FastSteps:
     Attributes:
         rounding: As the ops take it.
         fuses_norms: Whether a norm may be computed elsewhere than by the steps of the stock forward.
-        in_8_bits: Whether matrix products may be computed in 8 bits.
+        in_fp8: Whether matrix products may be computed in 8 bits.
     """
 
     rounding: ClassVar[Any] = "once"
     fuses_norms: ClassVar[bool] = True
-    in_8_bits: ClassVar[bool] = False
+    in_fp8: ClassVar[bool] = False
 
     def modulate(self, x: Tensor, scale: _Operand, shift: _Operand, provider: str | None) -> Tensor:
         """``x * (1 + scale) + shift``."""
@@ -80,7 +80,7 @@ class ExactSteps(FastSteps):
 class Fp8Steps(FastSteps):
     """The steps before a product in 8 bits hand over rows of 8 bits; all others are as fast."""
 
-    in_8_bits: ClassVar[bool] = True
+    in_fp8: ClassVar[bool] = True
 
     def norm_modulate_rows(
         self, norm: Any, x: Tensor, scale: _Operand, shift: _Operand, provider: str | None

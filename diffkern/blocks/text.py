@@ -112,7 +112,7 @@ class _Caption(DerivedCache):
         valid = [kept for kept in self._kept if kept.holds(activation, weights)]
         for kept in valid:
             if kept.caption.matches(caption):
-                return kept.states.detach()  # a view: nobody's requires_grad and grad are another's
+                return kept.states.detach()  # a view: each has requires_grad and grad of its own
         if caption.is_cuda and torch.cuda.is_current_stream_capturing():
             return _project(module, caption)  # into memory of the graph, which each replay writes again
         sources = TensorFingerprint.of(caption), tuple(map(_of_weight, weights))
@@ -271,7 +271,7 @@ class TextProjection(BlockRecipe):
 
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
-        """The layers that somebody watches or has changed: they are called every time, and so is what follows."""
+        """The layers with hooks or changes: they are called every time, and so is what follows."""
         (caption,) = call
         children: Any = module._modules
         # A hook on the module could write into the result.

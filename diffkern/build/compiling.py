@@ -53,7 +53,7 @@ def compile_library(
     macros = tuple(f"-D{define}" for define in defines)
     headers = torch.utils.cpp_extension.include_paths()
     includes = [f"-isystem{path}" for path in headers]
-    # The headers' error messages name their files; whose machine those were on is nobody's business.
+    # The headers' error messages name their files; the paths of the build machine stay out of them.
     includes += [f"-ffile-prefix-map={path}/=" for path in headers]
     jobs = _jobs()
 

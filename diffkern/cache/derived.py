@@ -144,7 +144,7 @@ class DerivedCache(ABC):
     """Keeps what was computed from other tensors.
 
     Attributes:
-        is_disabled: Whether a result was overwritten by whoever it was given to. That will happen again at each call,
+        is_disabled: Whether a result was overwritten by the code that received it. That will happen again at each call,
             so from then on every call computes its own.
     """
 

@@ -1,7 +1,7 @@
 """Weights as ComfyUI wants them read: with low-VRAM streaming, adapters and casts in force.
 
 In low-VRAM mode a LoRA is a function of the weight that is called when the weight is used, and the weight itself may
-be on another device, in another dtype, or not loaded yet. Whoever reads ``module.weight`` sees none of that.
+be on another device, in another dtype, or not loaded yet. A plain read of ``module.weight`` sees none of that.
 """
 
 from __future__ import annotations

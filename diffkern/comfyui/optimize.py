@@ -183,7 +183,7 @@ def _first_that_passes(
     device: torch.device,
     site: Site,
 ) -> Patch | None:
-    """Tries a recipe with all families, and then with each alone; the site hears of the proofs that speak for it."""
+    """Tries a recipe with all families, and then with each alone; the site records the proofs that speak for it."""
     without: list[str] = []
     for recipe in recipes:
         fusion = ComfyFusion(recipe, dtype)

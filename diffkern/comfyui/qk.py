@@ -12,7 +12,7 @@ from diffkern.ops import qk_norm_rope
 
 
 def norms_fuse(q_norm: Any, k_norm: Any) -> bool:
-    """Whether two norms can be computed together: of one kind, with one eps, and nobody watching either."""
+    """Whether two norms can be computed together: of one kind, with one eps, without hooks."""
     kind = norm_kind(q_norm)
     return kind is not None and norm_kind(k_norm) == kind and q_norm.eps == k_norm.eps
 

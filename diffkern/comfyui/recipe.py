@@ -69,10 +69,10 @@ class ComfyRecipe(BlockRecipe):
         """Nothing: the samples come with plain attention."""
 
 
-def strange_words(recipe: ComfyRecipe) -> list[str]:
+def unknown_options(recipe: ComfyRecipe) -> list[str]:
     """Returns the words in the stock sources, as they are here, that the recipe was not written against.
 
-    A proof on random input sees what the stock forward computes, but not what it would compute if somebody set an
+    A proof on random input sees what the stock forward computes, but not what it would compute if a user set an
     option that this version of ComfyUI has and the recipe does not know.
     """
     found = {word for function in recipe.sources() for word in _strings(function)}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from diffkern.blocks import fingerprint
-from diffkern.comfyui.recipe import ComfyRecipe, strange_words
+from diffkern.comfyui.recipe import ComfyRecipe, unknown_options
 from diffkern.matching import full_name
 
 #: Full name of a class -> the module with its recipe, and its name there. That may import ComfyUI.
@@ -71,7 +71,7 @@ def _judge(recipe: ComfyRecipe, sources: tuple[Callable[..., Any], ...]) -> Foun
     """Compares the sources with the recipe: again, if another node has put functions of its own in their place."""
     if fingerprint(sources) in recipe.fingerprints:
         return Found(recipe, "recipe")
-    strange = strange_words(recipe)
+    strange = unknown_options(recipe)
     if strange:
         names = ", ".join(map(repr, strange))
         return Found(None, None, f"its forward is not that of {recipe.versions}, and knows {names}: update diffkern")

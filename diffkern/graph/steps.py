@@ -135,7 +135,7 @@ class StepGraphs:
             self._latest = None if latest.opaque else latest
         return latest
 
-    def admit(self, call: StepCall, now: ModuleSnapshot, patched: Iterable[nn.Module]) -> str | None:
+    def check_guards(self, call: StepCall, now: ModuleSnapshot, patched: Iterable[nn.Module]) -> str | None:
         """Why a call is neither replayed nor captured, or None; notes the state of the module for the next one."""
         kind = self.kinds.pop(call.signature, None)
         if kind is not None and kind.step is not None:

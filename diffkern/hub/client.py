@@ -177,7 +177,7 @@ def _refused(where: str, status: int | None) -> str:
 
 
 def _is_refused(error: BaseException) -> bool:
-    """Whether nobody listens at the other end, or has a name there: waiting a few seconds will not change it."""
+    """Whether no server listens at the other end, or no such name exists: waiting a few seconds will not change it."""
     words = f"{type(error).__name__} {error} {error.__cause__!r} {error.__context__!r}"
     return any(sign in words for sign in ("Connection refused", "Name or service not known", "getaddrinfo", "No route"))
 

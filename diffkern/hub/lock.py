@@ -23,7 +23,7 @@ class LockedKernel:
         repository: ``"org/repo"``.
         revision: What was asked for: ``">=1.0,<2.0"``, ``"v1"``, or ``""``.
         commit: The commit that this was.
-        trusted: Whether the Hub listed its publisher as trusted; if not, whoever loads it must say that they trust it.
+        trusted: Whether the Hub listed its publisher as trusted; if not, a user must state their trust to load it.
         variants: The builds at that commit: the digests of their files.
     """
 
@@ -84,7 +84,7 @@ class LockFile:
             raise HubError(f"{path} is no lock file of diffkern ({error}): write it with `diffkern hub lock`") from None
 
     def write(self, path: Path) -> None:
-        """Writes the file at once, so that nobody reads half of it."""
+        """Writes the file at once, so that no reader sees half of it."""
         data: dict[str, Any] = {"version": _FORMAT, "kernels": [vars(kernel) for kernel in self.kernels]}
         write_json(path, data)
 

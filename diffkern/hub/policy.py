@@ -36,7 +36,7 @@ class Policy:
     strict: bool = False
 
     def trusts(self, repository: str) -> bool:
-        """Whether the user vouches for a repository, whoever publishes it."""
+        """Whether the user vouches for a repository of any publisher."""
         trust = self.trust_remote_code
         return trust if isinstance(trust, bool) else repository in trust
 

@@ -229,7 +229,7 @@ def _version(metadata: Path) -> int | None:
 
 
 def _warn_unchecked(reference: KernelReference, policy: Policy, error: HubError) -> None:
-    """Says that nobody could be asked about the publisher; refuses the kernel if that is too little."""
+    """Says that the publisher could not be looked up; refuses the kernel if that is too little."""
     if policy.trusts(reference.source):
         return
     said = f"whether the publisher of {reference.source} is trusted cannot be checked: {error}"
@@ -257,7 +257,7 @@ def _find_local(reference: KernelReference, backend: str | None) -> Found:
 
 
 def _damage(directory: Path, expected: Mapping[str, str]) -> str | None:
-    """As :func:`diffkern.hub.digests.damage`; where nobody said what to expect, only what every build has."""
+    """As :func:`diffkern.hub.digests.damage`; where no digest is known, only what every build has."""
     if expected:
         return digests.damage(directory, expected)
     missing = [name for name in ("metadata.json", "__init__.py") if not (directory / name).is_file()]

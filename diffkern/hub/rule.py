@@ -30,7 +30,7 @@ def device_name(device_type: str) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """Who serves a module: the name of a provider, a reference to a kernel, ``"auto"``, or None for nobody.
+    """Who serves a module: the name of a provider, a reference to a kernel, ``"auto"``, or None for none.
 
     Attributes:
         otherwise: The choice where ``situations`` does not say.

@@ -37,7 +37,7 @@ def upload(directory: Path, repository: str | None = None, *, private: bool = Fa
 
     Raises:
         PackageError: ``directory`` is no kernel repository.
-        huggingface_hub.errors.HfHubHTTPError: the Hub refuses, for instance because nobody is logged in.
+        huggingface_hub.errors.HfHubHTTPError: the Hub refuses, for instance without a login.
     """
     from huggingface_hub import HfApi
 

@@ -153,7 +153,7 @@ class Fusion(Protocol):
         """Says who will compute it, for calls of the first of ``dtypes`` on ``device``.
 
         Raises:
-            diffkern.providers.NoProviderError: nobody can, or the one asked for cannot.
+            diffkern.providers.NoProviderError: no provider can, or the one asked for cannot.
         """
 
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -214,7 +214,7 @@ class Fusion(Protocol):
 def only_eager(
     fusion: Fusion, choice: Choice, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
 ) -> str | None:
-    """Says why a fusion is not worth patching: nobody asked for ``eager``, and all of it would be computed by that.
+    """Says why a fusion is not worth patching: ``eager`` was not asked for, and would compute all of it.
 
     Args:
         fusion: What would be patched in.

@@ -63,7 +63,7 @@ class GraphFusion(Fusion):
         reason = now.unfit()
         if reason is not None:
             graphs.rest(reason)
-        return unsafe(module, now) or graphs.admit(call, now, _patched(now))
+        return unsafe(module, now) or graphs.check_guards(call, now, _patched(now))
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: StepCall) -> bool:

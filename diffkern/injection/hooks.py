@@ -95,7 +95,7 @@ def replace(module: nn.Module, old: Forward, new: MethodType) -> int:
         for slot in _wrapped(module):
             if is_bound(slot.forward, old, module):
                 slot.put(new)
-        # Wrappers also carry name and module of what they wrap: tell them anew, from the inside out.
+        # Wrappers also carry name and module of what they wrap: tell them again, from the inside out.
         for slot in reversed(list(_wrapped(module))):
             if slot.forward is not None:
                 functools.update_wrapper(slot.owner, slot.forward)

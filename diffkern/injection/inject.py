@@ -137,7 +137,7 @@ def plan(pipe_or_module: Any, **options: Any) -> InjectionReport:
 
 
 def restore(pipe_or_module: Any) -> int:
-    """Takes back every patch of diffkern in a pipeline or module, whoever made it.
+    """Takes back every patch of diffkern in a pipeline or module, of any injection.
 
     Afterwards the stock forwards run again, bit for bit as before, under whatever hooks there are by then.
 

@@ -47,7 +47,7 @@ class KernelSelector:
             hub.forget_failures()
 
     def options(self, rule: Rule | None, fusion: Fusion | None, how: str | None) -> list[Option]:
-        """Lists the ways to compute a module; none if it is left alone, or nobody can.
+        """Lists the ways to compute a module; none if it is left alone, or no provider can.
 
         Args:
             rule: What the configuration says of it, or None.

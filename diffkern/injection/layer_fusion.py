@@ -35,7 +35,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class LayerFusion(Fusion):
     """A layer that runs on the module it replaces, as ``kernels.kernelize`` binds it. A call is its arguments.
 
-    What it should compute nobody says; its proof compares it with the stock forward, and both with a copy of the
+    Nothing says what it should compute; its proof compares it with the stock forward, and both with a copy of the
     module in float64. Where no input can be guessed, that happens at the first real call.
 
     Attributes:
@@ -231,7 +231,7 @@ def _in_modes_of(module: nn.Module, copy: nn.Module) -> nn.Module:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer inside computes what its class and its parameters say, whoever reads these."""
+    """Whether a layer inside computes what its class and its parameters say."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return not hooked and "_hf_hook" not in module.__dict__ and is_ordinary(module)
 

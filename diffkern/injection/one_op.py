@@ -36,7 +36,7 @@ def module_handle(module: nn.Module) -> Tensor:
 def is_compile_root(name: str, forward: str) -> bool:
     """Whether ``torch.compile`` traces a module of a class by itself, and nothing around it.
 
-    Not where somebody put a forward of their own around that of the module: what they compute before and after would
+    Not where a user put a forward of their own around that of the module: what they compute before and after would
     be in one graph with the op, where Inductor writes into its operands and its result.
     Dynamo runs this while it traces, and takes the result for a constant.
 

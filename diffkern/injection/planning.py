@@ -80,7 +80,7 @@ def plan_modules(
     rewriters: Rewriters,
     report: InjectionReport,
 ) -> list[Candidate]:
-    """The modules that can run fused; the report hears why others that look like it are left alone.
+    """The modules that can run fused; the report records why others are left alone.
 
     Raises:
         ValueError: ``config`` names something that is not there, or modules are patched with other numerics.

@@ -55,7 +55,7 @@ class RewriteFusion(Fusion):
 
     Attributes:
         rewriters: Those of the injection.
-        rewritten: The forward in which nobody in particular serves: it says which sites there are.
+        rewritten: The forward without a provider of its own: it says which sites there are.
         providers: Who serves single ops in the place of the provider of the module; :data:`STOCK` for those that stay
             as they are written.
     """

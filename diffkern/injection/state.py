@@ -63,7 +63,7 @@ class PatchState:
         stock: The forward that the module's class had when it was patched: with another one the patch steps aside.
         handle: By which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form, and in
             a copy of the module.
-        site: Its line in the report, which hears of proofs at first use; None in a copy of the module.
+        site: Its line in the report, which records proofs at first use; None in a copy of the module.
         report: Key of the report; a string, which ``torch.compile`` takes for a constant.
         proven: Devices, input dtypes, weight dtypes and providers that are proven.
         revoked: Why the module lost its proof at first use and runs stock for good, or None.
@@ -322,7 +322,7 @@ def _nothing() -> None:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs fused where the guards allow it, and the class's own forward everywhere else."""
     state: PatchState | None = getattr(self, ATTRIBUTE, None)
-    if state is None:  # restored, and somebody kept this method
+    if state is None:  # restored, and a caller kept this method
         return type(self).forward(self, *args, **kwargs)
     return _run_patch(state, self, args, kwargs)
 
@@ -383,7 +383,7 @@ _ours: set[Callable[..., Any]] = set()
 def _forward_like(stock: Callable[..., Any]) -> FunctionType:
     """:func:`forward` with the signature of a stock forward, from which modular pipelines take what they may pass.
 
-    Whoever looks for the function inside of its wrappers finds one more that runs the patches, and not the stock one:
+    Code that unwraps it finds one more function that runs the patches, and not the stock one:
     accelerate puts what it finds there in the place of the forward.
     """
     if stock not in _forwards:

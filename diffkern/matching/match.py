@@ -7,8 +7,8 @@ from torch import nn
 
 from diffkern.matching import diffusers, torch_nn, transformers
 from diffkern.matching.probe import probe
+from diffkern.matching.probe_eligibility import unprobeable_reason
 from diffkern.matching.semantics import Entry, LeftAlone, Match, NormSemantics
-from diffkern.matching.straight import crooked
 
 #: Every known norm class: full name -> what it computes, or why it is left alone.
 TABLE: dict[str, Entry] = {**torch_nn.TABLE, **diffusers.TABLE, **transformers.TABLE}
@@ -28,7 +28,7 @@ def match(module: nn.Module) -> Match | None:
     The tables are asked by exact class, never by part of the name and never by base class: classes of one
     name differ in rounding, dimension, eps and offset, and a subclass exists because it differs. A class
     they do not know is compared with the candidates on random input, see :func:`probe`, if its forward is a
-    straight line of operations, see :mod:`diffkern.matching.straight`.
+    straight line of operations, see :mod:`diffkern.matching.probe_eligibility`.
 
     Only the class is judged. Whether the instance has hooks or a replaced forward is for the caller to see.
 
@@ -59,7 +59,9 @@ def match(module: nn.Module) -> Match | None:
         if known is None:
             return None
         return Match(None, None, f"a {known.__qualname__} with modules inside, for example a parametrization")
-    reason = crooked(type(module), set(module._parameters) | {n for n in _PARAMETERS if _is_empty(module, n)})
+    reason = unprobeable_reason(
+        type(module), set(module._parameters) | {n for n in _PARAMETERS if _is_empty(module, n)}
+    )
     if reason is not None:
         return Match(None, None, f"not in the tables, and not probed: {reason}")
     return probe(module)

@@ -1,4 +1,4 @@
-"""An op as torch and its callers know it: declared once, with one way from a call to whoever computes it."""
+"""An op as torch and its callers know it: declared once, with one way from a call to its provider."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Op:
     and nothing runs twice. Functions of Python, such as those that launch Triton kernels, look at little: a call that
     finds one in the cache is checked as before.
 
-    A graph of ``torch.compile`` holds the op of whoever computes it, unless a gradient is wanted: then it holds
+    A graph of ``torch.compile`` holds the op of the provider, unless a gradient is wanted: then it holds
     :attr:`op`, which has one. Exported programs hold :attr:`op` too, and choose where they run.
 
     Args:
@@ -226,7 +226,7 @@ class Op:
     def of_provider(
         self, device: torch.device, provider: str | None, dtypes: Sequence[torch.dtype | None]
     ) -> OpOverload:
-        """Returns the op of torch that runs nothing but the kernel of whoever computes such calls.
+        """Returns the op of torch that runs nothing but the kernel of the provider of such calls.
 
         Args:
             device: Device of the input.
@@ -308,7 +308,7 @@ class Op:
     def _needs_torch(self, args: Sequence[Any]) -> bool:
         """Whether a call must go through the registered op and not straight to the provider's kernel.
 
-        It must where somebody looks at the call instead of running it (tracing, fake tensors), where a gradient is
+        It must where a mode observes the call instead of running it (tracing, fake tensors), where a gradient is
         wanted, and where the memory does not hold the values themselves. Under transforms that look into the formula,
         the direct way leads to plain PyTorch: see :func:`diffkern.providers.registry.kernel_for`.
         """
@@ -323,7 +323,7 @@ class Op:
                 continue
             for tensor in given if isinstance(given, (list, tuple)) else (given,):
                 # A lazy sign is resolved by the dispatcher, and a raw pointer does not show it; nor is a class of
-                # somebody else's the memory of its values.
+                # the memory of its values another tensor's.
                 if type(tensor) not in _MEMORY or tensor.is_neg() or (wanted and tensor.requires_grad):
                     return True
         return False

@@ -36,7 +36,7 @@ WITH_HUB = "auto+hub"
 #: Between the name of a provider and its tag: what no path can have in it.
 _TAG = "\0"
 
-#: Why the Hub does not serve where nobody asked for it.
+#: Why the Hub does not serve unasked.
 NOT_ASKED = "not asked for: name a kernel in the configuration, such as 'org/repo:Layer', or say hub='auto'"
 
 _refusals_raise: contextvars.ContextVar[bool] = contextvars.ContextVar("diffkern_refusals_raise", default=False)

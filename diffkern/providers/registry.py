@@ -1,6 +1,6 @@
 """Chooses who computes an op: once per (op, device, dtypes), visibly, and as the user overrides it.
 
-The order is compiled, Triton, the Hub if somebody asked for it, eager, unless :mod:`diffkern.providers.preferences`
+The order is compiled, Triton, the Hub if asked for, eager, unless :mod:`diffkern.providers.preferences`
 says that another was measured to be faster. A provider that cannot serve gives its reason and the next one is asked;
 every reason is kept in the :class:`Choice`, for reports and for ``diffkern doctor``.
 """

@@ -39,7 +39,7 @@ class Source:
     Attributes:
         decorated: The function with its decorators.
         function: The function without them.
-        tree: Its source. Large: whoever has compiled a changed copy drops it.
+        tree: Its source. Large: it is dropped once a changed copy is compiled.
     """
 
     decorated: FunctionType

@@ -15,7 +15,7 @@ those of :mod:`~diffkern.verify.contract`. These things must hold:
 5. On the first real input that a norm meets on a device and in a dtype that injection could not see, 2 to 4 hold again.
    A block is proven on random input then, too: its cost in float64 grows with the square of the tokens.
 
-A proof that raises has failed, whoever raised. It leaves the global state of torch as it was.
+A proof that raises has failed, for whatever reason. It leaves the global state of torch as it was.
 """
 
 from __future__ import annotations

@@ -44,13 +44,13 @@ def test_nothing_is_promised_that_diffusers_drops(name: str) -> None:
         ("_native_flash", {"head_dim": 512}, "takes heads of up to 256 only, not 512"),
     ],
 )
-def test_dk78_what_a_backend_cannot_do_is_said(
+def test_what_a_backend_cannot_do_is_said(
     name: str, arguments: dict[str, object], reason: str, make_call: Make
 ) -> None:
     assert BACKENDS[name].refusal(make_call(**arguments).signature()) == reason
 
 
-def test_dk78_sizes_dtypes_and_gradients_are_asked_about(make_call: Make) -> None:
+def test_sizes_dtypes_and_gradients_are_asked_about(make_call: Make) -> None:
     """The device aside, which this machine may not have."""
 
     def refusal(name: str, **arguments: object) -> str | None:

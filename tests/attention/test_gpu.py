@@ -38,7 +38,7 @@ _HERE = [name for name, backend in BACKENDS.items() if backend.missing() is None
     ],
     ids=str,
 )
-def test_dk78_every_backend_is_right_or_refused(name: str, arguments: dict[str, object], make_call: Make) -> None:
+def test_every_backend_is_right_or_refused(name: str, arguments: dict[str, object], make_call: Make) -> None:
     call = make_call(**{"dtype": torch.bfloat16, "device": "cuda", "queries": 80, "keys": 130, **arguments})
     route = Route([BACKENDS[name]])
     y = route(call, stock)

@@ -73,7 +73,7 @@ def test_a_model_runs_on_it(kernel: str) -> None:
     assert list(calls["stock_reasons"]) == [f"{kernel}:flash_attn_func applies no mask"]
 
 
-def test_dk67_a_kernel_that_means_something_else_is_refused_with_its_error(kernel: str) -> None:
+def test_a_kernel_that_means_something_else_is_refused_with_its_error(kernel: str) -> None:
     model = tiny_ltx()
     stock = output(model)
     report = inject_optimized_kernels(model, attention=f"{kernel}:wrong")
@@ -94,7 +94,7 @@ def test_dk67_a_kernel_that_means_something_else_is_refused_with_its_error(kerne
         ("diffkern-tests/no-such-kernel@v1:flash_attn_func", "cannot be"),
     ],
 )
-def test_dk65_dk67_a_kernel_that_cannot_be_had_is_a_reason(
+def test_a_kernel_that_cannot_be_had_is_a_reason(
     name: str, reason: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -112,7 +112,7 @@ def test_dk65_dk67_a_kernel_that_cannot_be_had_is_a_reason(
         inject_optimized_kernels(tiny_ltx(), attention=name, strict=True)
 
 
-def test_dk66_without_the_kernels_package_there_is_a_reason(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernels_package_there_is_a_reason(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kernels", None)
     with pytest.raises(UnavailableError, match="install 'kernels"):
         find_backend(kernel, CPU)

@@ -89,7 +89,7 @@ def test_wrong_gradients_are_refused_where_they_are_wanted(make_call: Make) -> N
         ({"head_dim": 40}, {"head_dims": frozenset({64})}, "takes heads of 64 only, not 40"),
     ],
 )
-def test_dk78_calls_it_cannot_serve_run_as_before(
+def test_calls_it_cannot_serve_run_as_before(
     arguments: dict[str, object], properties: dict[str, object], reason: str, make_call: Make
 ) -> None:
     compute, calls = counting()

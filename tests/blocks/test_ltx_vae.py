@@ -207,7 +207,7 @@ def test_whoever_watches_a_child_is_heard(watcher: str, child: str, inject_first
     torch.testing.assert_close(layer(x), stock, rtol=1e-4, atol=1e-5)
     count, piece = report.calls()[""], CHILDREN[child]
     if piece is None:
-        assert count["stock"] == 1 and "somebody watches" in next(iter(count["stock_reasons"]))
+        assert count["stock"] == 1 and "has a hook" in next(iter(count["stock_reasons"]))
     else:
         assert count["fused"] == 1 and set(count["stock_pieces"]) == ({piece} - {""})
 
@@ -278,7 +278,7 @@ def test_dropout_in_force_and_autocast_run_stock() -> None:
     layer = resnet_block(dropout=0.5).train()
     report = inject_optimized_kernels(layer)
     layer(latents())
-    assert reasons(report) == {"its dropout is in force, or somebody watches it"}
+    assert reasons(report) == {"its dropout is in force, or it has a hook"}
     layer.eval()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(latents())

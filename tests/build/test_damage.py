@@ -53,7 +53,7 @@ def _library(build: Build) -> Path:
     return build.directory / library_name(build.namespace)
 
 
-def test_dk72_an_undefined_symbol_is_named_with_both_versions_of_torch(searched: Path) -> None:
+def test_an_undefined_symbol_is_named_with_both_versions_of_torch(searched: Path) -> None:
     cxx = require_tool("g++", find_cxx)
     variant, namespace = Variant("cpu", None, platform.machine()), "_diffkern_cpu_0fed0001"
     directory = searched / "build" / variant.name

@@ -49,7 +49,7 @@ def test_nvcc_compiles_for_turing_ampere_and_hopper(tmp_path: Path) -> None:
     assert library.stat().st_size < 60 * 2**20
 
 
-def test_dk70_hipcc_compiles_for_waves_of_64_and_of_32(tmp_path: Path) -> None:
+def test_hipcc_compiles_for_waves_of_64_and_of_32(tmp_path: Path) -> None:
     hipcc = require_tool("hipcc", find_hipcc)
     archs = rocm_archs(hipcc, ["gfx90a", "gfx1030"])
     assert archs.names == ("gfx90a", "gfx1030")

@@ -78,7 +78,7 @@ print(rms_norm(torch.full((1, 4), 2.0), eps=0.0).tolist())
 """
 
 
-def test_dk73_build_isolation_without_torch_gives_a_pure_wheel_that_works(
+def test_build_isolation_without_torch_gives_a_pure_wheel_that_works(
     checkout: Path, tmp_path: Path, run_python: RunPython
 ) -> None:
     environment = tmp_path / "isolated"
@@ -132,7 +132,7 @@ def test_switched_off_gives_a_pure_wheel_that_says_why(checkout: Path, tmp_path:
     assert "DIFFKERN_BUILD=0 switched it off" in used.stdout.splitlines()[0], used.stderr
 
 
-def test_dk74_a_failed_build_installs_and_keeps_its_reason_unless_required(
+def test_a_failed_build_installs_and_keeps_its_reason_unless_required(
     checkout: Path, tmp_path: Path, run_python: RunPython
 ) -> None:
     compiler = tmp_path / "g++"

@@ -54,14 +54,14 @@ def write_broken_build(root: Path, variant: Variant, archs: tuple[str, ...] = ()
     return build
 
 
-def test_dk74_nothing_built_says_so_and_names_the_remedy(empty: Path) -> None:
+def test_nothing_built_says_so_and_names_the_remedy(empty: Path) -> None:
     assert PROVIDER.unavailable_reason(CPU) == "not built for cpu: run `diffkern build --cpu`"
     with pytest.raises(NoProviderError, match="compiled: not built for cpu"):
         rms_norm(torch.ones(2, 8), provider="compiled")
     assert torch.equal(rms_norm(torch.ones(2, 8), eps=0.0), torch.ones(2, 8))
 
 
-def test_dk74_the_reason_of_a_failed_build_is_passed_on(empty: Path) -> None:
+def test_the_reason_of_a_failed_build_is_passed_on(empty: Path) -> None:
     (empty / "build_log.json").write_text('{"cpu": "g++ broke down"}', encoding="utf-8")
     reason = PROVIDER.unavailable_reason(CPU)
     assert reason is not None and "diffkern build --cpu" in reason and "g++ broke down" in reason
@@ -72,7 +72,7 @@ def test_a_directory_that_is_not_there_is_named(empty: Path, monkeypatch: pytest
     assert PROVIDER.unavailable_reason(CPU) == f"DIFFKERN_KERNELS is {empty / 'nowhere'}, which is no directory"
 
 
-def test_dk72_torch_versions_are_compared_before_the_library_is_opened(empty: Path) -> None:
+def test_torch_versions_are_compared_before_the_library_is_opened(empty: Path) -> None:
     write_broken_build(empty, Variant("cpu", None, platform.machine(), abi=(9, 9)))
     reason = PROVIDER.unavailable_reason(CPU)
     assert reason is not None
@@ -87,7 +87,7 @@ def test_processors_are_compared_before_the_library_is_opened(empty: Path) -> No
     assert f"built for riscv64 processors, and this is {platform.machine()}" in reason
 
 
-def test_dk72_a_library_that_cannot_be_loaded_is_a_reason_and_no_crash(empty: Path) -> None:
+def test_a_library_that_cannot_be_loaded_is_a_reason_and_no_crash(empty: Path) -> None:
     write_broken_build(empty, Variant("cpu", None, platform.machine()))
     reason = PROVIDER.unavailable_reason(CPU)
     assert reason is not None
@@ -114,7 +114,7 @@ def test_cuda_versions_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (("9.0",), (10, 0), False),
     ],
 )
-def test_dk72_gpu_architectures_are_compared(
+def test_gpu_architectures_are_compared(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     archs: tuple[str, ...],

@@ -83,7 +83,7 @@ def test_build_toml_lists_every_header_that_is_included(manifest: dict) -> None:
 
 
 @pytest.mark.parametrize("path", GPU_FILES, ids=lambda path: path.name)
-def test_dk70_no_wave_width_is_written_into_reductions(path: Path) -> None:
+def test_no_wave_width_is_written_into_reductions(path: Path) -> None:
     code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
     for pattern in (r"0x[fF]{8}\b", r">>\s*5\b", r"&\s*31\b", r"%\s*32\b", r"/\s*32\b", r"\bwarpSize\b"):
         assert re.search(pattern, code) is None, f"{path.name} assumes a wave width: {pattern}"

@@ -24,7 +24,7 @@ def no_homes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_dk73_a_missing_cpp_compiler_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cpp_compiler_is_named_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolchainError, match=r"no C\+\+ compiler was found: install g\+\+"):
         find_cxx()
@@ -34,7 +34,7 @@ def test_dk73_a_missing_cpp_compiler_is_named_with_a_remedy(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("find", "variable"), [(find_nvcc, "CUDA_HOME"), (find_hipcc, "ROCM_HOME")])
-def test_dk73_a_toolkit_variable_is_binding(
+def test_a_toolkit_variable_is_binding(
     find: Callable[[], Tool], variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, str(tmp_path))
@@ -42,7 +42,7 @@ def test_dk73_a_toolkit_variable_is_binding(
         find()
 
 
-def test_dk73_nvcc_of_another_cuda_than_torchs_is_refused_naming_both(
+def test_nvcc_of_another_cuda_than_torchs_is_refused_naming_both(
     fake_tool: FakeTool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fake_tool("nvcc", "echo 'Cuda compilation tools, release 11.8, V11.8.89'")
@@ -58,7 +58,7 @@ def test_dk73_nvcc_of_another_cuda_than_torchs_is_refused_naming_both(
     check_toolkit(nvcc, "2.4.0+cu113", "11.3")  # any minor version of the same major one
 
 
-def test_dk73_the_mismatch_stops_the_build_and_is_kept_for_later(
+def test_the_mismatch_stops_the_build_and_is_kept_for_later(
     fake_tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fake_tool("nvcc", "echo 'Cuda compilation tools, release 11.8, V11.8.89'")
@@ -81,7 +81,7 @@ def test_a_compiler_that_cannot_tell_its_version_is_called_broken(
         find_nvcc()
 
 
-def test_dk74_a_failing_compiler_fails_the_build_with_its_own_words(
+def test_a_failing_compiler_fails_the_build_with_its_own_words(
     fake_tool: FakeTool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = 'case "$1" in -dumpfullversion) echo 12.2.0;; *) echo "internal compiler error: 42"; exit 3;; esac'

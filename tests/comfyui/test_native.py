@@ -79,13 +79,13 @@ def test_the_names_of_events_are_those_of_comfyui() -> None:
 
 
 def test_every_recipe_fits_this_comfyui() -> None:
-    from diffkern.comfyui.recipe import strange_words
+    from diffkern.comfyui.recipe import unknown_options
     from diffkern.comfyui.recipes import known_recipes
 
     found = known_recipes()
     assert len(found) == 9
     assert {name: each.how for name, each in found.items()} == dict.fromkeys(found, "recipe")
-    assert all(each.recipe is not None and not strange_words(each.recipe) for each in found.values())
+    assert all(each.recipe is not None and not unknown_options(each.recipe) for each in found.values())
 
 
 def test_everything_runs_fused_and_bypassing_gives_the_native_bits(model: Any, kind: str) -> None:

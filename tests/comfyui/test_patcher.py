@@ -73,7 +73,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() <= 1e-6 * b.norm())
 
 
-def test_dk79_a_patch_belongs_to_the_clone_and_leaves_nothing_on_the_model(host: Host) -> None:
+def test_a_patch_belongs_to_the_clone_and_leaves_nothing_on_the_model(host: Host) -> None:
     before = host.run(host.patcher)
     keys, attributes = list(host.patcher.model.state_dict()), [vars(m).keys() - {"forward"} for m in _modules(host)]
     optimized, report = optimize(host.patcher)
@@ -88,7 +88,7 @@ def test_dk79_a_patch_belongs_to_the_clone_and_leaves_nothing_on_the_model(host:
     assert all(patch.fused_calls == 1 and not patch.stock_calls for patch in patches_of(optimized).values())
 
 
-def test_dk79_two_branches_from_one_loader_do_not_see_each_other(host: Host) -> None:
+def test_two_branches_from_one_loader_do_not_see_each_other(host: Host) -> None:
     plain, optimized = host.patcher.clone(), optimize(host.patcher)[0]
     expected = host.run(plain, 1)
 
@@ -98,7 +98,7 @@ def test_dk79_two_branches_from_one_loader_do_not_see_each_other(host: Host) -> 
     assert torch.equal(host.run(native(optimized), 1), expected)
 
 
-def test_dk79_an_error_while_sampling_leaves_nothing_behind(host: Host) -> None:
+def test_an_error_while_sampling_leaves_nothing_behind(host: Host) -> None:
     before = host.run(host.patcher)
     optimized, _ = optimize(host.patcher)
     with pytest.raises(TypeError):
@@ -371,7 +371,7 @@ def test_a_part_that_is_none_of_these_is_an_error() -> None:
 
 
 def test_no_more_graphs_than_the_unpatched_model_has(host: Host) -> None:
-    """DK41: the traced forward keeps nothing that differs from block to block."""
+    """The traced forward keeps nothing that differs from block to block."""
     from torch._dynamo.testing import CompileCounter
 
     def graphs(patcher: Any) -> int:

@@ -13,7 +13,7 @@ from diffkern.comfyui import rope as rope_module
 from diffkern.comfyui.cast import weight_and_bias
 from diffkern.comfyui.norms import NORMS, norm_kind, readable
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
-from diffkern.comfyui.recipe import Samples, in_training, plain_arithmetic, strange_words
+from diffkern.comfyui.recipe import Samples, in_training, plain_arithmetic, unknown_options
 from diffkern.comfyui.rope import one_model_call, rotary_tables, unfit_matrices
 from diffkern.comfyui.stand_in import Pick, input_size, shell
 from diffkern.ops import rope
@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm(8), nn.RMSNorm(8, elementwise_affine=False), nn.LayerNorm(8)])
-def test_dk81_a_norm_that_knows_no_casting_has_plain_weights(norm: Any) -> None:
+def test_a_norm_that_knows_no_casting_has_plain_weights(norm: Any) -> None:
     weight, bias = weight_and_bias(norm, torch.randn(2, 8))
 
     assert weight is norm.weight and bias is getattr(norm, "bias", None)
     assert norm_kind(norm) == ("layer" if isinstance(norm, nn.LayerNorm) else "rms")
 
 
-def test_dk81_a_norm_of_another_class_is_no_norm_that_is_known() -> None:
+def test_a_norm_of_another_class_is_no_norm_that_is_known() -> None:
     class Scaled(nn.RMSNorm):
         pass
 
@@ -184,8 +184,8 @@ def test_a_shell_has_the_structure_and_none_of_the_large_weights() -> None:
 
 
 def test_words_of_a_forward_are_found_also_inside_its_functions() -> None:
-    assert strange_words(toy.RECIPE) == []
-    assert strange_words(toy.IGNORANT) == ["negate"]
+    assert unknown_options(toy.RECIPE) == []
+    assert unknown_options(toy.IGNORANT) == ["negate"]
 
 
 def test_without_comfyui_nothing_is_training() -> None:

@@ -90,7 +90,7 @@ def call(graphs: StepGraphs, model: Any, *args: Any) -> tuple[Tensor, str | None
     reason = graphs.failure(step)
     if reason is None:
         graphs.speculate(step)
-        reason = graphs.admit(step, graphs.snapshot(model, ()), ())
+        reason = graphs.check_guards(step, graphs.snapshot(model, ()), ())
     if reason is None:
         try:
             return graphs.run(step, model, (), lambda now: (), forward), None

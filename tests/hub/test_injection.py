@@ -345,7 +345,7 @@ def test_hashed_module_names_under_compile(hub: LoopbackHub, x: Tensor, compiles
 # --- when it goes wrong --------------------------------------------------------------------------------------
 
 
-def test_dk67_a_kernel_that_is_not_there_gives_a_reason_and_the_next_provider(
+def test_a_kernel_that_is_not_there_gives_a_reason_and_the_next_provider(
     hub: LoopbackHub, model: Model, x: Tensor
 ) -> None:
     hub.organisations["org"] = True
@@ -359,7 +359,7 @@ def test_dk67_a_kernel_that_is_not_there_gives_a_reason_and_the_next_provider(
 
 
 @pytest.mark.parametrize("fault", [401, 404, 500, "no variant", "no function", "untrusted", "wrong"])
-def test_dk67_whatever_is_wrong_the_model_runs_and_the_report_says_it(
+def test_whatever_is_wrong_the_model_runs_and_the_report_says_it(
     hub: LoopbackHub, model: Model, x: Tensor, fault: Any
 ) -> None:
     said = {
@@ -384,7 +384,7 @@ def test_dk67_whatever_is_wrong_the_model_runs_and_the_report_says_it(
         inject_optimized_kernels(Model(), config={"rms_norm": "org/norms"}, strict=True)
 
 
-def test_dk65_offline_with_an_empty_cache_warns_once_and_asks_nobody(
+def test_offline_with_an_empty_cache_warns_once_and_asks_nobody(
     published: LoopbackHub, offline: Callable[[], None], model: Model, x: Tensor
 ) -> None:
     offline()
@@ -399,7 +399,7 @@ def test_dk65_offline_with_an_empty_cache_warns_once_and_asks_nobody(
     assert "offline" in report.patched[0].reason
 
 
-def test_dk65_offline_with_a_filled_cache_it_serves(
+def test_offline_with_a_filled_cache_it_serves(
     published: LoopbackHub, offline: Callable[[], None], model: Model
 ) -> None:
     inject_optimized_kernels(model, config={"rms_norm": "org/norms"}).restore()
@@ -488,7 +488,7 @@ def test_the_environment_switches_auto_off(
     assert hub.requests == []
 
 
-# --- DK66: whatever the kernels package is ---------------------------------------------------------------------
+# --- whatever the kernels package is ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -503,7 +503,7 @@ def test_the_environment_switches_auto_off(
     ],
     ids=["absent", "another signature", "a repository class that raises"],
 )
-def test_dk66_the_kernels_package_fails_at_first_use_and_is_told_of_once(
+def test_the_kernels_package_fails_at_first_use_and_is_told_of_once(
     hub: LoopbackHub, process: Any, tmp_path: Any, stub: str, said: str | None
 ) -> None:
     from tests.hub.conftest import result

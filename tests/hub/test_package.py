@@ -252,7 +252,7 @@ def test_diffkern_itself_takes_it_from_the_hub(published: LoopbackHub) -> None:
         torch.testing.assert_close(model(tokens).last_hidden_state, stock, rtol=0, atol=0)
 
 
-def test_dk42_the_build_of_this_machine_and_its_copy_from_the_hub_share_a_process(published: LoopbackHub) -> None:
+def test_the_build_of_this_machine_and_its_copy_from_the_hub_share_a_process(published: LoopbackHub) -> None:
     from diffkern.ops import rms_norm
 
     x, weight = torch.randn(5, 64), torch.rand(64)
@@ -261,7 +261,7 @@ def test_dk42_the_build_of_this_machine_and_its_copy_from_the_hub_share_a_proces
     torch.testing.assert_close(rms_norm(x, weight, provider="compiled"), first, rtol=0, atol=0)
 
 
-def test_dk72_dk74_a_library_that_does_not_load_is_a_reason(hub: LoopbackHub, repository: Package) -> None:
+def test_a_library_that_does_not_load_is_a_reason(hub: LoopbackHub, repository: Package) -> None:
     from diffkern.hub.loader import load
     from diffkern.hub.policy import HubError, Policy
     from diffkern.hub.reference import KernelReference

@@ -204,7 +204,7 @@ def test_a_lock_file_reads_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", ["", "@v1", "@>=1.0,<2.0"])
-def test_dk65_offline_a_version_loads_from_what_is_here(
+def test_offline_a_version_loads_from_what_is_here(
     hub: LoopbackHub, offline: Callable[[], None], revision: str
 ) -> None:
     publish(hub)
@@ -216,7 +216,7 @@ def test_dk65_offline_a_version_loads_from_what_is_here(
 
 
 @pytest.mark.parametrize("text", ["org/tiny", "org/tiny@1", "org/tiny@>=1"])
-def test_dk65_offline_from_a_cache_that_others_filled(
+def test_offline_from_a_cache_that_others_filled(
     hub: LoopbackHub, offline: Callable[[], None], tmp_path: Path, text: str
 ) -> None:
     import kernels
@@ -235,7 +235,7 @@ def test_dk65_offline_from_a_cache_that_others_filled(
         assert fetch(text) == 1
 
 
-def test_dk65_offline_with_an_empty_cache_there_is_a_reason_and_no_attempt(
+def test_offline_with_an_empty_cache_there_is_a_reason_and_no_attempt(
     hub: LoopbackHub, offline: Callable[[], None]
 ) -> None:
     publish(hub)
@@ -287,14 +287,14 @@ def test_an_unreachable_hub_leaves_what_is_here(hub: LoopbackHub, monkeypatch: p
 # --- refusals ------------------------------------------------------------------------------------------------
 
 
-def test_dk67_a_repository_that_is_not_there(hub: LoopbackHub) -> None:
+def test_a_repository_that_is_not_there(hub: LoopbackHub) -> None:
     hub.organisations["org"] = True
     with pytest.raises(HubError, match=r"org/nothing at http://127.*answered 404.*of the type 'kernel'"):
         fetch("org/nothing")
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_dk67_a_repository_that_is_not_for_everybody(hub: LoopbackHub, status: int) -> None:
+def test_a_repository_that_is_not_for_everybody(hub: LoopbackHub, status: int) -> None:
     publish(hub)
     hub.faults.append(Fault("/refs", status))
     with pytest.raises(HubError, match=rf"not for you \(the Hub answered {status}\).*hf auth login"):
@@ -482,7 +482,7 @@ def test_offline_trust_that_was_never_checked_is_told_of_or_refused(
 # --- builds --------------------------------------------------------------------------------------------------
 
 
-def test_dk67_without_a_build_for_this_machine_every_build_has_its_reason(hub: LoopbackHub) -> None:
+def test_without_a_build_for_this_machine_every_build_has_its_reason(hub: LoopbackHub) -> None:
     names = ("torch21-cxx11-cu118-x86_64-linux", "torch-stable-abi299-cpu-x86_64-linux", "torch-metal", "nonsense")
     hub.repository("org/tiny").commit(kernel("VALUE = 1\n", variants=names), "v1")
     with pytest.raises(HubError) as error:
@@ -506,7 +506,7 @@ def test_a_build_for_another_device_is_not_taken_for_this_one(hub: LoopbackHub, 
         fetch(str(tmp_path / "kernel" / "build" / "torch-cuda"))
 
 
-def test_dk72_a_build_for_another_gpu_is_refused_before_it_is_imported(
+def test_a_build_for_another_gpu_is_refused_before_it_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import contextlib
@@ -563,7 +563,7 @@ def test_a_kernel_that_fails_to_import_gives_its_error(hub: LoopbackHub, init: s
         fetch("org/tiny")
 
 
-def test_dk42_two_kernels_of_one_name_do_not_meet_in_a_process(hub: LoopbackHub) -> None:
+def test_two_kernels_of_one_name_do_not_meet_in_a_process(hub: LoopbackHub) -> None:
     for name, value in (("org/one", 1), ("org/two", 2)):
         hub.repository(name).commit(kernel(f"VALUE = {value}\n", identity="_same_cpu_0000001"), "v1")
     assert fetch("org/one") == 1
@@ -572,9 +572,7 @@ def test_dk42_two_kernels_of_one_name_do_not_meet_in_a_process(hub: LoopbackHub)
     assert fetch("org/one") == 1
 
 
-def test_dk42_two_revisions_of_a_kernel_live_side_by_side_and_a_copy_is_the_same(
-    hub: LoopbackHub, tmp_path: Path
-) -> None:
+def test_two_revisions_of_a_kernel_live_side_by_side_and_a_copy_is_the_same(hub: LoopbackHub, tmp_path: Path) -> None:
     publish(hub, value=1, branch="v1")
     publish(hub, value=2, branch="v2")
     assert (fetch("org/tiny@v1"), fetch("org/tiny@v2"), fetch("org/tiny@v1")) == (1, 2, 1)
@@ -628,7 +626,7 @@ def test_a_path_whose_files_are_not_those_of_its_metadata_is_refused(hub: Loopba
 # --- caches --------------------------------------------------------------------------------------------------
 
 
-def test_dk69_a_cache_that_cannot_be_written_to_serves_what_it_has(
+def test_a_cache_that_cannot_be_written_to_serves_what_it_has(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(hub)
@@ -640,7 +638,7 @@ def test_dk69_a_cache_that_cannot_be_written_to_serves_what_it_has(
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
-def test_dk69_a_download_into_a_read_only_or_full_cache_names_the_path(
+def test_a_download_into_a_read_only_or_full_cache_names_the_path(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     publish(hub)
@@ -651,7 +649,7 @@ def test_dk69_a_download_into_a_read_only_or_full_cache_names_the_path(
     assert hub.count(r"HEAD .*/resolve/.*__init__\.py") == 1  # the Hub is not asked again for what the disk refuses
 
 
-def test_dk69_a_cache_that_may_not_be_looked_into_is_a_reason(
+def test_a_cache_that_may_not_be_looked_into_is_a_reason(
     hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a directory of another user without the right to enter it; a test that runs as root cannot use modes."""
@@ -670,7 +668,7 @@ def test_dk69_a_cache_that_may_not_be_looked_into_is_a_reason(
         fetch("org/tiny")
 
 
-def test_dk69_a_name_that_is_damaged_in_a_shared_cache_is_found_by_its_version(
+def test_a_name_that_is_damaged_in_a_shared_cache_is_found_by_its_version(
     hub: LoopbackHub, offline: Callable[[], None], tmp_path: Path
 ) -> None:
     publish(hub)
@@ -694,7 +692,7 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch, code: int = errno.EACCES) ->
         monkeypatch.setattr(os, name, refuse)
 
 
-def test_dk69_processes_that_start_together_resolve_and_download_once(hub: LoopbackHub, process: Run) -> None:
+def test_processes_that_start_together_resolve_and_download_once(hub: LoopbackHub, process: Run) -> None:
     hub.repository("org/tiny").commit(kernel(RMSNORM + "\n    VALUE = 1\n"), "v1")
     hub.faults.append(Fault(r"GET .*/resolve/|/refs", "slow"))
     code = (

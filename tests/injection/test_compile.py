@@ -32,7 +32,7 @@ def count_graphs(model: nn.Module, *inputs: dict[str, object]) -> int:
     return len(graphs)
 
 
-def test_dk40_no_more_graphs_than_the_stock_model() -> None:
+def test_no_more_graphs_than_the_stock_model() -> None:
     inputs = ltx_inputs(), ltx_inputs(frames=3), ltx_inputs(frames=5)
     with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=8):
         expected = count_graphs(tiny_ltx(layers=12), *inputs)
@@ -124,7 +124,7 @@ def test_training_under_compile_gives_the_stock_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dk48_autocast_keeps_the_output_dtype(dtype: torch.dtype) -> None:
+def test_autocast_keeps_the_output_dtype(dtype: torch.dtype) -> None:
     for layer in (nn.LayerNorm(32), nn.RMSNorm(32)):
         x = torch.randn(4, 32).to(dtype)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -135,7 +135,7 @@ def test_dk48_autocast_keeps_the_output_dtype(dtype: torch.dtype) -> None:
         assert restore(layer) == 1
 
 
-def test_dk49_train_and_eval_and_grad_in_eval() -> None:
+def test_train_and_eval_and_grad_in_eval() -> None:
     stock = nn.RMSNorm(32, eps=1e-6)
     patched = nn.RMSNorm(32, eps=1e-6)
     report = inject_optimized_kernels(patched)

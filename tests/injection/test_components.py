@@ -75,7 +75,7 @@ def test_a_module_shared_by_two_components_is_patched_once() -> None:
     assert restore(pipe) == len(paths)
 
 
-def test_dk53_pipelines_that_share_a_text_encoder() -> None:
+def test_pipelines_that_share_a_text_encoder() -> None:
     first, _ = build("ltx")
     second, _ = build("ltx", seed=1)
     second.register_modules(text_encoder=first.text_encoder)

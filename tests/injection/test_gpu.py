@@ -81,7 +81,7 @@ def test_offloading(mode: str, inject_first: bool, device: str, monkeypatch: pyt
     assert torch.equal(run(pipe, arguments), stock)
 
 
-def test_dk37_a_captured_model_replays_with_fresh_inputs(device: str) -> None:
+def test_a_captured_model_replays_with_fresh_inputs(device: str) -> None:
     model = tiny_ltx().to(device)
     report = inject_optimized_kernels(model)
     inputs = on(device)
@@ -129,7 +129,7 @@ def test_compiled_with_inductor_gives_the_same(device: str) -> None:
         torch.testing.assert_close(model(**on(device))[0], stock, rtol=1e-3, atol=1e-4)
 
 
-def test_dk35_a_model_over_two_cards() -> None:
+def test_a_model_over_two_cards() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
     model = tiny_ltx()

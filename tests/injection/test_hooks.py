@@ -99,7 +99,7 @@ def leftovers(layer: nn.Module) -> list[str]:
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("inject_first", [True, False])
 @pytest.mark.parametrize("restore_first", [True, False])
-def test_dk55_one_hook_in_every_order(name: str, inject_first: bool, restore_first: bool) -> None:
+def test_one_hook_in_every_order(name: str, inject_first: bool, restore_first: bool) -> None:
     add, remove, effect = HOOKS[name]
     layer = norm()
     stock = layer(X)
@@ -137,7 +137,7 @@ PAIRS = [(a, b, "outer") for a in HOOKS for b in HOOKS if a != b] + [("diffusers
 
 @pytest.mark.parametrize(("first", "second", "off_first"), PAIRS)
 @pytest.mark.parametrize("inject_at", [0, 1, 2])
-def test_dk55_two_hooks_in_every_order(first: str, second: str, off_first: str, inject_at: int) -> None:
+def test_two_hooks_in_every_order(first: str, second: str, off_first: str, inject_at: int) -> None:
     layer = norm()
     stock = layer(X)
     steps = [HOOKS[first], HOOKS[second]]
@@ -189,7 +189,7 @@ def test_a_restored_hooked_module_keeps_no_reference_to_the_patch() -> None:
 
 
 @pytest.mark.parametrize("inject_first", [True, False])
-def test_dk57_sequential_offload(inject_first: bool) -> None:
+def test_sequential_offload(inject_first: bool) -> None:
     """Weights are on the meta device between calls; the patch reads them only inside the hook."""
     stock = run(tiny_ltx())
     model = tiny_ltx()
@@ -233,7 +233,7 @@ def test_group_offload(inject_first: bool, level: str) -> None:
 
 
 @pytest.mark.parametrize("inject_first", [True, False])
-def test_dk63_layerwise_casting_with_float8_norms(inject_first: bool) -> None:
+def test_layerwise_casting_with_float8_norms(inject_first: bool) -> None:
     """Even norms stored in float8: the hook casts them, and nothing is ever computed in float8."""
 
     def cast(model: nn.Module) -> nn.Module:

@@ -106,7 +106,7 @@ def test_restoring_one_report_leaves_a_later_patch_of_the_same_module() -> None:
     assert second.restore() == 18
 
 
-def test_dk53_a_failure_half_way_rolls_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_half_way_rolls_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_ltx()
     before, stock = snapshot(model), run(model)
     real, calls = inject_module.patch, []
@@ -125,7 +125,7 @@ def test_dk53_a_failure_half_way_rolls_everything_back(monkeypatch: pytest.Monke
     assert torch.equal(run(model), stock)
 
 
-def test_dk53_only_the_injected_model_changes() -> None:
+def test_only_the_injected_model_changes() -> None:
     one, other = tiny_ltx(), tiny_ltx()
     shared = one.transformer_blocks[1]
     other.transformer_blocks[1] = shared
@@ -141,7 +141,7 @@ def test_dk53_only_the_injected_model_changes() -> None:
     report.restore()
 
 
-def test_dk50_a_deep_copy_uses_its_own_weights_and_is_restored_alone() -> None:
+def test_a_deep_copy_uses_its_own_weights_and_is_restored_alone() -> None:
     model = tiny_ltx()
     inject_optimized_kernels(model)
     norm = model.transformer_blocks[0].attn1.norm_q
@@ -335,7 +335,7 @@ def test_a_default_device_is_not_meant_for_proofs() -> None:
     assert len(report.patched) == 18
 
 
-def test_dk44_the_report_keeps_no_model_alive() -> None:
+def test_the_report_keeps_no_model_alive() -> None:
     import gc
     import weakref
 
@@ -348,7 +348,7 @@ def test_dk44_the_report_keeps_no_model_alive() -> None:
     assert report.restore() == 0
 
 
-def test_dk43_lora_trains_with_the_same_gradients() -> None:
+def test_lora_trains_with_the_same_gradients() -> None:
     peft = pytest.importorskip("peft")
     gradients = []
     for inject in (False, True):

@@ -29,7 +29,7 @@ def add_adapter(model: nn.Module, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("adapter_first", [True, False])
-def test_dk61_adapters_have_their_effect_and_unloading_leaves_the_patched_model(adapter_first: bool) -> None:
+def test_adapters_have_their_effect_and_unloading_leaves_the_patched_model(adapter_first: bool) -> None:
     stock, model = tiny_ltx(), tiny_ltx()
     plain = run(stock)
     if not adapter_first:

@@ -103,7 +103,7 @@ def test_restoring_while_other_threads_call() -> None:
     assert not errors
 
 
-def test_dk60_modules_under_data_parallel_are_refused() -> None:
+def test_modules_under_data_parallel_are_refused() -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.DataParallel(nn.Sequential(nn.RMSNorm(8))))
     report = inject_optimized_kernels(model)
     assert [site.path for site in report.patched] == ["0"]
@@ -145,7 +145,7 @@ def test_a_copied_or_pickled_report_is_a_record() -> None:
     assert report.restore() == 1
 
 
-def test_dk57_a_parameter_replaced_after_a_fused_call_is_used() -> None:
+def test_a_parameter_replaced_after_a_fused_call_is_used() -> None:
     layer = nn.LayerNorm(8)
     report = inject_optimized_kernels(layer)
     layer(X)
@@ -154,7 +154,7 @@ def test_dk57_a_parameter_replaced_after_a_fused_call_is_used() -> None:
     assert report.calls()[""]["fused"] == 2
 
 
-def test_dk52_an_optimizer_from_before_and_tied_weights() -> None:
+def test_an_optimizer_from_before_and_tied_weights() -> None:
     one, two = nn.LayerNorm(8), nn.LayerNorm(8)
     two.weight = one.weight
     model = nn.Sequential(one, two)

@@ -57,7 +57,7 @@ def fill(module: nn.Module, values: Tensor) -> nn.Module:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_dk03_output_dtype_follows_the_class(
+def test_output_dtype_follows_the_class(
     module: nn.Module, x_dtype: torch.dtype, weight_dtype: torch.dtype, expected: torch.dtype
 ) -> None:
     module.to(weight_dtype)
@@ -66,7 +66,7 @@ def test_dk03_output_dtype_follows_the_class(
     assert fused(module, x).dtype == expected
 
 
-def test_dk05_each_class_keeps_its_own_rounding_order() -> None:
+def test_each_class_keeps_its_own_rounding_order() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 4096, generator=generator).to(bf16)
     weight = (1 + 0.5 * torch.randn(4096, generator=generator)).to(bf16)
@@ -83,7 +83,7 @@ def test_dk05_each_class_keeps_its_own_rounding_order() -> None:
     assert torch.equal(fused(zero_centred, x), fused(rounds_once[0], x))
 
 
-def test_dk06_eps_none_is_that_of_float32_for_half_input() -> None:
+def test_eps_none_is_that_of_float32_for_half_input() -> None:
     module = nn.RMSNorm(64)
     assert module.eps is None
     x = torch.full((1, 64), 1e-4)
@@ -100,7 +100,7 @@ def test_dk06_eps_none_is_that_of_float32_for_half_input() -> None:
     torch.testing.assert_close(apply(semantics, module, x), torch.full((1, 64), 1e-4), rtol=1e-3, atol=0)
 
 
-def test_dk06_eps_none_where_the_stock_class_raises_runs_stock() -> None:
+def test_eps_none_where_the_stock_class_raises_runs_stock() -> None:
     module = RMSNorm(64, None)  # type: ignore[arg-type]
     x = torch.randn(2, 64)
     with pytest.raises(TypeError):
@@ -108,7 +108,7 @@ def test_dk06_eps_none_where_the_stock_class_raises_runs_stock() -> None:
     assert declines(semantics_of(module), module, x) == "its eps is None, not a number"
 
 
-def test_dk08_wan_norm_normalises_channels_and_clamps_eps() -> None:
+def test_wan_norm_normalises_channels_and_clamps_eps() -> None:
     module = WanRMS_norm(2, images=False)
     x = torch.zeros(1, 2, 1, 2, 2)
     x[0, :, 0, 0, :] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -123,7 +123,7 @@ def test_dk08_wan_norm_normalises_channels_and_clamps_eps() -> None:
     torch.testing.assert_close(fused(module, tiny).flatten(), torch.tensor([0.5 * 2**0.5, 0.0]))
 
 
-def test_dk08_gamma_that_would_broadcast_over_other_dimensions_runs_stock() -> None:
+def test_gamma_that_would_broadcast_over_other_dimensions_runs_stock() -> None:
     module = WanRMS_norm(2, images=True)
     video = torch.randn(1, 2, 2, 3, 3)
     assert module(video).shape == video.shape  # gamma of shape [2, 1, 1] falls on the frames
@@ -134,20 +134,20 @@ def test_dk08_gamma_that_would_broadcast_over_other_dimensions_runs_stock() -> N
 @pytest.mark.parametrize(
     "cls", [GemmaRMSNorm, Gemma2RMSNorm, Gemma3RMSNorm, Krea2RMSNorm, QwenImage21ZeroCenterRMSNorm]
 )
-def test_dk10_zero_centred_weights_scale_by_one_plus_weight(cls: type[nn.Module]) -> None:
+def test_zero_centred_weights_scale_by_one_plus_weight(cls: type[nn.Module]) -> None:
     module = fill(cls(4), torch.zeros(4))
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     expected = torch.tensor([[0.3651, 0.7303, 1.0954, 1.4606]])  # x / sqrt(7.5)
     torch.testing.assert_close(fused(module, x), expected, rtol=0, atol=1e-4)
 
 
-def test_dk10_gemma_4_is_not_zero_centred() -> None:
+def test_gemma_4_is_not_zero_centred() -> None:
     module = fill(Gemma4RMSNorm(4), torch.zeros(4))
     assert torch.equal(fused(module, torch.tensor([[1.0, 2.0, 3.0, 4.0]])), torch.zeros(1, 4))
 
 
 @pytest.mark.parametrize("cls", [GemmaRMSNorm, Gemma2RMSNorm, Gemma3RMSNorm])
-def test_dk11_the_offset_is_added_in_float32(cls: type[nn.Module]) -> None:
+def test_the_offset_is_added_in_float32(cls: type[nn.Module]) -> None:
     # In bfloat16 1 + w would be [1.0, 16.75].
     weight = torch.tensor([0.00390625, 15.8125], dtype=bf16)
     module = fill(cls(2, eps=0.0), weight)
@@ -172,7 +172,7 @@ def test_dk11_the_offset_is_added_in_float32(cls: type[nn.Module]) -> None:
     ids=lambda module: type(module).__name__,
 )
 @pytest.mark.parametrize("dtype", [fp32, bf16, torch.float16])
-def test_dk13_norms_without_weight_or_bias(module: nn.Module, dtype: torch.dtype) -> None:
+def test_norms_without_weight_or_bias(module: nn.Module, dtype: torch.dtype) -> None:
     keys = list(module.state_dict())
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     module = module.to(dtype)
@@ -182,14 +182,14 @@ def test_dk13_norms_without_weight_or_bias(module: nn.Module, dtype: torch.dtype
     assert list(module.state_dict()) == keys
 
 
-def test_dk63_a_weight_stored_in_float8_runs_stock() -> None:
+def test_a_weight_stored_in_float8_runs_stock() -> None:
     module = RMSNorm(64, 1e-6).to(torch.float8_e4m3fn)
     reason = declines(semantics_of(module), module, torch.randn(2, 64).to(bf16))
     assert reason == "its weight is stored as float8_e4m3fn; float32, float16 and bfloat16 are served"
     assert declines(semantics_of(module), module, torch.randn(2, 64).to(torch.float8_e4m3fn)) is not None
 
 
-def test_dk63_under_layerwise_casting_the_weight_is_bfloat16_in_time() -> None:
+def test_under_layerwise_casting_the_weight_is_bfloat16_in_time() -> None:
     module = RMSNorm(64, 1e-6)
     semantics = semantics_of(module)
     apply_layerwise_casting_hook(module, torch.float8_e4m3fn, bf16, non_blocking=False)

@@ -72,7 +72,7 @@ def _check_glu(value: Tensor, gate: Tensor, function: str, round_activation: boo
 
 
 @pytest.mark.parametrize("function", CALLS)
-def test_dk32_each_form_is_its_own_to_the_sixth_decimal(function: str, provider: str, device: str) -> None:
+def test_each_form_is_its_own_to_the_sixth_decimal(function: str, provider: str, device: str) -> None:
     x = torch.linspace(-4, 4, 4001, device=device)
     y = CALLS[function](x, provider=provider)
     torch.testing.assert_close(y.double(), TORCH[function](x.double()), rtol=0, atol=1e-6)
@@ -81,7 +81,7 @@ def test_dk32_each_form_is_its_own_to_the_sixth_decimal(function: str, provider:
         assert apart > 4e-4 or other == function, f"{other} cannot be told from {function}"
 
 
-def test_dk32_the_forms_of_the_stock_modules(provider: str, device: str) -> None:
+def test_the_forms_of_the_stock_modules(provider: str, device: str) -> None:
     x = torch.linspace(-4, 4, 1000, device=device)
     modules: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
         (torch.nn.GELU(), lambda x: ops.gelu(x, provider=provider)),
@@ -243,7 +243,7 @@ def test_more_elements_than_a_block_and_an_odd_end(function: str, provider: str,
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 7, 64), (2, 0, 64), (2, 5, 0)])
-def test_dk18_zero_size_inputs_forward_and_backward(shape: tuple[int, ...], provider: str, device: str) -> None:
+def test_zero_size_inputs_forward_and_backward(shape: tuple[int, ...], provider: str, device: str) -> None:
     for dtype in _DTYPES:
         for call in (*CALLS.values(), ops.geglu, ops.swiglu):
             x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)

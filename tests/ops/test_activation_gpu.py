@@ -61,7 +61,7 @@ def test_the_epilogue_of_the_product_is_as_accurate_as_the_chain(device: str) ->
         assert relative_error(y, truth) <= 1.05 * relative_error(stock, truth) + 1e-6
 
 
-def test_dk20_the_layout_is_that_of_eager_on_the_gpu(provider: str, device: str) -> None:
+def test_the_layout_is_that_of_eager_on_the_gpu(provider: str, device: str) -> None:
     image, video = torch.randn(2, 32, 16, 12, device=device), torch.randn(2, 32, 3, 8, 6, device=device)
     for x, last in ((image, torch.channels_last), (video, torch.channels_last_3d)):
         for view in (x, x.contiguous(memory_format=last), x.transpose(-1, -2)):
@@ -110,7 +110,7 @@ def test_a_call_does_not_wait_for_the_gpu(provider: str, device: str) -> None:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def test_dk17_more_than_two_to_the_31_elements(provider: str, device: str) -> None:
+def test_more_than_two_to_the_31_elements(provider: str, device: str) -> None:
     if provider == "eager":
         pytest.skip("plain PyTorch holds several float32 copies of 8 GiB, and is not what this is about")
     rows, length = 2**20 + 3, 2056

@@ -153,7 +153,7 @@ def test_every_number_of_channels_of_the_autoencoders(channels: int, layout: str
             _check(x, bias, x, provider=provider, pad=(2, 0), memory_format=memory_format)
 
 
-def test_dk18_zero_size_inputs(provider: str, device: str) -> None:
+def test_zero_size_inputs(provider: str, device: str) -> None:
     for shape in ((0, 8, 2, 3, 4), (2, 8, 0, 3, 4), (2, 8, 3, 0, 4)):
         x = torch.empty(shape, device=device, requires_grad=True)
         y = ops.add_norm_silu_pad(x, provider=provider)

@@ -371,7 +371,7 @@ def _compiled(function: Callable[..., Any], graphs: list[torch.fx.GraphModule], 
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_dk38_a_graph_holds_the_op_of_whoever_computes_it(call: str, provider: str, device: str) -> None:
+def test_a_graph_holds_the_op_of_whoever_computes_it(call: str, provider: str, device: str) -> None:
     graphs: list[torch.fx.GraphModule] = []
     with use_provider(provider):
         try:
@@ -394,7 +394,7 @@ def test_dk38_a_graph_holds_the_op_of_whoever_computes_it(call: str, provider: s
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_dk38_strided_views_reach_a_compiled_kernel_as_they_are(backend: str, device: str) -> None:
+def test_strided_views_reach_a_compiled_kernel_as_they_are(backend: str, device: str) -> None:
     def step(qkv: Tensor, table: Tensor, temb: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         q, k, _ = qkv.chunk(3, dim=-1)
         q, k = ops.qk_norm_rope(q, k, weight, weight, across_heads=2)
@@ -419,7 +419,7 @@ def test_dk38_strided_views_reach_a_compiled_kernel_as_they_are(backend: str, de
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
 
 
-def test_dk38_one_graph_for_all_instances_and_no_break(device: str) -> None:
+def test_one_graph_for_all_instances_and_no_break(device: str) -> None:
     class Norm(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -440,7 +440,7 @@ def test_dk38_one_graph_for_all_instances_and_no_break(device: str) -> None:
     assert not counters["graph_break"]
 
 
-def test_dk38_a_graph_for_training_has_gradients(device: str) -> None:
+def test_a_graph_for_training_has_gradients(device: str) -> None:
     graphs: list[torch.fx.GraphModule] = []
     x, weight = X.to(device), WEIGHT.to(device)
     leaf = x.clone().requires_grad_()
@@ -455,7 +455,7 @@ def test_dk38_a_graph_for_training_has_gradients(device: str) -> None:
     assert _held(graphs[1]) != _held(graphs[0])
 
 
-def test_dk38_the_grid_of_a_graph_may_be_dynamic(device: str) -> None:
+def test_the_grid_of_a_graph_may_be_dynamic(device: str) -> None:
     cos = [torch.rand(8, 4, device=device) for _ in range(2)]
     sin = [torch.rand(8, 4, device=device) for _ in range(2)]
 
@@ -479,7 +479,7 @@ def test_a_graph_does_not_write_into_its_inputs(device: str) -> None:
 
 
 @pytest.mark.parametrize("op", SIGNATURES)
-def test_dk38_the_ops_of_a_build_pass_opcheck(op: str, device: str) -> None:
+def test_the_ops_of_a_build_pass_opcheck(op: str, device: str) -> None:
     from tests.ops.kernel_calls import CALLS as KERNEL_CALLS
 
     kernel = select(op, torch.device(device), (torch.float32,)).kernel

@@ -22,7 +22,7 @@ def test_every_op_with_a_kernel_of_its_own_is_called() -> None:
 
 @pytest.mark.parametrize("batch", [0, 2])
 @pytest.mark.parametrize("op", CALLS)
-def test_dk18_kernels_agree_with_the_reference_also_on_nothing(op: str, batch: int, provider: str, device: str) -> None:
+def test_kernels_agree_with_the_reference_also_on_nothing(op: str, batch: int, provider: str, device: str) -> None:
     support = get_provider(provider).support.get(op)
     if support is None or torch.device(device).type not in support.device_types:
         pytest.skip(f"{provider} has no {op} for {device}")

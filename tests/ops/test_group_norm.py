@@ -202,7 +202,7 @@ def test_every_way_through_the_kernels(name: str, layout: str, provider: str, de
         _check(x, groups, weight, bias, provider=provider, memory_format=torch.preserve_format)
 
 
-def test_dk20_values_are_those_of_the_contiguous_reference(provider: str, device: str) -> None:
+def test_values_are_those_of_the_contiguous_reference(provider: str, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(4, 32, 24, 24, generator=generator).to(device)
     video = torch.randn(2, 32, 5, 8, 6, generator=generator).to(device)
@@ -219,7 +219,7 @@ def test_dk20_values_are_those_of_the_contiguous_reference(provider: str, device
             torch.testing.assert_close(dense, y, rtol=1e-6, atol=1e-6)
 
 
-def test_dk20_the_layout_is_that_of_eager_for_odd_views_too(provider: str, device: str) -> None:
+def test_the_layout_is_that_of_eager_for_odd_views_too(provider: str, device: str) -> None:
     for layout in LAYOUTS:
         for shape in ((2, 6, 4, 5), (2, 6, 1, 1), (2, 1, 4, 5), (2, 6, 3, 4, 5), (1, 6, 1, 4, 5), (2, 6, 7)):
             if shape[1] == 1 and layout == "expanded":
@@ -230,7 +230,7 @@ def test_dk20_the_layout_is_that_of_eager_for_odd_views_too(provider: str, devic
             assert strides_that_matter(y) == strides_that_matter(stock), (layout, shape)
 
 
-def test_dk20_frames_folded_into_the_batch(provider: str, device: str) -> None:
+def test_frames_folded_into_the_batch(provider: str, device: str) -> None:
     for layout in ("contiguous", "channels_last", "every_second_row"):
         x = make_image(layout, (2, 8, 3, 5, 4), torch.float32, device)
         folded = x.transpose(1, 2).flatten(0, 1)
@@ -245,7 +245,7 @@ def test_dk20_frames_folded_into_the_batch(provider: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4), (2, 8, 3, 0, 4)])
-def test_dk18_zero_size_inputs_forward_and_backward(shape: tuple[int, ...], provider: str, device: str) -> None:
+def test_zero_size_inputs_forward_and_backward(shape: tuple[int, ...], provider: str, device: str) -> None:
     for dtype in _DTYPES:
         x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
         weight = torch.ones(8, dtype=dtype, device=device, requires_grad=True)

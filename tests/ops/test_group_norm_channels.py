@@ -148,7 +148,7 @@ def test_every_number_of_channels_of_the_autoencoders(channels: int, layout: str
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0, 4), (2, 8, 3, 0, 4)])
-def test_dk18_zero_size_inputs_forward_and_backward(shape: tuple[int, ...], provider: str, device: str) -> None:
+def test_zero_size_inputs_forward_and_backward(shape: tuple[int, ...], provider: str, device: str) -> None:
     x = torch.empty(shape, device=device, requires_grad=True)
     weight = torch.ones(8, device=device, requires_grad=True)
     y = ops.channel_rms_norm_silu(x, weight, provider=provider)

@@ -41,7 +41,7 @@ def test_the_error_is_at_most_that_of_the_torch_chain(case: str, device: str) ->
                 assert torch.equal(y, stock)
 
 
-def test_dk32_the_epilogue_is_the_tanh_form_and_only_that(device: str) -> None:
+def test_the_epilogue_is_the_tanh_form_and_only_that(device: str) -> None:
     weight, bias = torch.eye(64, device=device), torch.zeros(64, device=device)
     x = torch.linspace(-4, 4, 64 * 64, device=device).view(64, 64)
     for approximate in ("tanh", "none"):

@@ -97,7 +97,7 @@ def saved_by(y: Tensor) -> list[Tensor]:
     return [tensor for tensor in y.grad_fn.saved_tensors if tensor is not None]  # type: ignore[attr-defined]
 
 
-def test_dk43_only_what_a_gradient_needs_is_kept(provider: str, device: str) -> None:
+def test_only_what_a_gradient_needs_is_kept(provider: str, device: str) -> None:
     x, scale, shift = (torch.randn(2, 3, 8, device=device) for _ in range(3))
     wants = {name: tensor.clone().requires_grad_() for name, tensor in (("x", x), ("scale", scale), ("shift", shift))}
     assert saved_by(norm_modulate(x, scale, wants["shift"], provider=provider)) == []
@@ -123,7 +123,7 @@ CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_dk38_opcheck_passes(name: str, provider: str, device: str) -> None:
+def test_opcheck_passes(name: str, provider: str, device: str) -> None:
     op, names = CALLS[name]
     for grad, dtype, other in ((True, torch.float32, torch.float32), (False, torch.bfloat16, torch.float32)):
         x = torch.randn(2, 8, 3, device=device).to(dtype).transpose(1, 2)
@@ -138,7 +138,7 @@ def test_dk38_opcheck_passes(name: str, provider: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_dk38_the_fake_result_is_like_the_real_one(name: str, provider: str, device: str) -> None:
+def test_the_fake_result_is_like_the_real_one(name: str, provider: str, device: str) -> None:
     op, names = CALLS[name]
     made = {
         "x": torch.randn(2, 8, 3, device=device).bfloat16().transpose(1, 2),
@@ -156,7 +156,7 @@ def test_dk38_the_fake_result_is_like_the_real_one(name: str, provider: str, dev
         assert ours.stride() == theirs.stride()
 
 
-def test_dk38_a_block_compiles_without_a_graph_break(provider: str, device: str) -> None:
+def test_a_block_compiles_without_a_graph_break(provider: str, device: str) -> None:
     torch.compiler.reset()
 
     def block(x: Tensor, table: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def test_dk38_a_block_compiles_without_a_graph_break(provider: str, device: str)
         torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_dk38_compile_with_dynamic_shapes_compiles_once(provider: str, device: str) -> None:
+def test_compile_with_dynamic_shapes_compiles_once(provider: str, device: str) -> None:
     torch.compiler.reset()
     scale = torch.randn(2, 1, 16, device=device)
     compiled = torch.compile(

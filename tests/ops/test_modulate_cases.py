@@ -10,7 +10,7 @@ from diffkern.ops import gate_residual, gate_residual_norm_modulate, norm_modula
 from tests.ops.reference import INTERPRETED, relative_error
 
 
-def test_dk22_half_inputs_near_the_end_of_their_range_stay_finite(provider: str, device: str) -> None:
+def test_half_inputs_near_the_end_of_their_range_stay_finite(provider: str, device: str) -> None:
     for norm in ("rms", None):
         x = torch.full((1, 64), 300.0, dtype=torch.float16, device=device)
         y = norm_modulate(x, norm=norm, provider=provider)
@@ -22,7 +22,7 @@ def test_dk22_half_inputs_near_the_end_of_their_range_stay_finite(provider: str,
     torch.testing.assert_close(y[0].double(), 1.0 + scale.double() + shift.double(), rtol=1e-3, atol=1e-3)
 
 
-def test_dk22_infinities_and_nans_are_those_of_the_chain(provider: str, device: str) -> None:
+def test_infinities_and_nans_are_those_of_the_chain(provider: str, device: str) -> None:
     special = torch.tensor([1.0, 60000.0, -60000.0, 0.0, torch.inf, -torch.inf, torch.nan, 6e-8], device=device).half()
     x, scale = (grid.reshape(1, 64) for grid in torch.meshgrid(special, special, indexing="ij"))
     shift = special.repeat(8)[None]
@@ -41,7 +41,7 @@ def _assert_same_with_nans(y: Tensor, expected: Tensor) -> None:
     assert torch.equal(y.nan_to_num(1.0, 2.0, 3.0), expected.nan_to_num(1.0, 2.0, 3.0))
 
 
-def test_dk23_each_sample_is_modulated_by_its_own_row(provider: str, device: str) -> None:
+def test_each_sample_is_modulated_by_its_own_row(provider: str, device: str) -> None:
     x = torch.ones(2, 5, 16, device=device)
     per_sample = torch.tensor([1.0, 3.0], device=device)[:, None, None].expand(2, 1, 16)
     shift = torch.randn(2, 1, 16, device=device)
@@ -55,7 +55,7 @@ def test_dk23_each_sample_is_modulated_by_its_own_row(provider: str, device: str
     "shape",
     [(16,), (1, 16), (1, 1, 16), (2, 1, 16), (2, 5, 16), (5, 16), (5, 1), (2, 5, 1), (1,), (), (2, 1, 1)],
 )
-def test_dk23_every_shape_broadcasts_as_torch_broadcasts_it(shape: tuple[int, ...], provider: str, device: str) -> None:
+def test_every_shape_broadcasts_as_torch_broadcasts_it(shape: tuple[int, ...], provider: str, device: str) -> None:
     x, residual = (torch.randn(2, 5, 16, device=device) for _ in range(2))
     scale = torch.randn(shape, device=device)
     for other in (torch.randn(16, device=device), torch.randn(2, 5, 16, device=device), scale):
@@ -67,7 +67,7 @@ def test_dk23_every_shape_broadcasts_as_torch_broadcasts_it(shape: tuple[int, ..
     assert torch.equal(y, new * (1 + scale))
 
 
-def test_dk23_the_input_broadcasts_too(provider: str, device: str) -> None:
+def test_the_input_broadcasts_too(provider: str, device: str) -> None:
     x = torch.randn(5, 16, device=device)
     scale = torch.randn(3, 1, 16, device=device)
     y = norm_modulate(x, scale, provider=provider)
@@ -77,7 +77,7 @@ def test_dk23_the_input_broadcasts_too(provider: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 16), (15,), (3, 1, 16), (2, 5, 8), (2, 4, 16)])
-def test_dk23_what_torch_does_not_broadcast_is_an_error(shape: tuple[int, ...], provider: str, device: str) -> None:
+def test_what_torch_does_not_broadcast_is_an_error(shape: tuple[int, ...], provider: str, device: str) -> None:
     x = torch.randn(2, 5, 16, device=device)
     other = torch.randn(shape, device=device)
     with pytest.raises(RuntimeError):
@@ -93,7 +93,7 @@ def test_dk23_what_torch_does_not_broadcast_is_an_error(shape: tuple[int, ...], 
         gate_residual_norm_modulate(x, x, None, other, provider=provider)
 
 
-def test_dk24_each_token_is_modulated_by_its_own_row(provider: str, device: str) -> None:
+def test_each_token_is_modulated_by_its_own_row(provider: str, device: str) -> None:
     batch, tokens, first_frame, width = 2, 12, 4, 32
     for dtype in (torch.float32, torch.float16 if INTERPRETED else torch.bfloat16):
         table = torch.randn(6, width, device=device, dtype=dtype)
@@ -121,7 +121,7 @@ def test_dk24_each_token_is_modulated_by_its_own_row(provider: str, device: str)
 
 @pytest.mark.parametrize("tokens", [1, 12])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_dk24_one_row_per_sample_or_for_all_gives_what_torch_gives(
+def test_one_row_per_sample_or_for_all_gives_what_torch_gives(
     batch: int, tokens: int, provider: str, device: str
 ) -> None:
     values = torch.randn(batch, tokens, 6, 32, device=device)
@@ -142,7 +142,7 @@ def test_one_row_per_frame_modulates_the_tokens_of_that_frame(provider: str, dev
         assert torch.equal(y[:, frame], part)
 
 
-def test_dk20_the_residual_that_was_passed_in_is_left_alone(provider: str, device: str) -> None:
+def test_the_residual_that_was_passed_in_is_left_alone(provider: str, device: str) -> None:
     residual, x = (torch.randn(2, 5, 16, device=device) for _ in range(2))
     before = residual.clone()
     new, _ = gate_residual_norm_modulate(residual, x, torch.ones(16, device=device), provider=provider)

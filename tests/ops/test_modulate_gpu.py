@@ -35,7 +35,7 @@ def expected(name: str, x: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @every_call
-def test_dk34_dk35_a_tensor_on_the_second_gpu_is_computed_there(name: str, provider: str, device: str) -> None:
+def test_a_tensor_on_the_second_gpu_is_computed_there(name: str, provider: str, device: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
     torch.cuda.set_device(0)
@@ -47,7 +47,7 @@ def test_dk34_dk35_a_tensor_on_the_second_gpu_is_computed_there(name: str, provi
 
 
 @every_call
-def test_dk37_a_captured_graph_computes_fresh_inputs_on_replay(name: str, provider: str, device: str) -> None:
+def test_a_captured_graph_computes_fresh_inputs_on_replay(name: str, provider: str, device: str) -> None:
     x, m = torch.randn(2, 33, 2048, device=device), torch.randn(2, 1, 2048, device=device)
     CALLS[name](x, m, provider)  # what is compiled at first use, is compiled here
     torch.cuda.synchronize()
@@ -63,7 +63,7 @@ def test_dk37_a_captured_graph_computes_fresh_inputs_on_replay(name: str, provid
 
 
 @every_call
-def test_dk37_the_current_stream_is_the_one_used(name: str, provider: str, device: str) -> None:
+def test_the_current_stream_is_the_one_used(name: str, provider: str, device: str) -> None:
     x, m = torch.full((2, 128, 4096), torch.nan, device=device), torch.randn(2, 1, 4096, device=device)
     ready = torch.randn(2, 128, 4096, device=device)
     slow = torch.randn(4096, 4096, device=device)
@@ -80,7 +80,7 @@ def test_dk37_the_current_stream_is_the_one_used(name: str, provider: str, devic
 
 
 @every_call
-def test_dk37_a_call_does_not_wait_for_the_gpu(name: str, provider: str, device: str) -> None:
+def test_a_call_does_not_wait_for_the_gpu(name: str, provider: str, device: str) -> None:
     tokens = torch.randn(2, 8, 6, 512, device=device).unbind(2)[3]
     for x in (torch.randn(2, 8, 512, device=device), torch.randn(2, 512, 8, device=device).transpose(1, 2)):
         for m in (torch.randn(2, 1, 512, device=device), tokens, torch.randn(2, 8, 1, device=device)):
@@ -96,7 +96,7 @@ def test_dk37_a_call_does_not_wait_for_the_gpu(name: str, provider: str, device:
 
 @every_call
 @pytest.mark.parametrize(("rows", "length", "dtype"), [(2097153, 1024, torch.float16), (175000, 12288, torch.bfloat16)])
-def test_dk17_more_than_two_to_the_31_elements(
+def test_more_than_two_to_the_31_elements(
     name: str, rows: int, length: int, dtype: torch.dtype, provider: str, device: str
 ) -> None:
     if provider == "eager":
@@ -114,7 +114,7 @@ def test_dk17_more_than_two_to_the_31_elements(
     torch.cuda.empty_cache()
 
 
-def test_dk17_row_strides_beyond_two_to_the_31_are_followed(provider: str, device: str) -> None:
+def test_row_strides_beyond_two_to_the_31_are_followed(provider: str, device: str) -> None:
     stride = 2**31 + 16
     if torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() < 5 * 2**30:
         pytest.skip("the GPU has less than 5 GiB free")

@@ -42,7 +42,7 @@ def test_first_and_second_derivatives_are_right_in_float64(
 
 
 @pytest.mark.parametrize(("op", "options"), OPTIONS)
-def test_dk43_gradients_agree_with_float64(op: str, options: dict[str, Any], provider: str, device: str) -> None:
+def test_gradients_agree_with_float64(op: str, options: dict[str, Any], provider: str, device: str) -> None:
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)):
         for layout in ("matrix", "heads_first", "channel_first"):
             x = make(layout, 2, 9, 40, dtype, device).detach().requires_grad_()
@@ -62,7 +62,7 @@ def test_dk43_gradients_agree_with_float64(op: str, options: dict[str, Any], pro
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk43_frozen_weights_let_the_gradient_through_to_the_input(op: str, provider: str, device: str) -> None:
+def test_frozen_weights_let_the_gradient_through_to_the_input(op: str, provider: str, device: str) -> None:
     adapter = torch.nn.Linear(16, 16, bias=False).to(device)
     weight = torch.ones(16, device=device)
     y = getattr(ops, op)(adapter(torch.randn(4, 16, device=device)), weight, provider=provider)
@@ -73,9 +73,7 @@ def test_dk43_frozen_weights_let_the_gradient_through_to_the_input(op: str, prov
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk43_the_gradient_of_a_rounded_norm_is_that_of_the_unrounded_formula(
-    op: str, provider: str, device: str
-) -> None:
+def test_the_gradient_of_a_rounded_norm_is_that_of_the_unrounded_formula(op: str, provider: str, device: str) -> None:
     options = {"round_dtype": torch.bfloat16} if op == "rms_norm" else {}
     x = make("matrix", 1, 8, 64, torch.bfloat16, device).detach().requires_grad_()
     weight = torch.full((64,), 1.5, device=device, requires_grad=True)
@@ -93,7 +91,7 @@ def test_dk43_the_gradient_of_a_rounded_norm_is_that_of_the_unrounded_formula(
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk44_nothing_outlives_a_call_without_grad(op: str, provider: str, device: str) -> None:
+def test_nothing_outlives_a_call_without_grad(op: str, provider: str, device: str) -> None:
     weight = torch.ones(64, device=device, requires_grad=True)
 
     def one_call() -> list[weakref.ref[Tensor]]:
@@ -119,7 +117,7 @@ def _count_tensors() -> int:
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk44_with_grad_the_graph_is_all_that_keeps_the_input(op: str, provider: str, device: str) -> None:
+def test_with_grad_the_graph_is_all_that_keeps_the_input(op: str, provider: str, device: str) -> None:
     weight = torch.ones(64, device=device, requires_grad=True)
     x = torch.randn(3, 64, device=device)
     alive = weakref.ref(x)

@@ -15,7 +15,7 @@ BOTH = pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 
 
 @BOTH
-def test_dk34_dk35_a_tensor_on_the_second_gpu_is_computed_there(op: str, provider: str, device: str) -> None:
+def test_a_tensor_on_the_second_gpu_is_computed_there(op: str, provider: str, device: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
     torch.cuda.set_device(0)
@@ -34,7 +34,7 @@ def test_dk34_dk35_a_tensor_on_the_second_gpu_is_computed_there(op: str, provide
 
 
 @BOTH
-def test_dk37_a_captured_graph_computes_fresh_inputs_on_replay(op: str, provider: str, device: str) -> None:
+def test_a_captured_graph_computes_fresh_inputs_on_replay(op: str, provider: str, device: str) -> None:
     function = getattr(ops, op)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(33, 7, 512, device=device, dtype=dtype)
@@ -52,7 +52,7 @@ def test_dk37_a_captured_graph_computes_fresh_inputs_on_replay(op: str, provider
 
 
 @BOTH
-def test_dk37_the_current_stream_is_the_one_used(op: str, provider: str, device: str) -> None:
+def test_the_current_stream_is_the_one_used(op: str, provider: str, device: str) -> None:
     function = getattr(ops, op)
     weight = make_parameter("plain", 4096, torch.float32, device)
     x = torch.full((256, 4096), torch.nan, device=device)
@@ -71,7 +71,7 @@ def test_dk37_the_current_stream_is_the_one_used(op: str, provider: str, device:
 
 
 @BOTH
-def test_dk37_a_call_does_not_wait_for_the_gpu(op: str, provider: str, device: str) -> None:
+def test_a_call_does_not_wait_for_the_gpu(op: str, provider: str, device: str) -> None:
     function = getattr(ops, op)
     for layout in ((8, 512, 6), (8, 6, 512)):
         x = torch.randn(layout, device=device)
@@ -88,7 +88,7 @@ def test_dk37_a_call_does_not_wait_for_the_gpu(op: str, provider: str, device: s
 
 @BOTH
 @pytest.mark.parametrize(("rows", "length", "dtype"), [(4194305, 512, torch.float16), (175000, 12288, torch.bfloat16)])
-def test_dk17_more_than_two_to_the_31_elements(
+def test_more_than_two_to_the_31_elements(
     op: str, rows: int, length: int, dtype: torch.dtype, provider: str, device: str
 ) -> None:
     if provider == "eager":

@@ -78,7 +78,7 @@ def test_layer_norm_agrees_with_float64_for_any_layout_and_dtypes(
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk01_views_of_a_fused_qkv_buffer_are_read_in_place(op: str, provider: str, device: str) -> None:
+def test_views_of_a_fused_qkv_buffer_are_read_in_place(op: str, provider: str, device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         weight = make_parameter("plain", 16, dtype, device)
         qkv = make("contiguous", 2, 7, 3 * 64, dtype, device)
@@ -91,7 +91,7 @@ def test_dk01_views_of_a_fused_qkv_buffer_are_read_in_place(op: str, provider: s
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk02_inner_strides_of_input_and_parameters_are_honoured(op: str, provider: str, device: str) -> None:
+def test_inner_strides_of_input_and_parameters_are_honoured(op: str, provider: str, device: str) -> None:
     for dtype in _DTYPES:
         x = make("transposed", 2, 7, 64, dtype, device)
         assert x.stride(-1) == 7
@@ -105,7 +105,7 @@ def test_dk02_inner_strides_of_input_and_parameters_are_honoured(op: str, provid
 
 @pytest.mark.parametrize("length", [40, 46, 72, 80, 96, 1152, 1536, 3584, 5120, 6144])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk14_misaligned_bases_and_odd_row_lengths(op: str, length: int, provider: str, device: str) -> None:
+def test_misaligned_bases_and_odd_row_lengths(op: str, length: int, provider: str, device: str) -> None:
     for dtype in _DTYPES:
         for rows in (1, 3) if INTERPRETED else (1, 257 if length < 100 else 7):
             for layout, kind in (("matrix", "offset"), ("offset_by_one", "plain")):
@@ -115,7 +115,7 @@ def test_dk14_misaligned_bases_and_odd_row_lengths(op: str, length: int, provide
 
 @pytest.mark.parametrize("length", [4097, 16384, 16385, 32768, 65536, 131072])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk16_rows_longer_than_any_block(op: str, length: int, provider: str, device: str) -> None:
+def test_rows_longer_than_any_block(op: str, length: int, provider: str, device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         # Were the row cut short, the large tail would be missing from the mean.
         x = make("matrix", 1, 2, length, dtype, device)
@@ -125,14 +125,14 @@ def test_dk16_rows_longer_than_any_block(op: str, length: int, provider: str, de
 
 @pytest.mark.parametrize("length", [1025, 4096])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk16_many_channels_in_front_of_the_pixels(op: str, length: int, provider: str, device: str) -> None:
+def test_many_channels_in_front_of_the_pixels(op: str, length: int, provider: str, device: str) -> None:
     x = make("channel_first", 1, 3, length, torch.float32, device)
     weight = make_parameter("plain", length, torch.float32, device)
     check_call(op, x, weight, provider=provider, memory_format=torch.preserve_format)
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk17_a_row_offset_beyond_32_bits(op: str, provider: str, device: str) -> None:
+def test_a_row_offset_beyond_32_bits(op: str, provider: str, device: str) -> None:
     try:
         base = torch.empty(2**31 + 4096, dtype=torch.bfloat16, device=device)
     except RuntimeError as error:
@@ -148,9 +148,7 @@ def test_dk17_a_row_offset_beyond_32_bits(op: str, provider: str, device: str) -
 
 @pytest.mark.parametrize("shape", [(0, 7, 64), (2, 0, 64), (0, 64), (0,), (3, 0), (2, 5, 0)])
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk18_zero_size_inputs_forward_and_backward(
-    op: str, shape: tuple[int, ...], provider: str, device: str
-) -> None:
+def test_zero_size_inputs_forward_and_backward(op: str, shape: tuple[int, ...], provider: str, device: str) -> None:
     for dtype in _DTYPES:
         x = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
         weight = torch.ones(shape[-1], dtype=dtype, device=device, requires_grad=True)

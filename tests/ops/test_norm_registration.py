@@ -24,7 +24,7 @@ _OPCHECK_VIEWS = ("matrix", "heads_first", "transposed", "expanded")
 
 @pytest.mark.parametrize("layout", _OPCHECK_VIEWS)
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk38_opcheck_passes_for_views_and_mixed_dtypes(op: str, layout: str, provider: str, device: str) -> None:
+def test_opcheck_passes_for_views_and_mixed_dtypes(op: str, layout: str, provider: str, device: str) -> None:
     x = make(layout, 2, 3, 8, torch.float32, device).detach().requires_grad_()
     weight = make_parameter("strided", 8, torch.float16, device)
     preserve = layout in ("transposed", "expanded")
@@ -39,9 +39,7 @@ def test_dk38_opcheck_passes_for_views_and_mixed_dtypes(op: str, layout: str, pr
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk38_the_fake_result_has_the_shape_dtype_and_strides_of_the_real_one(
-    op: str, provider: str, device: str
-) -> None:
+def test_the_fake_result_has_the_shape_dtype_and_strides_of_the_real_one(op: str, provider: str, device: str) -> None:
     function = getattr(ops, op)
     for layout in ("matrix", "heads_first", "transposed", "every_second_column", "expanded", "channel_first"):
         for memory_format in (torch.contiguous_format, torch.preserve_format):
@@ -67,7 +65,7 @@ def _trace_without_options(op: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk38_the_registered_op_is_traced_without_its_optional_arguments(op: str, device: str) -> None:
+def test_the_registered_op_is_traced_without_its_optional_arguments(op: str, device: str) -> None:
     bare = getattr(torch.ops.diffkern, op)
     x = make("transposed", 2, 3, 8, torch.bfloat16, device)
     weight = make_parameter("plain", 8, torch.float32, device)
@@ -92,7 +90,7 @@ class _Bare(torch.nn.Module):
         return self.op(*args)
 
 
-def test_dk38_a_fake_without_the_schemas_defaults_would_be_noticed() -> None:
+def test_a_fake_without_the_schemas_defaults_would_be_noticed() -> None:
     library = torch.library.Library("diffkern_test_fakes", "DEF")
     library.define("norm(Tensor x, Tensor? weight=None, float eps=1e-6) -> Tensor")
     library.impl("norm", lambda x, weight=None, eps=1e-6: x.clone(), "CPU")
@@ -115,7 +113,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_dk38_compile_without_a_graph_break(call: str, provider: str, device: str) -> None:
+def test_compile_without_a_graph_break(call: str, provider: str, device: str) -> None:
     torch.compiler.reset()
     compiled = torch.compile(CALLS[call], fullgraph=True, backend="aot_eager")
     x = make("contiguous", 2, 5, 16, torch.float32, device)
@@ -134,7 +132,7 @@ def test_dk38_compile_without_a_graph_break(call: str, provider: str, device: st
     torch.testing.assert_close(leaf.grad, plain.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_dk38_compile_with_dynamic_shapes_compiles_once(provider: str, device: str) -> None:
+def test_compile_with_dynamic_shapes_compiles_once(provider: str, device: str) -> None:
     torch.compiler.reset()
     weight = torch.ones(16, device=device)
     compiled = torch.compile(
@@ -147,7 +145,7 @@ def test_dk38_compile_with_dynamic_shapes_compiles_once(provider: str, device: s
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk38_inductor_fuses_around_the_op_and_keeps_its_strides(op: str, provider: str, device: str) -> None:
+def test_inductor_fuses_around_the_op_and_keeps_its_strides(op: str, provider: str, device: str) -> None:
     torch.compiler.reset()
     function = getattr(ops, op)
 
@@ -162,7 +160,7 @@ def test_dk38_inductor_fuses_around_the_op_and_keeps_its_strides(op: str, provid
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk38_export_keeps_the_op(op: str, provider: str, device: str) -> None:
+def test_export_keeps_the_op(op: str, provider: str, device: str) -> None:
     class Norm(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -179,7 +177,7 @@ def test_dk38_export_keeps_the_op(op: str, provider: str, device: str) -> None:
     torch.testing.assert_close(program.module()(x), Norm()(x), rtol=0, atol=0)
 
 
-def test_dk42_a_reload_and_a_second_copy_leave_right_results(tmp_path: Path) -> None:
+def test_a_reload_and_a_second_copy_leave_right_results(tmp_path: Path) -> None:
     package = Path(diffkern.__file__).parent
     script = textwrap.dedent(
         f"""

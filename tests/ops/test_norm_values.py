@@ -21,7 +21,7 @@ from tests.ops.reference import EXACT_HALF
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk03_the_output_dtype_is_the_one_asked_for_whatever_the_weight(op: str, provider: str, device: str) -> None:
+def test_the_output_dtype_is_the_one_asked_for_whatever_the_weight(op: str, provider: str, device: str) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     half, single = torch.bfloat16, torch.float32
     for x_dtype, weight_dtype in ((half, single), (single, half), (half, half), (half, None)):
@@ -33,7 +33,7 @@ def test_dk03_the_output_dtype_is_the_one_asked_for_whatever_the_weight(op: str,
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk04_mixed_dtypes_are_converted_and_never_reinterpreted(op: str, provider: str, device: str) -> None:
+def test_mixed_dtypes_are_converted_and_never_reinterpreted(op: str, provider: str, device: str) -> None:
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     for x_dtype in dtypes:
         for weight_dtype in dtypes:
@@ -44,9 +44,7 @@ def test_dk04_mixed_dtypes_are_converted_and_never_reinterpreted(op: str, provid
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk04_a_float64_weight_is_served_rightly_or_refused_with_the_reason(
-    op: str, provider: str, device: str
-) -> None:
+def test_a_float64_weight_is_served_rightly_or_refused_with_the_reason(op: str, provider: str, device: str) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     x = make("matrix", 1, 5, 64, torch.bfloat16, device)
     weight = make_parameter("plain", 64, torch.float64, device)
@@ -60,7 +58,7 @@ def test_dk04_a_float64_weight_is_served_rightly_or_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk04_every_rank_from_one_up_goes_the_same_way(op: str, provider: str, device: str) -> None:
+def test_every_rank_from_one_up_goes_the_same_way(op: str, provider: str, device: str) -> None:
     weight = make_parameter("plain", 64, torch.float32, device)
     for shape in ((64,), (3, 64), (2, 3, 64), (2, 1, 3, 64), (2, 2, 1, 3, 64)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
@@ -68,7 +66,7 @@ def test_dk04_every_rank_from_one_up_goes_the_same_way(op: str, provider: str, d
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk04_one_kernel_is_called_once_whatever_the_rank(
+def test_one_kernel_is_called_once_whatever_the_rank(
     op: str, provider: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
@@ -97,7 +95,7 @@ def test_dk04_one_kernel_is_called_once_whatever_the_rank(
 # --- rounding order, offset, eps ------------------------------------------------------------------------
 
 
-def test_dk05_the_rounding_order_is_the_callers(provider: str, device: str) -> None:
+def test_the_rounding_order_is_the_callers(provider: str, device: str) -> None:
     for dtype in EXACT_HALF:
         x = make("matrix", 1, 64, 4096, dtype, device)
         weight = make_parameter("plain", 4096, dtype, device)
@@ -112,7 +110,7 @@ def test_dk05_the_rounding_order_is_the_callers(provider: str, device: str) -> N
             torch.testing.assert_close(y, expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
-def test_dk06_eps_none_is_the_epsilon_of_the_precision_computed_in(provider: str, device: str) -> None:
+def test_eps_none_is_the_epsilon_of_the_precision_computed_in(provider: str, device: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x = torch.full((1, 64), 1e-4, dtype=dtype, device=device)
         y = rms_norm(x, eps=None, provider=provider)
@@ -120,20 +118,20 @@ def test_dk06_eps_none_is_the_epsilon_of_the_precision_computed_in(provider: str
         torch.testing.assert_close(y, F.rms_norm(x, (64,)), rtol=2 * reference.half_unit(dtype), atol=0)
 
 
-def test_dk06_eps_none_for_float64_is_the_epsilon_of_float64() -> None:
+def test_eps_none_for_float64_is_the_epsilon_of_float64() -> None:
     x = torch.full((1, 64), 1e-8, dtype=torch.float64)
     y = rms_norm(x, eps=None, provider="eager")
     torch.testing.assert_close(y, x / (1e-16 + torch.finfo(torch.float64).eps) ** 0.5, rtol=1e-12, atol=0)
 
 
-def test_dk10_the_weight_offset_makes_zero_centred_weights_right(provider: str, device: str) -> None:
+def test_the_weight_offset_makes_zero_centred_weights_right(provider: str, device: str) -> None:
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device)
     y = rms_norm(x, torch.zeros(4, device=device), weight_offset=1.0, provider=provider)
     torch.testing.assert_close(y, torch.tensor([[0.3651, 0.7303, 1.0954, 1.4606]], device=device), rtol=0, atol=1e-4)
     torch.testing.assert_close(rms_norm(x, torch.zeros(4, device=device), provider=provider), torch.zeros_like(x))
 
 
-def test_dk11_the_offset_is_added_in_float32(provider: str, device: str) -> None:
+def test_the_offset_is_added_in_float32(provider: str, device: str) -> None:
     weight = torch.tensor([0.00390625, 15.8125], dtype=torch.bfloat16, device=device)
     x = torch.ones(1, 2, dtype=torch.bfloat16, device=device, requires_grad=True)
     y = rms_norm(x, weight, eps=0.0, weight_offset=1.0, out_dtype=torch.float32, provider=provider)
@@ -152,7 +150,7 @@ def test_clamped_eps_bounds_the_length_and_is_not_added(provider: str, device: s
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk13_weight_and_bias_may_each_be_absent(op: str, provider: str, device: str) -> None:
+def test_weight_and_bias_may_each_be_absent(op: str, provider: str, device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = make("contiguous", 2, 5, 64, dtype, device)
         weight = make_parameter("plain", 64, dtype, device)
@@ -164,7 +162,7 @@ def test_dk13_weight_and_bias_may_each_be_absent(op: str, provider: str, device:
 # --- range ----------------------------------------------------------------------------------------------
 
 
-def test_dk22_large_half_values_do_not_overflow_in_the_sum_of_squares(provider: str, device: str) -> None:
+def test_large_half_values_do_not_overflow_in_the_sum_of_squares(provider: str, device: str) -> None:
     # The plain call is torch's own fused op in the eager provider; the others are chains of torch ops.
     zeros = torch.zeros(64, dtype=torch.float16, device=device)
     offset = {"weight": zeros, "weight_offset": 1.0}
@@ -179,7 +177,7 @@ def test_dk22_large_half_values_do_not_overflow_in_the_sum_of_squares(provider: 
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_dk22_nan_and_inf_appear_exactly_where_the_torch_chain_has_them(op: str, provider: str, device: str) -> None:
+def test_nan_and_inf_appear_exactly_where_the_torch_chain_has_them(op: str, provider: str, device: str) -> None:
     function = {"rms_norm": rms_norm, "layer_norm": layer_norm}[op]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = make("matrix", 1, 6, 96, dtype, device)
@@ -201,7 +199,7 @@ def test_dk22_nan_and_inf_appear_exactly_where_the_torch_chain_has_them(op: str,
         assert torch.equal(y.isneginf(), expected.isneginf())
 
 
-def test_dk22_a_nan_survives_the_clamped_eps(provider: str, device: str) -> None:
+def test_a_nan_survives_the_clamped_eps(provider: str, device: str) -> None:
     x = make("matrix", 1, 3, 40, torch.float32, device)
     x[1, 5] = torch.nan
     y = rms_norm(x, eps=1e-12, clamp_eps=True, provider=provider)

@@ -27,7 +27,7 @@ def leaves(tables: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("pairing", ["interleaved", "half"])
-def test_dk31_gradients_of_rope_are_right_in_float64(pairing: str, device: str) -> None:
+def test_gradients_of_rope_are_right_in_float64(pairing: str, device: str) -> None:
     x = leaf(2, 3, 2, 8, device=device)
     for shape in ((3, 1, 8), (3, 2, 4), (1, 6), (2, 3, 1, 3)):
         tables = leaves(list(angles(*shape, device=device, dtype=F64)))
@@ -38,7 +38,7 @@ def test_dk31_gradients_of_rope_are_right_in_float64(pairing: str, device: str) 
     assert torch.autograd.gradcheck(lambda x, c, s: rope(x, c, s, tokens=(1, 2), pairing=pairing), (x, *tables))
 
 
-def test_dk31_no_gradient_is_cut_and_each_equals_that_of_the_chain(provider: str, device: str) -> None:
+def test_no_gradient_is_cut_and_each_equals_that_of_the_chain(provider: str, device: str) -> None:
     for dtype in (torch.float32, *EXACT_HALF):
         for pairing in ("interleaved", "half"):
             results = []

@@ -51,7 +51,7 @@ def assert_right(name: str, y: Tensor, x: Tensor, tables: Tables) -> None:
 
 
 @every_call
-def test_dk34_dk35_a_tensor_on_the_second_gpu_is_computed_there(name: str, provider: str, device: str) -> None:
+def test_a_tensor_on_the_second_gpu_is_computed_there(name: str, provider: str, device: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("this machine has one GPU")
     torch.cuda.set_device(0)
@@ -63,7 +63,7 @@ def test_dk34_dk35_a_tensor_on_the_second_gpu_is_computed_there(name: str, provi
 
 
 @every_call
-def test_dk37_a_captured_graph_computes_fresh_inputs_on_replay(name: str, provider: str, device: str) -> None:
+def test_a_captured_graph_computes_fresh_inputs_on_replay(name: str, provider: str, device: str) -> None:
     x, tables = inputs(device)
     CALLS[name](x, tables, provider)  # what is compiled at first use, is compiled here
     torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def test_dk37_a_captured_graph_computes_fresh_inputs_on_replay(name: str, provid
 
 
 @every_call
-def test_dk37_the_current_stream_is_the_one_used(name: str, provider: str, device: str) -> None:
+def test_the_current_stream_is_the_one_used(name: str, provider: str, device: str) -> None:
     ready, tables = inputs(device, batch=32, heads=16)
     x = torch.full_like(ready, torch.nan)
     slow = torch.randn(4096, 4096, device=device)
@@ -96,7 +96,7 @@ def test_dk37_the_current_stream_is_the_one_used(name: str, provider: str, devic
 
 
 @every_call
-def test_dk37_a_call_does_not_wait_for_the_gpu(name: str, provider: str, device: str) -> None:
+def test_a_call_does_not_wait_for_the_gpu(name: str, provider: str, device: str) -> None:
     x, tables = inputs(device)
     coords = torch.cartesian_prod(*(torch.arange(size, device=device) for size in GRID))
     full = _full(tables)
@@ -117,7 +117,7 @@ def test_dk37_a_call_does_not_wait_for_the_gpu(name: str, provider: str, device:
 
 
 @pytest.mark.parametrize("across", [None, 32])
-def test_dk17_more_than_two_to_the_31_elements(across: int | None, provider: str, device: str) -> None:
+def test_more_than_two_to_the_31_elements(across: int | None, provider: str, device: str) -> None:
     if provider == "eager":
         pytest.skip("plain PyTorch holds several float32 copies of 8 GiB, and is not what this is about")
     tokens = 2**19 + 64
@@ -138,7 +138,7 @@ def test_dk17_more_than_two_to_the_31_elements(across: int | None, provider: str
     torch.cuda.empty_cache()
 
 
-def test_dk17_strides_beyond_two_to_the_31_are_followed(provider: str, device: str) -> None:
+def test_strides_beyond_two_to_the_31_are_followed(provider: str, device: str) -> None:
     stride = 2**31 + 16
     if torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() < 6 * 2**30:
         pytest.skip("the GPU has less than 6 GiB free")

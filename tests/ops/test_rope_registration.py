@@ -27,7 +27,7 @@ def _views(device: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("view", ["contiguous", "packed", "expanded"])
-def test_dk38_opcheck_passes(view: str, provider: str, device: str) -> None:
+def test_opcheck_passes(view: str, provider: str, device: str) -> None:
     x = _views(device)[view].detach().requires_grad_()
     cos, sin = angles(4, 1, 8, device=device)
     opcheck = torch.library.opcheck
@@ -42,7 +42,7 @@ def test_dk38_opcheck_passes(view: str, provider: str, device: str) -> None:
     opcheck(torch.ops.diffkern.qk_norm_rope, (x, k, weight, None, None, None, *one, *rest))
 
 
-def test_dk38_the_fake_result_has_the_shape_dtype_and_strides_of_the_real_one(provider: str, device: str) -> None:
+def test_the_fake_result_has_the_shape_dtype_and_strides_of_the_real_one(provider: str, device: str) -> None:
     for x in _views(device).values():
         for dtype in (torch.float32, torch.bfloat16):
             x = x.to(dtype)

@@ -37,7 +37,7 @@ def check(x: Tensor, cos: Tensor, sin: Tensor, provider: str, *, rotary: int | N
 # --- cases ----------------------------------------------------------------------------------------------
 
 
-def test_dk26_neighbours_and_halves_are_different_pairings(provider: str, device: str) -> None:
+def test_neighbours_and_halves_are_different_pairings(provider: str, device: str) -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)
     cos, sin = torch.zeros(4, device=device), torch.ones(4, device=device)
     assert rope(x, cos, sin, provider=provider).tolist() == [-2, 1, -4, 3]
@@ -47,7 +47,7 @@ def test_dk26_neighbours_and_halves_are_different_pairings(provider: str, device
     assert rope(x, *compact, pairing="half", provider=provider).tolist() == [-3, -4, 1, 2]
 
 
-def test_dk28_every_sample_has_its_own_table(provider: str, device: str) -> None:
+def test_every_sample_has_its_own_table(provider: str, device: str) -> None:
     x = random(2, 3, 2, 4, device=device)
     cos, sin = angles(2, 3, 1, 4, device=device)
     y = check(x, cos, sin, provider)
@@ -59,7 +59,7 @@ def test_dk28_every_sample_has_its_own_table(provider: str, device: str) -> None
     assert not torch.equal(other[1], y[1])
 
 
-def test_dk29_tables_broadcast_as_eager_does_and_fail_where_it_does(provider: str, device: str) -> None:
+def test_tables_broadcast_as_eager_does_and_fail_where_it_does(provider: str, device: str) -> None:
     x = random(4, 3, 2, 8, device=device)
     cos, sin = angles(1, 3, 1, 8, device=device)
     check(x, cos, sin, provider)

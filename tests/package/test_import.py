@@ -70,7 +70,7 @@ def test_importing_the_matching_tables_pulls_in_no_model_library() -> None:
         "sys.modules['transformers'] = None; sys.modules['accelerate'] = None",
     ],
 )
-def test_dk66_dk75_a_missing_or_broken_optional_package_never_breaks_the_import(stub: str) -> None:
+def test_a_missing_or_broken_optional_package_never_breaks_the_import(stub: str) -> None:
     code = (
         "import sys, torch\n"  # torch first: it has to cope with these by itself
         f"{stub}\n"
@@ -85,7 +85,7 @@ def test_dk66_dk75_a_missing_or_broken_optional_package_never_breaks_the_import(
     assert run(code).strip() == "fine"
 
 
-def test_dk75_a_file_named_triton_in_the_working_directory(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_named_triton_in_the_working_directory(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     from pathlib import Path
 
     Path(f"{tmp_path}/triton.py").write_text("# not the triton you look for\n")

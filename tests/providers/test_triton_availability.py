@@ -61,7 +61,7 @@ _EAGER_SERVES = """
         ({"triton/__init__.py": "raise SystemError"}, "importing Triton failed .SystemError"),
     ],
 )
-def test_dk75_a_broken_or_shadowed_triton_gives_a_reason(module: dict[str, str], reason: str, tmp_path: Path) -> None:
+def test_a_broken_or_shadowed_triton_gives_a_reason(module: dict[str, str], reason: str, tmp_path: Path) -> None:
     for name, text in module.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -78,7 +78,7 @@ def test_dk75_a_broken_or_shadowed_triton_gives_a_reason(module: dict[str, str],
     )
 
 
-def test_dk75_without_triton_the_reason_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_reason_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     for device in ("cpu", "cuda", "xpu"):
         reason = unavailable_reason(torch.device(device))
@@ -87,7 +87,7 @@ def test_dk75_without_triton_the_reason_names_the_package(monkeypatch: pytest.Mo
         assert "install the package 'triton'" in reason
 
 
-def test_dk75_dk35_without_a_gpu_driver_cpu_tensors_go_elsewhere(triton: ModuleType, tmp_path: Path) -> None:
+def test_without_a_gpu_driver_cpu_tensors_go_elsewhere(triton: ModuleType, tmp_path: Path) -> None:
     _run(
         _EAGER_SERVES
         + """
@@ -107,14 +107,14 @@ def test_dk75_dk35_without_a_gpu_driver_cpu_tensors_go_elsewhere(triton: ModuleT
     )
 
 
-def test_dk75_other_devices_are_refused_by_name() -> None:
+def test_other_devices_are_refused_by_name() -> None:
     from diffkern.providers import Request
 
     refusal = PROVIDER.support["rms_norm"].refusal(Request("rms_norm", torch.device("mps"), frozenset({torch.float32})))
     assert refusal == "no rms_norm for mps (serves cpu, cuda, xpu)"
 
 
-def test_dk75_triton_and_the_kernels_are_imported_at_first_use(triton: ModuleType, tmp_path: Path) -> None:
+def test_triton_and_the_kernels_are_imported_at_first_use(triton: ModuleType, tmp_path: Path) -> None:
     _run(
         """
         import sys

@@ -55,18 +55,18 @@ def test_every_triton_op_is_called() -> None:
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_dk35_every_launch_is_guarded_by_the_device_of_its_tensors(op: str, launches: _Launches) -> None:
+def test_every_launch_is_guarded_by_the_device_of_its_tensors(op: str, launches: _Launches) -> None:
     CALLS[op](PROVIDER.kernel(op, CPU), 2, "cpu")
     assert launches.at_launch == [[CPU]] * (2 if op == "group_norm_silu" else 1)
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_dk18_nothing_is_launched_for_inputs_without_elements(op: str, launches: _Launches) -> None:
+def test_nothing_is_launched_for_inputs_without_elements(op: str, launches: _Launches) -> None:
     CALLS[op](PROVIDER.kernel(op, CPU), 0, "cpu")
     assert launches.at_launch == []
 
 
-def test_dk35_the_guard_makes_the_second_gpu_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_makes_the_second_gpu_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[Any] = []
 
     class Device:

@@ -32,7 +32,11 @@ _FAMILIES = {
     "norm": Selection(("norm_kernel_paths", "norm_values", "norm_autograd", "contract"), "triton", 60),
     "modulate": Selection(("modulate_kernel_paths",), "triton", 15),
     "activation": Selection(("activation",), "triton and not opcheck", 30),
-    "group_norm": Selection(("group_norm", "group_norm_channels"), "triton and (dk20 or unet or every_number)", 8),
+    "group_norm": Selection(
+        ("group_norm", "group_norm_channels"),
+        "triton and (contiguous_reference or odd_views or folded or unet or every_number)",
+        8,
+    ),
     "rope": Selection(("rope_values", "every_kernel"), "triton and dk", 15),
 }
 

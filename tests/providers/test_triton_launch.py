@@ -72,7 +72,7 @@ def test_the_ladders_at_the_sizes_of_known_models() -> None:
     assert choose_tile(96, rows_are_neighbours=True) == Tile(rows=64, cols=128, num_warps=8)
 
 
-def test_dk17_offsets_beyond_32_bits_survive_planning(triton: ModuleType) -> None:
+def test_offsets_beyond_32_bits_survive_planning(triton: ModuleType) -> None:
     from diffkern.providers.triton.norm import launch_for
 
     launch = launch_for((2, 512), (2**31, 1), (512, 1))

@@ -37,7 +37,7 @@ class LTXCausalConv(AutoencoderRecipe):
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         reason = unfit_call(module, call[0])
         if reason is None and not is_plain_conv(module, call[0], inside=True):
-            return "its convolution is not a plain one with weights like the hidden states, or somebody watches it"
+            return "its convolution is not a plain one with weights like the hidden states, or it has a hook"
         return reason
 
     @override

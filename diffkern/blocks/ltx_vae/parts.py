@@ -52,7 +52,7 @@ def unfit_call(module: nn.Module, x: Any, others: tuple[Any, ...] = ()) -> str |
 
 
 def is_weightless(norm: Any) -> bool:
-    """Whether a norm is the RMS norm without weight that the autoencoder has, and nobody watches it."""
+    """Whether a norm is the RMS norm without weight that the autoencoder has, and no hook watches it."""
     return untouched(norm, RMSNorm) and norm.weight is None and norm.bias is None and type(norm.eps) is float
 
 

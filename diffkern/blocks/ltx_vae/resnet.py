@@ -49,11 +49,11 @@ class LTXResnetBlock(AutoencoderRecipe):
         if reason is not None:
             return reason
         if not (is_weightless(block.norm1) and is_weightless(block.norm2)):
-            return "its norms are not the weightless RMS norms of diffusers, or somebody watches them"
+            return "its norms are not the weightless RMS norms of diffusers, or one of them has a hook"
         if not untouched(block.nonlinearity, nn.SiLU):
-            return "its activation is not torch's SiLU, or somebody watches it"
+            return "its activation is not torch's SiLU, or it has a hook"
         if not untouched(block.dropout, nn.Dropout) or (block.dropout.training and block.dropout.p > 0):
-            return "its dropout is in force, or somebody watches it"
+            return "its dropout is in force, or it has a hook"
         for name in ("scale_shift_table", "per_channel_scale1", "per_channel_scale2"):
             parameter = getattr(block, name)
             if parameter is not None and (not plain(parameter, x.device) or parameter.dtype != x.dtype):

@@ -201,7 +201,7 @@ def _decide(plan: GemmPlan, by_torch: ByTorch) -> None:
 def _measure(kind: Kind, plan: GemmPlan, by_torch: ByTorch) -> None:
     """Decides who computes a kind of product.
 
-    With operands of its own: with zeros, say, which somebody may warm up a model with, every algorithm gives the same.
+    With operands of its own: with zeros, say, as in a warm-up, every algorithm gives the same.
     """
     lib = find()
     if not isinstance(lib, Library):
@@ -235,7 +235,7 @@ def _measure(kind: Kind, plan: GemmPlan, by_torch: ByTorch) -> None:
 
 
 def _operands(kind: Kind) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Scales | None]:
-    """Random operands of a kind, from a generator of their own: nobody's noise shall be another because of them."""
+    """Random operands of a kind, from a generator of their own, so that the user's noise stays the same."""
     device, eight_bits = torch.device("cuda", kind.device), kind.dtype is torch.float8_e4m3fn
     generator = torch.Generator(device).manual_seed(0)
 

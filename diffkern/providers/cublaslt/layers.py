@@ -24,7 +24,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer whose gradient nobody wants, by the fastest algorithm."""
+    """A linear layer without a gradient, by the fastest algorithm."""
     return multiply(x, weight, bias, None, None, False, _linear)
 
 

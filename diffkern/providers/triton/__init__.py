@@ -1,6 +1,6 @@
 """The ops as Triton kernels: one source for NVIDIA, AMD and Intel GPUs, compiled at first use.
 
-Triton itself is imported the first time somebody asks whether this provider is there, and the kernels the
+Triton itself is imported the first time this provider is asked for, and the kernels the
 first time one of them is called. In here ``import triton`` means the real Triton, not this package.
 """
 

@@ -36,7 +36,7 @@ class Plan:
 def launch(plan: Plan, kernel: Any, tensors: tuple[Tensor | None, ...], device: torch.device) -> None:
     """Launches a kernel on ``device``, the current one; always the same kernel with the same plan.
 
-    At every launch Triton finds out anew of what kind each of the arguments is, which for fifty of them takes longer
+    At every launch Triton finds out again of what kind each of the arguments is, which for fifty of them takes longer
     than the launch. With a plan only the tensors can be of another kind than the last time.
     """
     kind = (device, *[None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors])

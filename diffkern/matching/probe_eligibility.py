@@ -1,6 +1,6 @@
 """Whether a forward is simple enough that running it on some inputs tells what it does on all of them.
 
-A probe compares results. It cannot see a branch on ``self.training``, a factor that somebody sets later, a
+A probe compares results. It cannot see a branch on ``self.training``, a factor that is set later, a
 detached statistic, or what happens from 1000 rows on. So only forwards are probed whose source is a straight
 line of the operations that norms are made of, reading parameters, eps and shapes, and nothing else.
 """
@@ -30,7 +30,7 @@ _SHAPES = frozenset({"dim", "size", "hidden_size", "normalized_shape", "channel_
 _STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.Pass)
 
 
-def crooked(cls: type[nn.Module], parameters: set[str]) -> str | None:
+def unprobeable_reason(cls: type[nn.Module], parameters: set[str]) -> str | None:
     """Says what in the forward of ``cls`` a probe could not judge, or returns None.
 
     Args:
