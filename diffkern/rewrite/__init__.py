@@ -13,4 +13,15 @@ from diffkern.rewrite.verify import DISAGREES, SiteVerifier
 #: Names under which configurations and reports know what is fused inside of forwards.
 OPS = tuple(dict.fromkeys(rule.op for rule in RULES))
 
-__all__ = ["DISAGREES", "OPS", "RULES", "FusedSite", "Rewriter", "Rewritten", "SiteVerifier", "Trained", "Way", "prove_ahead"]
+__all__ = [
+    "DISAGREES",
+    "OPS",
+    "RULES",
+    "FusedSite",
+    "Rewriter",
+    "Rewritten",
+    "SiteVerifier",
+    "Trained",
+    "Way",
+    "prove_ahead",
+]

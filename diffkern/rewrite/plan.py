@@ -151,7 +151,9 @@ class _Planner:
             if pairs:
                 pair_statements(Scope(flow, self._facts, self._source.function.__globals__), rule.shape.rotated)  # type: ignore[attr-defined]
                 flow = Flow(self._source.tree)
-            while flow.decline is None and self._apply(rule, Scope(flow, self._facts, self._source.function.__globals__)):
+            while flow.decline is None and self._apply(
+                rule, Scope(flow, self._facts, self._source.function.__globals__)
+            ):
                 flow = Flow(self._source.tree)  # the tree has changed
             if pairs:
                 separate_statements(self._source.tree)
