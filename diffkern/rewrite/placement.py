@@ -37,6 +37,7 @@ class Placer:
     """Finds places in one function."""
 
     def __init__(self, scope: Scope, effects: Effects) -> None:
+        self._scope = scope
         self._flow: Flow = scope.flow
         self._effects = effects
 
