@@ -257,7 +257,8 @@ def _apply_exclusions(candidates: list[Candidate], report: InjectionReport) -> l
         if inside is None or candidate.options[0].names_kernel:
             kept.append(candidate)
         else:
-            candidate.site.reason = f"{inside} is inside, and config {spared[inside]}"
+            part = inside.removeprefix(f"{candidate.site.path}.")
+            candidate.site.reason = f"{part} is inside, and config {spared[inside]}"
             report.skipped.append(candidate.site)
     return kept
 

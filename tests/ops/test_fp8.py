@@ -171,6 +171,18 @@ def test_products_of_a_single_row_and_of_none(device: str) -> None:
         assert linear_fp8(*empty, *weight).shape == (*shape[:-1], 48)
 
 
+@pytest.mark.parametrize("shape", [(3, 24, 64), (16,)])
+def test_operands_may_begin_anywhere_in_memory(shape: tuple[int, ...], device: str) -> None:
+    weight = activation_fp8(random(48, shape[-1], device=device, seed=2), provider="eager")
+    bias = random(48, device=device, dtype=torch.bfloat16, seed=3)
+    operands = [*activation_fp8(random(*shape, device=device, seed=1), provider="eager"), *weight, bias]
+    expected = linear_fp8(*operands)
+    for index, operand in enumerate(operands):
+        storage = torch.empty(operand.numel() + 3, device=device, dtype=operand.dtype)
+        moved = storage[3:].view(operand.shape).copy_(operand)
+        assert torch.equal(linear_fp8(*operands[:index], moved, *operands[index + 1 :]), expected)
+
+
 def test_mistakes_are_answered(device: str) -> None:
     rows = activation_fp8(random(4, 32, device=device), provider="eager")
     with pytest.raises(TypeError, match=r"x must be torch\.float8_e4m3fn with float32 scales"):

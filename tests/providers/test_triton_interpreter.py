@@ -37,7 +37,11 @@ _FAMILIES = {
         "triton and (contiguous_reference or odd_views or folded or unet or every_number)",
         8,
     ),
-    "rope": Selection(("rope_values", "every_kernel"), "triton and dk", 15),
+    "rope": Selection(
+        ("rope_values", "every_kernel"),
+        "triton and (also_on_nothing or different_pairings or own_table or fail_where_it_does)",
+        15,
+    ),
 }
 
 

@@ -137,7 +137,7 @@ def test_training(name: str, flags: Any, dtype: torch.dtype) -> None:
     ratio = liger.LINEAR_LOSS_GRADIENT_RATIO if own else RATIO
     assert relative_error(fused, exact) <= ratio * relative_error(stock, exact) + SLACK
     assert not [site.reason for site in report.patched if "runs stock" in site.reason]
-    assert all_is_fused(name, report)
+    assert all_is_fused(name, report, joined=flags is not True)  # True: Liger computes the norms
     report.restore()
     assert torch.equal(step(model, batch), stock)
 

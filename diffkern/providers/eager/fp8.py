@@ -21,6 +21,9 @@ SMALLEST_PEAK = 1e-12
 #: at 8192), one of both signs is as good as any.
 LONGEST_SHORT_SUM = 2048
 
+#: Bytes to which cuBLAS wants every operand of a product in 8 bits aligned.
+ALIGNMENT = 16
+
 #: Compute capability of the first NVIDIA GPUs that multiply e4m3: Ada, then Hopper.
 CAPABILITY = (8, 9)
 
@@ -68,7 +71,8 @@ def linear_fp8(
         short = width <= LONGEST_SHORT_SUM
         if bias is not None:
             # torch takes no bias in float32, and reads one with strides as if it had none.
-            bias = bias.to(torch.bfloat16).contiguous()
+            bias = aligned(bias.to(torch.bfloat16).contiguous())
+        x, x_scale, weight, weight_scale = map(aligned, (x, x_scale, weight, weight_scale))
         y = torch._scaled_mm(
             x, weight.t(), x_scale, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=short
         )
@@ -77,6 +81,11 @@ def linear_fp8(
             y = (x.float() * x_scale) @ (weight.float() * weight_scale).t()
         y = (y if bias is None else y + bias.float()).to(out_dtype)
     return y if len(leading) == 1 else y.view(*leading, y.shape[-1])
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Returns ``x``, or a copy where its memory begins at an address that cuBLAS refuses."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
 @cache
