@@ -40,6 +40,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,8 +158,12 @@ def copy_tree(source: Path, target: Path) -> None:
             shutil.copytree(source / name, target / name, dirs_exist_ok=True)
 
 
-def _pytest(tree: str, arguments: list[str], output: str) -> None:
-    """Runs in a process of its own."""
+def _pytest(tree: str, arguments: list[str], output: str, gpus: str | None) -> None:
+    """Runs in a process of its own, which sees these GPUs; all with None."""
+    if gpus is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     os.chdir(tree)
     sys.path.insert(0, tree)
     os.environ["PYTHONPATH"] = tree  # for the processes that tests start
@@ -179,8 +184,12 @@ class Runner:
         for job in range(jobs):
             copy_tree(root, folder / f"tree{job}")
             self._trees.put(folder / f"tree{job}")
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
+        # What the server has imported may have asked the GPU for something, and then no process made of it can.
+        self._gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._forks = multiprocessing.get_context("forkserver")
+        self._forks.set_forkserver_preload(list(PRELOADED))
+        self._fresh = multiprocessing.get_context("spawn")
 
     @contextlib.contextmanager
     def tree(self) -> Iterator[Path]:
@@ -196,7 +205,11 @@ class Runner:
         output = tree.with_suffix(".txt")
         output.unlink(missing_ok=True)
         arguments = [*mutation.tests, *(["-m", "gpu"] if mutation.gpu else [])]
-        process = self._context.Process(target=_pytest, args=(str(tree), arguments, str(output)))
+        process: Any
+        if mutation.gpu:
+            process = self._fresh.Process(target=_pytest, args=(str(tree), arguments, str(output), self._gpus))
+        else:
+            process = self._forks.Process(target=_pytest, args=(str(tree), arguments, str(output), ""))
         process.start()
         process.join(TIMEOUT)
         if process.is_alive():

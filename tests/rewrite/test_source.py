@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffkern.rewrite import Rewriter
+from diffkern.rewrite import Rewriter, rewriter
 from diffkern.rewrite.rewriter import SWITCH
 from diffkern.rewrite.source import Source
 from tests.rewrite.modules import block, leaves, rewritten, written
@@ -104,7 +105,14 @@ def test_a_traceback_names_the_line_of_the_source() -> None:
     assert frames[0] == frames[1]
 
 
-def test_threads_share_one_rewritten_function() -> None:
+def test_threads_share_one_rewritten_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        found = make_plan(*arguments, **options)
+        time.sleep(0.05)  # long enough for the other threads to come as far
+        return found
+
+    make_plan = rewriter.plan
+    monkeypatch.setattr(rewriter, "plan", slowly)
     module = block(NAMES, BODY)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: Rewriter().rewrite(module), range(16)))
