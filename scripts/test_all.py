@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ def run_mutations(folder: Path) -> tuple[int, dict[str, Any]]:
     return code, counts | {"not killed": left, "seconds": round(time.perf_counter() - started)}
 
 
-def run_sweep() -> tuple[int, str]:
+def run_sweep(_: Path) -> tuple[int, str]:
     """Reads every release of diffusers, if there is a network; returns the exit code and what happened."""
     code = subprocess.run([sys.executable, "scripts/sweep_diffusers.py"], cwd=ROOT, check=False).returncode
     return (0, "no package index here") if code == NO_NETWORK else (code, "failed" if code else "read")
@@ -60,27 +62,36 @@ def run_sweep() -> tuple[int, str]:
 
 def main() -> int:
     """Runs everything, also after a failure; returns the worst exit code."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parts: dict[str, Callable[[Path], tuple[int, Any]]] = {
+        **{name: functools.partial(run_suite, markers) for name, markers in SUITES.items()},
+        "mutations": run_mutations,
+        "releases of diffusers": run_sweep,
+    }
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", choices=parts, help="only this part (may be given several times)")
+    codes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in parser.parse_args().only or parts:
+            code, found = parts[name](Path(folder))
+            codes.append(code)
+            record(name, found)
+    print(RESULT.read_text(encoding="utf-8"))
+    return max(codes)
+
+
+def record(name: str, found: Any) -> None:
+    """Writes what a part found beside what the others found when they ran last, with the commit that it ran on."""
+    results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
-    result: dict[str, Any] = {
+    results[name] = {
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in PACKAGES},
+        | {package: importlib.metadata.version(package) for package in PACKAGES},
+        "result": found,
     }
-    codes = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, markers in SUITES.items():
-            code, result[name] = run_suite(markers, Path(folder))
-            codes.append(code)
-        code, result["mutations"] = run_mutations(Path(folder))
-        codes.append(code)
-    code, result["releases of diffusers"] = run_sweep()
-    codes.append(code)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result, indent=2))
-    return max(codes)
+    RESULT.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
