@@ -1,5 +1,6 @@
 # make demo   a tiny LTX-Video on this machine, stock and with kernels, and the video that it draws
 # make test   the tests that this machine can run
+# make docs   the API reference, from the docstrings, in build/api
 # make test-all   those, long random runs on every model, and every guard taken out once; hours on two cores
 #
 # All make a virtual environment, install what they need and build the kernels this machine has
@@ -16,13 +17,13 @@ TESTS ?= tests
 
 BIN := $(VENV)/bin
 BUILD_TOOLS := 'setuptools>=77' wheel ninja
-EXTRAS := diffusers,examples,hub,test,dev
+EXTRAS := diffusers,examples,hub,test,docs,dev
 
 # Another TORCH is another installation; the stamp carries its name.
 INSTALLED := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 BUILD_INPUTS := $(wildcard pyproject.toml setup.py) $(shell find csrc diffkern/build -type f -not -name '*.pyc' 2>/dev/null)
 
-.PHONY: demo test test-all test-gpu fuzz lint format install clean
+.PHONY: demo test test-all test-gpu fuzz docs lint format install clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/ltx_video/generate_video.py --tiny --compare --warmup-iterations 1 \
@@ -45,6 +46,10 @@ fuzz: $(INSTALLED)
 # In one process: the tests measure and share one card.
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+# A warning is an error.
+docs: $(INSTALLED)
+	$(BIN)/python scripts/write_api_reference.py build/api
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Which platform is served by whom, and what is known of that: one table for the README and ``diffkern doctor``."""
+"""Which platform is served by whom, and what is known of that: one table for the docs and ``diffkern doctor``."""
 
 from __future__ import annotations
 

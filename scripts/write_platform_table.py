@@ -1,4 +1,4 @@
-"""Writes the table of platforms, which ``diffkern doctor`` knows as well, into README.md.
+"""Writes the table of platforms, which ``diffkern doctor`` knows as well, into docs/compatibility.md.
 
 python scripts/write_platform_table.py
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diffkern.platforms import markdown
 
-DOCUMENT = Path(__file__).parents[1] / "README.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "compatibility.md"
 BEGIN = "<!-- platform table: begin (scripts/write_platform_table.py) -->\n"
 END = "<!-- platform table: end -->\n"
 

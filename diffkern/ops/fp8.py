@@ -180,7 +180,7 @@ def linear_fp8(
 
 def _check_rows(shape: torch.Size) -> None:
     if len(shape) == 0 or shape[-1] == 0:
-        raise ValueError(f"a row of 8 bits needs elements to find its scale from, got a tensor of shape {tuple(shape)}")
+        raise ValueError(f"an fp8 row needs elements to find its scale from, got a tensor of shape {tuple(shape)}")
 
 
 def _check_operands(

@@ -106,7 +106,7 @@ def test_what_a_device_lacks_is_known_before_anything_runs() -> None:
     assert unavailable_reason(FAST, cpu) is None
     assert "CUDA graphs need a GPU" in str(unavailable_reason(FAST_GRAPH, cpu))
     assert unavailable_reason(COMPILED, cpu) == unavailable_reason(FAST_COMPILED, cpu)
-    assert "8 bits need an NVIDIA GPU" in str(unavailable_reason(FP8, cpu))
+    assert "fp8 needs an NVIDIA GPU" in str(unavailable_reason(FP8, cpu))
 
 
 def test_blocks_that_are_compiled_one_by_one_may_be_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:

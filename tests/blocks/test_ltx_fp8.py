@@ -95,7 +95,7 @@ def test_on_a_device_without_8_bits_nothing_is_patched() -> None:
     report = inject_optimized_kernels(model_on("cpu"), numerics="fp8")
     assert not report.patched
     assert {site.reason for site in report.skipped if site.op is not None} == {
-        "8 bits need an NVIDIA GPU of compute capability 8.9 or newer, and this is cpu: "
+        "fp8 needs an NVIDIA GPU of compute capability 8.9 or newer, and this is cpu: "
         "use numerics='fast' or 'exact' instead of 'fp8'"
     }
 

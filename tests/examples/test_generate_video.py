@@ -223,7 +223,7 @@ def test_an_arm_that_was_asked_for_and_cannot_run_is_refused(script: ModuleType)
     assert "--cuda-graph: CUDA graphs need a GPU" in plain(run.output)
     run = invoke(script, *SMALL, "--numerics", "fp8")
     assert run.exit_code == 2
-    assert "--numerics fp8: 8 bits need an NVIDIA GPU" in plain(run.output)
+    assert "--numerics fp8: fp8 needs an NVIDIA GPU" in plain(run.output)
     assert "warm-up" not in run.output
     run = invoke(script, *SMALL, "--tiny")
     assert run.exit_code == 2
