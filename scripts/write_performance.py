@@ -22,8 +22,8 @@ HEAD = """# Performance by card
 
 `scripts/write_performance.py` writes this page from the files in [`benchmarks/`](../benchmarks). Weights are random,
 in the published configurations; the arms of a table ran in one process. `diffkern bench step --model flux --json FILE`
-measures the same on your card. How the kernels were tuned: [H100](gpus/h100.md), [A100](gpus/a100.md), [T4](gpus/t4.md),
-[MI300](gpus/mi300.md).
+measures the same on your card. How the kernels were tuned: [H100](gpus/h100.md), [A100](gpus/a100.md),
+[T4](gpus/t4.md), [MI300](gpus/mi300.md).
 """
 
 #: The columns of the README, by the names of :data:`diffkern.bench.arms.ARMS`.
