@@ -26,6 +26,7 @@ BUILD_INPUTS := $(wildcard pyproject.toml setup.py) $(shell find csrc diffkern/b
 .PHONY: demo test test-all test-gpu fuzz docs lint format install clean
 
 demo: $(INSTALLED)
+	@echo "The tiny LTX-Video draws one video with each arm that this machine has: two minutes on two cores."
 	$(BIN)/python examples/ltx_video/generate_video.py --tiny --compare --warmup-iterations 1 \
 		--output outputs/demo.mp4 --json outputs/demo.json --chart outputs/demo.png
 
@@ -63,6 +64,7 @@ format: $(INSTALLED)
 install: $(INSTALLED)
 
 $(INSTALLED): $(BUILD_INPUTS)
+	@echo "Installing into $(VENV), with torch (6 GB with CUDA), and building kernels: 5 to 8 minutes on two cores."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(BUILD_TOOLS) '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[$(EXTRAS)]' '$(TORCH)'

@@ -105,7 +105,8 @@ def table(results: Sequence[ArmResult]) -> Table:
     """The results as a table to print with rich, one row per arm.
 
     Error, PSNR and SSIM are those of the frames against the stock arm's; ``spread`` is the longest timed
-    call less the shortest, ``first s`` the first warm-up call. No speed-up is printed of fewer than three timed calls.
+    call less the shortest, ``first s`` the first warm-up call. No speed-up is printed of fewer than three timed calls, and
+    none where the times of the two arms overlap.
     """
     from rich import box
     from rich.table import Table
@@ -124,12 +125,20 @@ def table(results: Sequence[ArmResult]) -> Table:
             _number(result.steps_per_second, ".2f"),
             _number(result.first_call_seconds, ".2f"),
             "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 2**30:.2f} GiB",
-            _number(speedup(result, baseline), ".2f", "x"),
+            _speedup(result, baseline),
             _number(None if difference is None else difference.frames, ".1e"),
             _number(None if difference is None else difference.psnr, ".1f"),
             _number(None if difference is None else difference.ssim, ".4f"),
         )
     return rendered
+
+
+def _speedup(result: ArmResult, baseline: ArmResult | None) -> str:
+    ratio = speedup(result, baseline)
+    if ratio is None or baseline is None:
+        return "-"
+    overlap = min(result.seconds) <= max(baseline.seconds) and min(baseline.seconds) <= max(result.seconds)
+    return "unclear" if overlap and result is not baseline else f"{ratio:.2f}x"
 
 
 def plot(results: Sequence[ArmResult], title: str, path: Path) -> None:

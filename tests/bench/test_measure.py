@@ -68,6 +68,18 @@ def test_speedup_is_against_the_median_of_the_stock_arm() -> None:
     assert stock.spread_seconds == 2.0
 
 
+def test_the_table_prints_no_ratio_of_arms_whose_times_overlap() -> None:
+    def ratio(*seconds: float) -> str:
+        arms = [results.ArmResult(STOCK, (4.0, 3.0, 2.0), None, None, None)]
+        arms.append(results.ArmResult(COMPILED, seconds, None, None, None))
+        [cells] = [column for column in results.table(arms).columns if column.header == "speed-up"]
+        return str(list(cells.cells)[1])
+
+    assert ratio(1.5, 1.4, 1.6) == "2.00x"
+    assert ratio(2.5, 1.4, 1.6) == ratio(3.5, 5.0, 6.0) == "unclear"
+    assert ratio(1.0, 1.1) == "-", "two runs say nothing"
+
+
 def test_json_holds_null_for_what_json_cannot_write(tmp_path: Path) -> None:
     path = tmp_path / "new" / "result.json"
     results.write_json(path, {"psnr": math.inf, "list": [math.nan, 1.5], "tuple": (1,)})
