@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -33,6 +34,54 @@ class CaptureError(Exception):
     """A step cannot be captured; the message says why. Nothing was computed, and the device can be used."""
 
 
+class NoRoomError(CaptureError):
+    """The graph would take more memory than it may."""
+
+
+@dataclass(eq=False)
+class GraphPool:
+    """The memory of the graphs that are replayed on one stream of a device, one after the other.
+
+    Results of a replay are copied before the next one starts, so the graphs share what they need in between.
+
+    Attributes:
+        lock: Held by a thread while it gives the GPU one replay.
+        free: The end of the last replay.
+        size: What the graphs take, in bytes.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    free: torch.cuda.Event | None = None
+    size: int = 0
+    _graphs: WeakSet[torch.cuda.CUDAGraph] = field(default_factory=WeakSet)
+    _handle: Any = None
+
+    def handle(self) -> Any:
+        """How PyTorch knows the pool; it frees one whose last graph went, so that the next graph begins another."""
+        if not len(self._graphs):
+            self._handle, self.size = torch.cuda.graph_pool_handle(), 0
+        return self._handle
+
+    def add(self, graph: torch.cuda.CUDAGraph, size: int) -> None:
+        """Notes a graph that was captured, and by how much the pool grew for it."""
+        self._graphs.add(graph)
+        self.size += size
+
+    def room(self, device: torch.device, share: float) -> int:
+        """The size up to which the pool may grow if its graphs may have this share of the memory that is free."""
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + cached) * share)
+
+
+_pools: dict[tuple[torch.device, int], GraphPool] = {}
+
+
+def pool_of(device: torch.device) -> GraphPool:
+    """The pool of the current stream of a device."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _pools.setdefault((device, stream), GraphPool())
+
+
 @dataclass(frozen=True)
 class CapturedStep:
     """A captured step.
@@ -42,48 +91,53 @@ class CapturedStep:
         inputs: The tensors it reads, in the order of the flattened arguments.
         outputs: What it writes, flattened.
         spec: How the outputs were nested.
+        pool: Where it computes.
         kept: What else it reads, kept alive.
-        lock: Held by a thread while it gives the GPU one replay.
-        free: The end of the last replay.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     outputs: list[Any]
     spec: TreeSpec
+    pool: GraphPool
     kept: list[Any] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    free: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Has the GPU compute the step; other threads and streams wait for the inputs and outputs to be free again."""
-        with self.lock, torch.cuda.device(self.inputs[0].device):
-            self.free.wait()
+        with self.pool.lock, torch.cuda.device(self.inputs[0].device):
+            if self.pool.free is None:
+                self.pool.free = torch.cuda.Event()
+            self.pool.free.wait()
             for static, tensor in zip(self.inputs, tensors, strict=True):
                 static.copy_(tensor)
             self.graph.replay()
             # Copies: the next replay writes where this one did.
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self.outputs]
-            self.free.record()
+            self.pool.free.record()
         return tree_unflatten(leaves, self.spec)
 
 
-def capture(run: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> CapturedStep:
+def capture(
+    run: Callable[[list[Any]], Any], leaves: Sequence[Any], pool: GraphPool, limit: int | None = None
+) -> CapturedStep:
     """Captures one step on copies of its inputs.
 
     Args:
         run: Runs the step on flattened arguments.
         leaves: The arguments, flattened: tensors on one GPU, and constants.
+        pool: Where it shall compute.
+        limit: Bytes that the pool may have; None for what there is.
 
     Raises:
         CaptureError: the step cannot be captured.
+        NoRoomError: the pool would take more than ``limit``.
     """
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     inputs = [leaf for leaf in copies if isinstance(leaf, Tensor)]
     versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
     on_cpu = torch.get_rng_state()
     with _one_at_a_time:
-        graph, result = _capture(lambda: run(copies), inputs[0].device)
+        graph, result = _capture(lambda: run(copies), inputs[0].device, pool)
     reason = None
     if versions != [tensor._version for tensor in inputs if not tensor.is_inference()]:
         reason = "its forward writes into its inputs"
@@ -96,12 +150,15 @@ def capture(run: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> CapturedS
         reason = f"its result holds a {type(strange).__name__}, which is neither a plain tensor nor a plain value"
     elif any(isinstance(leaf, Tensor) and leaf.device != inputs[0].device for leaf in outputs):
         reason = "its result is not all on the GPU of its inputs"
+    if limit is not None and pool.size > limit:
+        sizes = f"{pool.size / 2**30:.2f} GiB, and may take {limit / 2**30:.2f} GiB (graph_memory)"
+        raise NoRoomError(f"CUDA graphs would take {sizes}")
     if reason is not None:
         raise CaptureError(reason)
-    return CapturedStep(graph, inputs, outputs, spec)
+    return CapturedStep(graph, inputs, outputs, spec, pool)
 
 
-def _capture(run: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
+def _capture(run: Callable[[], Any], device: torch.device, pool: GraphPool) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Captures ``run`` on a stream of its own.
 
     Raises:
@@ -109,43 +166,47 @@ def _capture(run: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.C
     """
     on_gpu, on_cpu = torch.cuda.get_rng_state(device), torch.get_rng_state()
     with torch.cuda.device(device):
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph, handle = torch.cuda.CUDAGraph(), pool.handle()
         begun = False
         try:
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # the pool of a graph cannot use what is cached
+            reserved = torch.cuda.memory_reserved(device)
             with torch.cuda.stream(_stream(device)):
                 # Other threads may go on computing.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=handle, capture_error_mode="thread_local")
                 begun = True
                 result = run()
                 graph.capture_end()
+            pool.add(graph, torch.cuda.memory_reserved(device) - reserved)
             return graph, result
         except BaseException as error:
             reason = describe(error)
             if not isinstance(error, Exception):
-                clean_up(graph, pool, device, begun)
+                clean_up(graph, handle, device, begun)
                 raise
         # Here the exception is gone, and with it the tensors of the frames it came through.
-        clean_up(graph, pool, device, begun)
+        clean_up(graph, handle, device, begun)
         torch.set_rng_state(on_cpu)
         if not torch.equal(on_gpu, torch.cuda.get_rng_state(device)):
             torch.cuda.set_rng_state(on_gpu, device)
     raise CaptureError(reason)
 
 
-def clean_up(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device, begun: bool) -> None:
-    """Ends a capture that failed, wherever it did."""
+def clean_up(graph: torch.cuda.CUDAGraph, handle: Any, device: torch.device, begun: bool) -> None:
+    """Ends a capture that failed, wherever it did. Its pool is released once: other graphs may use it."""
     ended = False
     if begun:
         # Ends it, if it is valid still: an error of Python's in the middle of it.
         with contextlib.suppress(RuntimeError), torch.cuda.stream(_stream(device)):
             graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # raised by a graph whose capture did not end
+            graph.pool()
             ended = True
     if not ended:
         for end in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             with contextlib.suppress(RuntimeError, AttributeError):
-                getattr(torch._C, end)(device.index, pool)
+                getattr(torch._C, end)(device.index, handle)
         _lost.append(graph)
     with contextlib.suppress(RuntimeError):
         graph.reset()

@@ -8,7 +8,8 @@ good, with a reason.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,9 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from diffkern.graph.capture import CapturedStep, CaptureError, capture
+from diffkern.graph.capture import CapturedStep, CaptureError, NoRoomError, capture, pool_of
 from diffkern.graph.derived import check_sources, derived_state, derived_tensors
 from diffkern.graph.snapshot import ModuleSnapshot
+from diffkern.graph.timing import Stage, Stopwatch, Trial
 
 #: Kinds of calls that a module keeps, the most recently used ones; each graph holds the activations of a step.
 MAX_GRAPHS = 4
@@ -30,6 +32,10 @@ MAX_FAILURES = 8
 
 #: While weights come and go, or cannot be looked at, it is only seen after so many calls that they stay.
 RESTING_CALLS = 16
+#: Kinds of calls whose times are known.
+_MAX_TRIALS = 64
+#: A kind whose graph went so often to make room for others has none any more, where times decide.
+_MAX_EVICTIONS = 2
 
 FIRST_CALL = "the first call of its kind runs as it is, the next one is captured"
 
@@ -43,12 +49,18 @@ class StepCall:
         spec: How they were nested.
         speculative: The graph that was replayed for it, and the result, before it is known whether it may be used.
         kind: What is known of calls like this one, once it is to be captured or replayed.
+        began: When the host began it, in seconds.
+        trial: What is known of the times of such calls, where times decide.
+        stopwatch: What times this one, if it is timed.
     """
 
     leaves: list[Any]
     spec: TreeSpec
     speculative: tuple[CapturedStep, Any] | None = None
     kind: _Kind | None = None
+    began: float = field(default_factory=time.perf_counter)
+    trial: Trial | None = None
+    stopwatch: Stopwatch | None = None
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -95,10 +107,13 @@ class StepGraphs:
     Attributes:
         kinds: What is known of the calls by signature, the most recent last.
         failures: Why calls of a signature are not captured.
+        trials: What is known of the times of calls by signature, where times decide.
     """
 
     kinds: OrderedDict[Hashable, _Kind] = field(default_factory=OrderedDict)
     failures: dict[Hashable, str] = field(default_factory=dict)
+    trials: OrderedDict[Hashable, Trial] = field(default_factory=OrderedDict)
+    _evictions: Counter[Hashable] = field(default_factory=Counter)
     _latest: ModuleSnapshot | None = None
     _resting: tuple[int, str] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -112,8 +127,21 @@ class StepGraphs:
         failure = self.failures.get(call.signature)
         if failure is None and len(self.failures) >= MAX_FAILURES:
             first = next(iter(self.failures.values()))
-            failure = f"none of {MAX_FAILURES} kinds of calls could be captured, so no more are tried: {first}"
+            failure = f"{MAX_FAILURES} kinds of calls have no graph, so no more are tried: {first}"
         return failure
+
+    def weigh(self, call: StepCall) -> Stage:
+        """What a call is for where times decide: to be timed, to be replayed, or neither."""
+        trial = call.trial = self.trials.setdefault(call.signature, Trial())
+        self.trials.move_to_end(call.signature)
+        if len(self.trials) > _MAX_TRIALS:
+            self.trials.popitem(last=False)
+        if self._evictions[call.signature] >= _MAX_EVICTIONS:
+            trial.give_up(f"more than {MAX_GRAPHS} kinds of calls take turns")
+        stage = trial.advance()
+        if stage is Stage.STOCK:
+            self._fail(call, trial.reason)
+        return stage
 
     def rest(self, reason: str) -> None:
         """Has the next calls run as they are without a look at the module, which takes longer than it is worth."""
@@ -157,7 +185,8 @@ class StepGraphs:
                 return reason
         self.kinds[call.signature] = kind
         while len(self.kinds) > MAX_GRAPHS:
-            self.kinds.popitem(last=False)
+            signature, evicted = self.kinds.popitem(last=False)
+            self._evictions[signature] += evicted.step is not None
         return reason
 
     def run(
@@ -167,6 +196,7 @@ class StepGraphs:
         patches: Iterable[object],
         patched: Callable[[ModuleSnapshot], Iterable[nn.Module]],
         forward: Callable[[StepCall, list[Any]], Any],
+        limit: Callable[[], int | None] = lambda: None,
     ) -> Any:
         """Replays a call that was admitted, or captures it first.
 
@@ -176,6 +206,7 @@ class StepGraphs:
             patches: Its patches, see :class:`ModuleSnapshot`.
             patched: Finds the modules in it that have derived tensors.
             forward: Runs the step on flattened arguments.
+            limit: The memory that graphs may take, in bytes; None for what there is.
 
         Raises:
             CaptureError: it cannot be captured, nor will calls like it be. Nothing was computed.
@@ -189,9 +220,12 @@ class StepGraphs:
             if kind.step is not None:
                 return kind.step.replay(call.tensors)
             try:
-                step = capture(lambda leaves: forward(call, leaves), call.leaves)
+                pool = pool_of(call.tensors[0].device)
+                step = capture(lambda leaves: forward(call, leaves), call.leaves, pool, limit())
             except CaptureError as error:
                 self._fail(call, f"cannot be captured: {error}")
+                if isinstance(error, NoRoomError):  # what the pool grew by is free once no graph is left in it
+                    self.kinds.clear()
                 raise
             step.kept.extend(derived_tensors(child for child in module.modules() if child is not module))
             after = self.snapshot(module, patches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,9 @@ _CHOICES = ("auto", *ORDER)
 
 #: The ops that a module can be served by. The others are functions to call; no module becomes one of them.
 MODULE_OPS = ("layer_norm", "rms_norm")
+
+#: Set to 0 it turns off what :attr:`KernelConfig.measure` does, where that is None.
+MEASURE_VARIABLE = "DIFFKERN_MEASURE"
 
 #: What the Hub may be asked for besides kernels that a rule names.
 HUB_CHOICES = ("off", "auto")
@@ -63,6 +67,7 @@ class KernelConfig:
             or the repositories that may.
         lock: The lock file to take commits and digests from; None means ``DIFFKERN_LOCK`` or, if there is one,
             ``diffkern.lock`` in the working directory.
+        measure: Whether times are measured, and decide; None means so unless ``DIFFKERN_MEASURE=0`` is set.
 
     Raises:
         ValueError: a key or a value is none of those; the message names the nearest that is.
@@ -76,6 +81,7 @@ class KernelConfig:
     mode: Mode | None = None
     trust_remote_code: bool | tuple[str, ...] = False
     lock: str | None = None
+    measure: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping):
@@ -100,6 +106,13 @@ class KernelConfig:
             raise ValueError(f"trust_remote_code={trust!r}: pass True, False, or a list of repositories")
         if self.lock is not None:
             object.__setattr__(self, "lock", str(self.lock))
+        if self.measure is not None and not isinstance(self.measure, bool):
+            raise ValueError(f"measure={self.measure!r}: pass True, False, or None")
+
+    @property
+    def measures(self) -> bool:
+        """Whether times are measured, and decide."""
+        return os.environ.get(MEASURE_VARIABLE, "1") != "0" if self.measure is None else self.measure
 
     @classmethod
     def of(cls, config: KernelConfig | Mapping[str, Any] | None) -> KernelConfig:
@@ -178,6 +191,8 @@ class KernelConfig:
             data["trust_remote_code"] = trust if isinstance(trust, bool) else list(trust)
         if self.lock is not None:
             data["lock"] = self.lock
+        if self.measure is not None:
+            data["measure"] = self.measure
         return {**data, "rules": _plain(self.rules)}
 
     @classmethod
@@ -187,7 +202,7 @@ class KernelConfig:
         Raises:
             ValueError: a key is unknown, or as in the constructor.
         """
-        known = ("rules", "hub", "mode", "trust_remote_code", "lock")
+        known = ("rules", "hub", "mode", "trust_remote_code", "lock", "measure")
         if not isinstance(data, Mapping):
             raise ValueError(f"{data!r} is no configuration: that is a table of {', '.join(known)}")
         for key in data:

@@ -8,6 +8,7 @@ soon as it is known that all the memory it reads is there, and where the compari
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +21,32 @@ from typing_extensions import override
 from diffkern.blocks.pieces import calls_are_watched, untouched
 from diffkern.cache import memory
 from diffkern.graph import CONSTANTS, ModuleSnapshot, StepCall, StepGraphs
-from diffkern.graph.capture import CaptureError
+from diffkern.graph.capture import CaptureError, pool_of
+from diffkern.graph.steps import FIRST_CALL
+from diffkern.graph.timing import Stage, Stopwatch
+from diffkern.injection import hooks, notes
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.state import ATTRIBUTE, StrictModeError, patches, run_below
+from diffkern.injection.state import ATTRIBUTE, PatchState, StrictModeError, patches, run_below
 from diffkern.providers import Choice
+
+_log = logging.getLogger(__name__)
+
+#: What graphs may take of the free memory where times decide and no bound was given: the VAE needs some later.
+FREE_SHARE = 0.25
+_UNTIMED = (Stage.WARM_UP, Stage.UNREAD, Stage.STOCK)
 
 
 @dataclass(frozen=True)
 class GraphFusion(Fusion):
-    """A model whose forward is replayed from a CUDA graph. A call of a new kind runs as it is; the next is captured."""
+    """A model whose forward is replayed from a CUDA graph. A call of a new kind runs as it is; the next is captured.
+
+    Attributes:
+        by_time: Whether only what is measured to be faster so is replayed.
+        memory: GiB that graphs may take on a device; None for what there is, or a share of it if times decide.
+    """
+
+    by_time: bool = False
+    memory: float | None = None
 
     @property
     @override
@@ -42,7 +60,9 @@ class GraphFusion(Fusion):
         return True
 
     @override
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall | None:
+        if torch.compiler.is_compiling():
+            return None  # a graph of the compiler holds what runs below, and not this
         return StepCall(*tree_flatten((args, dict(kwargs))))
 
     @override
@@ -50,39 +70,100 @@ class GraphFusion(Fusion):
         return call.tensors[0]
 
     @override
-    def declines(self, module: nn.Module, call: StepCall) -> str | None:
-        reason = unfit_call(call)
+    def declines(self, module: nn.Module, call: StepCall | None) -> str | None:
+        reason = "inside of torch.compile" if call is None else unfit_call(call)
         if reason is not None:
             return reason
-        graphs = step_graphs(module)
+        assert call is not None
+        graphs = self.graphs(module)
+        stage = None
         reason = graphs.failure(call)
+        if reason is None and self.by_time:
+            reason = unasked(module)
+            if reason is None:
+                stage = graphs.weigh(call)
+                if stage is Stage.WARM_UP and is_compiled_inside(module) and call.trial is not None:
+                    stage = call.trial.give_up("torch.compile compiles parts of it")
+                reason = stage.value if stage in _UNTIMED else None
+                self._tell(module, call)
         if reason is not None:
             return reason
+        device = call.tensors[0].device
+        if stage is Stage.REPLAY_TIMED:
+            call.stopwatch = Stopwatch(device, call.began)
         graphs.speculate(call)
         now = graphs.snapshot(module, patches(module))
         reason = now.unfit()
         if reason is not None:
             graphs.rest(reason)
-        return unsafe(module, now) or graphs.check_guards(call, now, _patched(now))
+        reason = unsafe(module, now) or graphs.check_guards(call, now, _patched(now))
+        if stage is Stage.TIMED and reason in (None, FIRST_CALL):
+            call.stopwatch = Stopwatch(device)
+            return None
+        return reason
 
     @override
-    def allowed_in_strict(self, module: nn.Module, call: StepCall) -> bool:
-        """Whether it only was not captured yet."""
-        return unfit_call(call) is None and call.signature in step_graphs(module).kinds
+    def allowed_in_strict(self, module: nn.Module, call: StepCall | None) -> bool:
+        """Whether it only was not captured yet, or none was asked for."""
+        if self.by_time or call is None:
+            return True
+        return unfit_call(call) is None and call.signature in self.graphs(module).kinds
 
     @override
     def compute(self, module: nn.Module, call: StepCall, provider: str | None, stock: tuple[str, ...]) -> Any:
         def forward(call: StepCall, leaves: list[Any]) -> Any:
-            return run_below(module, *call.arguments(leaves))
+            return run_below(module, *call.arguments(leaves), self)
 
-        graphs = step_graphs(module)
+        trial, stopwatch = call.trial, call.stopwatch
+        if trial is not None and trial.stage is Stage.TIMED and stopwatch is not None:
+            self._count_as_stock(module, Stage.TIMED.value)
+            result = self.stock(module, call)
+            stopwatch.stop()
+            trial.as_is.append(stopwatch)
+            return result
+        graphs = self.graphs(module)
         try:
-            return graphs.run(call, module, patches(module), _patched, forward)
+            result = graphs.run(call, module, patches(module), _patched, forward, lambda: self._limit(call))
         except CaptureError:
             reason = graphs.failure(call)
             assert reason is not None
+        else:
+            if trial is not None and stopwatch is not None and call.speculative is not None:
+                stopwatch.stop()
+                trial.replays.append(stopwatch)
+            return result
+        if trial is not None:
+            trial.give_up(reason)
+            self._tell(module, call)
         self._count_as_stock(module, reason)
         return self.stock(module, call)
+
+    def graphs(self, module: nn.Module) -> StepGraphs:
+        """The graphs of a module, which go with its patch."""
+        graphs: StepGraphs = memory(module).setdefault(f"graphs {self.by_time}", StepGraphs())
+        return graphs
+
+    def _limit(self, call: StepCall) -> int | None:
+        """The memory that graphs may take, in bytes."""
+        if self.memory is not None:
+            return int(self.memory * 2**30)
+        device = call.tensors[0].device
+        return pool_of(device).room(device, FREE_SHARE) if self.by_time else None
+
+    def _tell(self, module: nn.Module, call: StepCall) -> None:
+        """Says once for each kind of call what its times came to, in the report and in the log."""
+        trial, state = call.trial, self._state(module)
+        if trial is None or trial.told or not trial.reason or state.site is None:
+            return
+        trial.told = True
+        shape = "x".join(map(str, call.tensors[0].shape))
+        site = state.site
+        site.waiting = site.waiting and trial.stage is not Stage.REPLAY
+        notes.graph_decided(state.report, site.path or type(module).__name__, shape, trial.reason)
+        _log.info("%s, input %s: %s", site.path or type(module).__name__, shape, trial.reason)
+
+    def _state(self, module: nn.Module) -> PatchState:
+        return next(state for state in patches(module) if state.fusion is self)
 
     def _count_as_stock(self, module: nn.Module, reason: str) -> None:
         """Corrects the count of a call that was admitted, and then could not be captured.
@@ -90,15 +171,15 @@ class GraphFusion(Fusion):
         Raises:
             StrictModeError: the injection was strict.
         """
-        state = next(state for state in patches(module) if state.fusion is self)
-        if state.strict:
+        state = self._state(module)
+        if state.strict and not self.by_time:
             raise StrictModeError(f"{type(module).__name__} cannot run as a CUDA graph: it {reason}")
         state.counts.add_fused(-1)
         state.counts.add_stock(reason)
 
     @override
     def stock(self, module: nn.Module, call: StepCall) -> Any:
-        return run_below(module, *call.arguments())
+        return run_below(module, *call.arguments(), self)
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
@@ -111,16 +192,8 @@ class GraphFusion(Fusion):
         return Choice("cuda_graph", self.compute, ())
 
 
-def step_graphs(module: nn.Module) -> StepGraphs:
-    """The graphs of a module, which go with its patch."""
-    graphs: StepGraphs = memory(module).setdefault("graphs", StepGraphs())
-    return graphs
-
-
 def unfit_call(call: StepCall) -> str | None:
     """Why a call cannot be captured, whatever the module; or None."""
-    if torch.compiler.is_compiling():
-        return "inside of torch.compile"
     tensors = call.tensors
     if not tensors or any(not tensor.is_cuda or tensor.device != tensors[0].device for tensor in tensors):
         return "its inputs are not all on one GPU"
@@ -148,6 +221,20 @@ def unsafe(module: nn.Module, now: ModuleSnapshot) -> str | None:
         if child is not None and not untouched(child, type(child)):
             return f"a hook sits on {path}, and a replay would not call it"
     return now.unfit()
+
+
+def unasked(module: nn.Module) -> str | None:
+    """Why steps of a module are only captured where that was asked for, or None."""
+    if any(slot.owner is not module or slot.name != "forward" for slot in hooks.slots(module)):
+        return "a hook sits on it, which may offload it"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "torch.distributed runs"
+    return None
+
+
+def is_compiled_inside(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` compiles a module or a part of it, and may capture graphs of its own."""
+    return any(child._compiled_call_impl is not None for child in module.modules())
 
 
 def hooks_inside(module: nn.Module) -> str | None:

@@ -38,7 +38,8 @@ def inject_optimized_kernels(
     config: KernelConfig | Mapping[str, Any] | None = None,
     attention: str | None = None,
     liger: bool | Mapping[str, bool] | None = None,
-    cuda_graph: bool = False,
+    cuda_graph: bool | str = "auto",
+    graph_memory: float | None = None,
     verify: bool = True,
     strict: bool = False,
     dry_run: bool = False,
@@ -69,10 +70,15 @@ def inject_optimized_kernels(
             the output of a language model in training has no logits, and in half precision its gradients may have 1.5
             times the error of stock's.
         cuda_graph: Whether the steps of the denoisers are captured as CUDA graphs, one for each kind of call (shapes,
-            dtypes, plain arguments), and replayed. A call of a new kind runs as it is, the second one is captured.
+            dtypes, plain arguments), and replayed. ``"auto"`` times the first calls of a kind on a GPU and captures
+            them if the GPU waits for the host; a graph stays if its replays are at least 10 % faster, and the report
+            says both times. With True a call of a new kind runs as it is and the second one is captured, whatever
+            that gains; False forbids it.
             Anything that changes what a step does, an adapter, a hook or any plain attribute, is noticed. A step that
             cannot be captured runs as it is, and ``report.calls()`` says why. So do steps while
             gradients are enabled, weights are offloaded, or hooks sit inside of the denoiser.
+        graph_memory: The memory in GiB that CUDA graphs may take on a device, beyond what the steps took before. None
+            takes what there is for ``cuda_graph=True``, and at most a quarter of what is free for ``"auto"``.
         verify: Whether every kind of site is proven before it is patched, and again at first use on a device
             or dtype that was not there yet. Without it nothing is measured.
         strict: Whether everything that would make a matched module run stock, or with another provider than
@@ -89,7 +95,11 @@ def inject_optimized_kernels(
     """
     if numerics not in NUMERICS:
         raise ValueError(f"numerics={numerics!r}: choose one of {', '.join(NUMERICS)}")
-    switches = {"cuda_graph": cuda_graph, "verify": verify, "strict": strict, "dry_run": dry_run}
+    if cuda_graph != "auto" and not isinstance(cuda_graph, bool):
+        raise TypeError(f"cuda_graph={cuda_graph!r}: expected True, False or 'auto'")
+    if graph_memory is not None and (isinstance(graph_memory, bool) or not graph_memory > 0):
+        raise ValueError(f"graph_memory={graph_memory!r}: expected GiB, a number above 0, or None")
+    switches = {"verify": verify, "strict": strict, "dry_run": dry_run}
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected True or False")
@@ -103,8 +113,9 @@ def inject_optimized_kernels(
         flags = usable(Flags.of(liger), modules, report)
         rewriters = Rewriters(numerics, verify, trained_sites(flags))
         candidates = plan_modules(modules, config, selector, flags, rewriters, report)
-        if cuda_graph:
-            candidates += plan_graphs(modules, report)
+        by_time = cuda_graph == "auto"
+        if cuda_graph and (config.measures or not by_time):
+            candidates += plan_graphs(modules, report, by_time=by_time, memory=graph_memory)
         candidates = [candidate for candidate in candidates if choose_provider(candidate, report)]
         routes = _plan_routes(modules, attention, config, report, verify=verify, strict=strict)
         verifier = Verifier(numerics) if verify else None
@@ -223,5 +234,5 @@ def _restore_sites(sites: Sequence[Site]) -> int:
             if isinstance(site._state, Route):
                 count += site._state.undo()
             elif module is not None and isinstance(site._state, PatchState):
-                count += remove_patch(module, site._state)
+                count += remove_patch(module, site._state) and not site.waiting
     return count

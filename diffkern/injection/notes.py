@@ -37,6 +37,13 @@ def traced(report: str) -> str:
     return report
 
 
+def graph_decided(report: str, path: str, shape: str, reason: str) -> None:
+    """Says what was measured of the steps of a model, and what they are now: the latest of each shape."""
+    found, start = find_report(report), f"{path}, input {shape}: "
+    if found is not None:
+        found.notes[:] = [note for note in found.notes if not note.startswith(start)] + [start + reason]
+
+
 #: What was said aloud, by report, which may be gone by then.
 _warned: set[tuple[str, str]] = set()
 

@@ -25,7 +25,7 @@ from diffkern.injection.liger import loss_fusion, with_liger
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
-from diffkern.injection.state import PatchState, patch_state
+from diffkern.injection.state import PatchState, patch_state, patches
 from diffkern.matching import full_name, match
 from diffkern.matching.genuine import replaced_function, replacement
 from diffkern.providers import KERNEL_DTYPES
@@ -35,6 +35,8 @@ from diffkern.rewrite import OPS as REWRITE_OPS
 
 #: What the headline adds where fp8 was asked for in vain.
 NO_FP8_FORM = "no module here has a form in fp8: all compute as numerics='fast'"
+#: What a report says of a denoiser whose steps may become CUDA graphs.
+TIMED_AT_FIRST = "its first steps on the GPU are timed, and become CUDA graphs if the GPU waits for the host in them"
 #: Reasons for which a module is left alone, and which ``strict`` accepts.
 ALREADY_PATCHED, BY_CONFIG = "already patched by diffkern", "left alone by config"
 
@@ -154,23 +156,37 @@ def plan_modules(
     return candidates
 
 
-def plan_graphs(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[Candidate]:
-    """The denoisers whose steps can be captured, or at least may become so."""
+def plan_graphs(
+    modules: Mapping[str, nn.Module], report: InjectionReport, *, by_time: bool = False, memory: float | None = None
+) -> list[Candidate]:
+    """The denoisers whose steps can be captured, or at least may become so.
+
+    Args:
+        modules: The components by name.
+        report: Records why others are left alone, if graphs were asked for.
+        by_time: Whether times shall decide: then only denoisers that will run on a GPU count.
+        memory: GiB that graphs may take.
+    """
     candidates = []
+    option = Option(GraphFusion(by_time, memory), Rule(), "time" if by_time else "option")
     for name, module in modules.items():
         if not is_denoiser(name):
             continue
-        site = Site(name, full_name(type(module)), op="cuda_graph", how="option")
+        site = Site(name, full_name(type(module)), op=option.fusion.op, how=option.how, waiting=by_time)
         site._module = weakref.ref(module)
         dtypes, devices = (_dtype(module),), _likely_devices(module, module)[:1]
-        patched = patch_state(module)
-        reason = ALREADY_PATCHED if patched is not None and patched.fusion.op == site.op else None
-        reason = reason or _reason_to_leave(module, [_GRAPH], report.numerics, devices[0]) or hooks_inside(module)
+        graphs = [state.fusion for state in patches(module) if isinstance(state.fusion, GraphFusion)]
+        reason = ALREADY_PATCHED if any(by_time or not fusion.by_time for fusion in graphs) else None
+        reason = reason or _reason_to_leave(module, [option], report.numerics, devices[0]) or hooks_inside(module)
+        if by_time and (reason or devices[0].type != "cuda"):
+            continue
         if reason is not None:
             site.reason = reason
             report.skipped.append(site)
             continue
-        candidates.append(Candidate(module, site, [_GRAPH], dtypes, devices))
+        candidates.append(Candidate(module, site, [option], dtypes, devices))
+        if by_time:
+            report.notes.append(f"{name or site.class_name}: {TIMED_AT_FIRST}")
     return candidates
 
 
@@ -180,9 +196,6 @@ _NOT_READ = ("torch.", "transformers.", "peft.", "accelerate.", "torchao.", "bit
 
 def _is_read(module: str) -> bool:
     return module.startswith("transformers.models.") or not module.startswith(_NOT_READ)
-
-
-_GRAPH = Option(GraphFusion(), Rule(), "option")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class Site:
         reason: Why it was left alone or failed; for a patched site why the provider is not the first choice.
         measurements: The proofs that speak for this site; those made at first use are added as they run.
         revoked: Whether a proof at first use failed: then the module runs stock, for the reason given.
+        waiting: Whether the module is only watched: whether its steps become CUDA graphs, times decide.
     """
 
     path: str
@@ -44,6 +45,7 @@ class Site:
     reason: str = ""
     measurements: list[Measurement] = field(default_factory=list)
     revoked: bool = False
+    waiting: bool = False
     _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _state: Counts | None = field(default=None, repr=False, compare=False)
 
@@ -138,7 +140,7 @@ class InjectionReport:
     @property
     def patched(self) -> list[Site]:
         """Sites that this injection patched, also those :attr:`restored` since; :meth:`calls` says what ran fused."""
-        return [site for site in self._accepted if not site.revoked]
+        return [site for site in self._accepted if not site.revoked and not site.waiting]
 
     @property
     def restored(self) -> list[Site]:
@@ -204,7 +206,7 @@ class InjectionReport:
         """
         counts: dict[str, dict[str, Any]] = {}
         for site in self._accepted:
-            if site._state is not None:
+            if site._state is not None and not site.waiting:
                 counts[f"{site.path} ({site.op})".strip() if site.path in counts else site.path] = {
                     "fused": site._state.fused_calls,
                     "stock": sum(site._state.stock_calls.values()),

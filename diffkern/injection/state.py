@@ -368,9 +368,9 @@ def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
     return run(module, *args, **kwargs)
 
 
-def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a patched module without its topmost patch."""
-    state: PatchState | None = module.__dict__.get(ATTRIBUTE)
+def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], fusion: Fusion | None = None) -> Any:
+    """Runs a patched module as it would without the patch of ``fusion``, or the topmost one, and those over it."""
+    state = next((state for state in patches(module) if fusion is None or state.fusion is fusion), None)
     if state is None:  # restored by another thread
         return type(module).forward(module, *args, **kwargs)
     return _run_below(state, module, args, kwargs)

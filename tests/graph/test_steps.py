@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from diffkern.graph import capture as capture_module
 from diffkern.graph import steps
-from diffkern.graph.capture import CaptureError, describe
+from diffkern.graph.capture import CaptureError, GraphPool, describe
 from diffkern.graph.steps import (
     FIRST_CALL,
     MAX_CHANGES,
@@ -56,7 +56,9 @@ runs: list[int] = []
 class Recorded:
     """Stands for a captured step: the forward with the attributes that it had when it was captured."""
 
-    def __init__(self, run: Callable[[list[Any]], Any], leaves: list[Any]) -> None:
+    def __init__(
+        self, run: Callable[[list[Any]], Any], leaves: list[Any], pool: GraphPool, limit: int | None = None
+    ) -> None:
         run(leaves)  # Python runs once, at the capture
         self.model: Any = weakref.ref(current[0])
         self.scale = current[0].scale
@@ -164,7 +166,7 @@ def test_a_forward_that_keeps_state_now_and_then_is_found_out_by_its_capture() -
 def test_a_kind_that_cannot_be_captured_runs_as_it_is_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def fails(run: Any, leaves: Any) -> Any:
+    def fails(*args: Any) -> Any:
         tried.append(1)
         raise CaptureError("RuntimeError: operation not permitted when stream is capturing")
 
@@ -236,6 +238,11 @@ class Device:
                 if device.lost and self.name == "graph":
                     raise RuntimeError("operation failed due to a previous error during capture")
 
+            def pool(self) -> str:
+                if f"end {self.name}" not in device.log or device.lost:
+                    raise RuntimeError("called without a preceding successful capture")
+                return "pool"
+
             def reset(self) -> None:
                 device.log.append(f"reset {self.name}")
 
@@ -274,7 +281,7 @@ def test_a_capture_that_fails_is_ended_everywhere(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("\nCannot copy between CPU and CUDA tensors\nmore")
 
     with pytest.raises(CaptureError, match=r"^RuntimeError: Cannot copy between CPU and CUDA tensors$") as raised:
-        capture_module._capture(run, torch.device("cpu"))
+        capture_module._capture(run, torch.device("cpu"), GraphPool())
     assert raised.value.__context__ is None  # whose frames would hold the memory of the step
     assert torch.equal(torch.get_rng_state(), before)
     pools = ["_cuda_endAllocateToPool pool", "_cuda_releasePool pool"]
@@ -291,7 +298,7 @@ def test_an_interrupt_of_the_user_is_none_of_a_capture(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        capture_module._capture(run, torch.device("cpu"))
+        capture_module._capture(run, torch.device("cpu"), GraphPool())
     assert device.log[-2:] == ["reset spare", "synchronize"]
 
 
@@ -307,10 +314,10 @@ def test_an_interrupt_of_the_user_is_none_of_a_capture(monkeypatch: pytest.Monke
 def test_steps_that_a_replay_would_not_repeat(
     monkeypatch: pytest.MonkeyPatch, forward: Callable[[Tensor], Any], reason: str
 ) -> None:
-    monkeypatch.setattr(capture_module, "_capture", lambda run, device: (None, run()))
+    monkeypatch.setattr(capture_module, "_capture", lambda run, device, pool: (None, run()))
     x, state = torch.ones(2), torch.get_rng_state()
     with pytest.raises(CaptureError, match=f"^{reason}"):
-        capture_module.capture(lambda leaves: forward(leaves[0]), [x])
+        capture_module.capture(lambda leaves: forward(leaves[0]), [x], GraphPool())
     assert torch.equal(x, torch.ones(2)) and torch.equal(torch.get_rng_state(), state)
 
 

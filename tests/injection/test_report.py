@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,16 @@ def test_fp8_without_a_gpu_that_has_it_is_said_first() -> None:
     assert text.startswith("patched 0 modules") and "compute capability 8.9" in text and text.endswith("it runs stock")
 
 
-@pytest.mark.parametrize("name", ["cuda_graph", "verify", "strict", "dry_run"])
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_graphs_are_forced_forbidden_or_decided_by_time(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"cuda_graph={value!r}: expected True, False or 'auto'"):
+        inject_optimized_kernels(nn.LayerNorm(4), cuda_graph=value)
+    for wrong in (0, -1.5, True):
+        with pytest.raises(ValueError, match=f"graph_memory={wrong!r}: expected GiB"):
+            inject_optimized_kernels(nn.LayerNorm(4), graph_memory=wrong)
+
+
+@pytest.mark.parametrize("name", ["verify", "strict", "dry_run"])
 def test_switches_are_true_or_false(name: str) -> None:
     model = tiny_ltx(layers=1)
     before = dict(vars(model.norm_out))
