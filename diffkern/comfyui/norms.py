@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from diffkern.blocks.pieces import plain, untouched
 from diffkern.comfyui.cast import weight_and_bias
 from diffkern.matching import TABLE, NormSemantics, full_name
+from diffkern.rewrite.facts import NORM_SOURCES
 from diffkern.verify.samples import bare, random_input
 
 _TORCH = "torch.nn.modules.normalization"
@@ -74,7 +76,24 @@ def _kind_by_probe(module: Any) -> str | None:
 _kind_by_probe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def norm_semantics(module: nn.Module) -> NormSemantics | None:
+    """What one of these norms computes, for rules that look for norms; its weights are read by :func:`readable`."""
+    if not hasattr(module, "normalized_shape"):
+        return None
+    kind = norm_kind(module)
+    return None if kind is None else _SEMANTICS[kind]
+
+
 def readable(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
     """Returns weight and bias of a norm as kernels can read them beside ``x``; None if they cannot."""
     parameters = weight_and_bias(module, x)
     return parameters if all(p is None or plain(p, x.device) for p in parameters) else None
+
+
+_SEMANTICS = {
+    _OPS[entry.op]: replace(entry, reader=readable)
+    for name in ("LayerNorm", "RMSNorm")
+    for entry in (TABLE[f"{_TORCH}.{name}"],)
+    if isinstance(entry, NormSemantics)
+}
+NORM_SOURCES.append(norm_semantics)

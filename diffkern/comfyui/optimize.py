@@ -13,9 +13,10 @@ from torch import nn
 
 from diffkern.comfyui import kitchen_backend, patcher
 from diffkern.comfyui.fusion import ComfyFusion, prove
-from diffkern.comfyui.patcher import Patch, conflict, own_modules
+from diffkern.comfyui.patcher import Patch, RecipePatch, conflict, own_modules
 from diffkern.comfyui.recipe import FAMILIES, ComfyRecipe
 from diffkern.comfyui.recipes import find_recipe
+from diffkern.comfyui.rewrites import ComfyRewriter
 from diffkern.injection import InjectionError, InjectionReport
 from diffkern.injection.report import Site
 from diffkern.matching import full_name
@@ -137,40 +138,56 @@ def _plan(
     device: torch.device,
 ) -> dict[str, Patch]:
     verifier = Verifier("exact" if exact else "fast")
+    rewriter = ComfyRewriter("exact" if exact else "fast", provider, families)
     patches: dict[str, Patch] = {}
     known = selected = 0
+    covered = ""
     for path, module in own_modules(model, DENOISER, model.model.diffusion_model):
         found = find_recipe(module)
         if found is None:
-            continue
+            # A recipe computes the norms inside of its module itself.
+            rewritten = None if covered and path.startswith(covered) else rewriter.patch(module)
+            if rewritten is None:
+                continue
+        else:
+            covered = f"{path}."
         known += 1
         if not selects(blocks, path):
             continue
         selected += 1
-        if found.recipe is not None and not found.recipe.families & families:
+        site = Site(path, full_name(type(module)), how="source" if found is None else found.how)
+        reason = conflict(model, path, module)
+        patch: Patch | None
+        if found is None:
+            site.op, site.measurements = rewritten.op, rewritten.measurements
+            refusal = "" if reason else rewriter.prove_ahead(rewritten, device, dtype)
+            patch = None if refusal else rewritten
+            site.reason = refusal
+        elif found.recipe is None:
+            patch, reason = None, found.reason or reason
+        elif not found.recipe.families & families:
             continue
-        site = Site(path, full_name(type(module)), how=found.how)
-        reason = found.reason or conflict(model, path, module)
-        if found.recipe is not None and not reason:
+        else:
             site.op = found.recipe.op
             recipe = found.recipe.for_numerics("exact" if exact else "fast")
-            patch = _first_that_passes(recipe.of(families), module, provider, verifier, dtype, device, site)
-            if patch is not None:
-                site._state = patch  # it counts its calls as a patch state does
-                patches[path] = patch
-                report._accepted.append(site)
-                continue
-            if site.measurements or site.reason:
-                report._rejected.append(site)
-                continue
-            reason = "nothing of it can be fused without changing a bit"
-        site.reason = reason or ""
-        report.skipped.append(site)
+            variants = iter(()) if reason else recipe.of(families)
+            patch = _first_that_passes(variants, module, provider, verifier, dtype, device, site)
+        if reason:
+            site.reason = reason
+            report.skipped.append(site)
+        elif patch is not None:
+            site._state = patch.counts
+            patches[path] = patch
+            report._accepted.append(site)
+        elif exact and found is None or not (site.measurements or site.reason):
+            site.reason = "nothing of it can be fused without changing a bit"
+            report.skipped.append(site)
+        else:
+            report._rejected.append(site)
     if known and not selected:
         raise ValueError(f"blocks={blocks!r} fits none of the {known} modules that could be optimized")
     if not known:
-        served = "LTX-Video, LTX-2, Flux, HunyuanVideo and Wan are served"
-        report.notes.append(f"{report.target} has no module that diffkern knows: {served}")
+        report.notes.append(f"{report.target} has no module that diffkern knows, and no rule finds anything in one")
     return patches
 
 
@@ -200,7 +217,7 @@ def _first_that_passes(
             without.append(f"not {' and '.join(sorted(recipe.chosen))}: {failed.reason}")
             continue
         site.reason = "; ".join(filter(None, (choice.describe(), *without)))
-        return Patch(module, fusion, provider, verifier, frozenset({device}))
+        return RecipePatch(module, fusion, provider, verifier, frozenset({device}))
     return None
 
 

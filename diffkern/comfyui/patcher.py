@@ -8,6 +8,7 @@ another model (for compiling, for a second GPU) gets patches for that model's mo
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from types import MethodType
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from diffkern.comfyui.fusion import ComfyFusion, prove
 from diffkern.comfyui.rope import one_model_call
+from diffkern.injection.counts import CallCounts
 from diffkern.verify.proof import Verifier
 
 #: Under which callbacks and wrappers of ours are known to the model patcher.
@@ -31,8 +34,61 @@ _ON_CLONE, ON_CLEANUP = "on_clone", "on_cleanup"
 _log = logging.getLogger("diffkern")
 
 
-class Patch:
+class Patch(ABC):
     """The forward of one module.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        stock: The forward that the fused one was proven against.
+        counts: Calls that ran fused, and stock by reason; of the fused ones, the parts that ran stock.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.stock = type(module).forward
+        self.counts = CallCounts()
+
+    @property
+    def fused_calls(self) -> int:
+        """Calls that ran fused."""
+        return self.counts.fused_calls
+
+    @property
+    def stock_calls(self) -> Counter[str]:
+        """Calls that ran the stock forward, by reason."""
+        return self.counts.stock_calls
+
+    @property
+    def stock_pieces(self) -> Counter[str]:
+        """Of the fused calls, those in which a part ran stock, by part."""
+        return self.counts.stock_pieces
+
+    @abstractmethod
+    def on(self, module: nn.Module) -> Patch:
+        """Returns the same patch for a module of the same kind in another model."""
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs fused where the guards allow it, and the class's own forward everywhere else."""
+
+    def run_stock(self, reason: str | None, *args: Any, **kwargs: Any) -> Any:
+        """Runs the class's own forward, and counts that if there is a reason."""
+        if reason is not None and not torch.compiler.is_compiling():
+            self.counts.add_stock(reason)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def replaced(self) -> str | None:
+        """Notices nodes that give a module another class, or its class another forward, after this one ran."""
+        forward = type(self.module).forward
+        if forward is self.stock:
+            return None
+        return f"its class has another forward since it was optimized: {_describe(forward)}"
+
+
+class RecipePatch(Patch):
+    """The forward of a module with a recipe.
 
     Args:
         module: The module.
@@ -40,12 +96,6 @@ class Patch:
         provider: The provider that is forced, or None to choose.
         verifier: Proves the first call on a device that was not proven before.
         proven: Devices that are.
-
-    Attributes:
-        stock: The forward that the fused one was proven against.
-        fused_calls: Calls that ran fused.
-        stock_calls: Calls that ran the stock forward, by reason.
-        stock_pieces: Of the fused calls, those in which a part ran stock, by part.
     """
 
     def __init__(
@@ -56,54 +106,38 @@ class Patch:
         verifier: Verifier,
         proven: frozenset[torch.device] = frozenset(),
     ) -> None:
-        self.module = module
-        self.stock = type(module).forward
+        super().__init__(module)
         self.fusion = fusion
         self.provider = provider
         self.verifier = verifier
         self.proven = proven
         self.revoked: str | None = None
-        self.fused_calls = 0
-        self.stock_calls: Counter[str] = Counter()
-        self.stock_pieces: Counter[str] = Counter()
 
+    @override
     def on(self, module: nn.Module) -> Patch:
-        """Returns the same patch for a module of the same kind in another model."""
-        return Patch(module, self.fusion, self.provider, self.verifier, self.proven)
+        return RecipePatch(module, self.fusion, self.provider, self.verifier, self.proven)
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs fused where the guards allow it, and the class's own forward everywhere else."""
         call = self.fusion.bind(args, kwargs)
-        stock = self._admit(call)
-        if call is None or stock is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self.fusion.compute(self.module, call, self.provider, stock)
+        reason = self._refusal(call)
+        if call is None or reason is not None:
+            return self.run_stock(reason, *args, **kwargs)
+        pieces = self.fusion.stock_pieces(self.module, call)
+        if not torch.compiler.is_compiling():  # counters stay out of the graph
+            self.counts.add_pieces(pieces)
+            self.counts.add_fused()
+        return self.fusion.compute(self.module, call, self.provider, pieces)
 
-    def _admit(self, call: Any) -> tuple[str, ...] | None:
-        """The parts of this call that run stock, or None if all of it does."""
-        fusion, module = self.fusion, self.module
-        reason = self.revoked or self._replaced() or fusion.declines(module, call)
+    def _refusal(self, call: Any) -> str | None:
+        """Why all of a call runs stock, or None."""
+        fusion = self.fusion
+        reason = self.revoked or self.replaced() or fusion.declines(self.module, call)
+        if reason is not None or fusion.primary_input(call).device in self.proven:
+            return reason
         if torch.compiler.is_compiling():
-            # Counters and proofs stay out of the graph; what is not proven yet is traced as stock.
-            if reason is not None or fusion.primary_input(call).device not in self.proven:
-                return None
-            return fusion.stock_pieces(module, call)
-        if reason is None and fusion.primary_input(call).device not in self.proven:
-            reason = self._prove(fusion.primary_input(call).device)
-        if reason is not None:
-            self.stock_calls[reason] += 1
-            return None
-        pieces = fusion.stock_pieces(module, call)
-        self.stock_pieces.update(pieces)
-        self.fused_calls += 1
-        return pieces
-
-    def _replaced(self) -> str | None:
-        """Notices nodes that give a module another class, or its class another forward, after this one ran."""
-        forward = type(self.module).forward
-        if forward is self.stock:
-            return None
-        return f"its class has another forward since it was optimized: {_describe(forward)}"
+            return "not proven yet"  # proofs stay out of the graph
+        return self._prove(fusion.primary_input(call).device)
 
     def _prove(self, device: torch.device) -> str | None:
         """Proves a device that the node did not see, such as a second GPU, at the first call there."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class NormSemantics:
             last dimension, written contiguously and permuted back.
         mixed_dtypes: Whether parameters of another dtype than the input belong to the class's contract.
             ``F.layer_norm`` accepts some mixes on some devices only, and raises for the rest.
+        reader: Reads weight and bias for an input, where a library casts or moves them at every call; it returns None
+            where kernels cannot read them. None: they are plain parameters.
     """
 
     op: Literal["rms_norm", "layer_norm", "group_norm"]
@@ -50,6 +53,7 @@ class NormSemantics:
     clamp_eps: bool = False
     layout: Literal["contiguous", "preserve", "channels_last"] = "preserve"
     mixed_dtypes: bool = True
+    reader: Callable[[Any, Any], tuple[Any, Any] | None] | None = None
 
 
 @dataclass(frozen=True)

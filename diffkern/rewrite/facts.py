@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -61,6 +62,8 @@ _GROUP_NORMS: dict[str, Path] = {
     "diffusers.models.autoencoders.autoencoder_kl_cosmos.CosmosCausalGroupNorm": ("norm",),
     "diffusers.models.autoencoders.autoencoder_kl_mochi.MochiChunkedGroupNorm3D": ("norm_layer",),
 }
+#: Say what the norms of libraries compute that the tables do not know; None for any other module.
+NORM_SOURCES: list[Callable[[nn.Module], NormSemantics | None]] = []
 
 
 class Facts:
@@ -239,8 +242,10 @@ def norm_of(module: nn.Module) -> tuple[str, NormSemantics] | None:
     if full_name(type(module)) in _GROUP_NORMS:
         held = child_of(module, group_norm_path(module))
         return (GROUPS, _GROUP_NORM) if type(held) is nn.GroupNorm else None
-    found = match(module)
-    semantics = None if found is None else found.semantics
+    semantics = next(filter(None, (source(module) for source in NORM_SOURCES)), None)
+    if semantics is None:
+        found = match(module)
+        semantics = None if found is None else found.semantics
     if semantics is None or semantics.layout == "channels_last" or semantics.weight_offset:
         return None
     dim = getattr(module, semantics.dim, None) if isinstance(semantics.dim, str) else semantics.dim

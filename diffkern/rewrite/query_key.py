@@ -35,6 +35,8 @@ class QueryKey:
                 return
             match = found
         streams = [sum(part.startswith(name) for part in match.modules) for name in ("q_norm", "k_norm")]
+        if match.operands["q0"].node is match.operands["k0"].node:
+            return  # two calls that read one query, such as attention to two texts
         if streams[0] == streams[1]:
             yield match
 

@@ -105,10 +105,6 @@ class FusedSite:
             semantics = None if child is None else norm_of(child)
             if semantics is not None:
                 self.norms[name] = semantics[1]
-        self._parameters: tuple[tuple[str, str], ...] = ()
-        if self._semantics is not None:
-            named = {"weight": self._semantics.weight, "bias": self._semantics.bias}
-            self._parameters = tuple([(name, at) for name, at in named.items() if at is not None])
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
@@ -160,10 +156,10 @@ class FusedSite:
         if self.over != LAST_DIM:  # parameters may be laid out for one number of dimensions
             signature += tuple([leaf.ndim for leaf in leaves if isinstance(leaf, Tensor)])
         for name, semantics in self.norms.items():
-            if semantics.weight is not None:
+            if semantics.weight is not None and semantics.reader is None:
                 parameter = _parameter(_norm_of_site(self, module, name), semantics.weight)
                 signature = *signature, None if parameter is None else parameter.dtype
-        if self._semantics is None or self._semantics.weight is None:
+        if self._semantics is None or self._semantics.weight is None or self._semantics.reader is not None:
             return signature
         weight = _parameter(child_of(module, self._holder), self._semantics.weight)  # type: ignore[arg-type]
         return *signature, None if weight is None else weight.dtype
@@ -203,15 +199,15 @@ class FusedSite:
         """The operands of the op by name: leaves, or views of them."""
         return dict(zip(self.plan.names, self._operands(module, *leaves), strict=True))
 
-    def norm_arguments(self, module: nn.Module) -> dict[str, Any]:
-        """What the op needs to know of the norm, read from the module at every call."""
+    def norm_arguments(self, module: nn.Module, x: Tensor) -> dict[str, Any] | None:
+        """What the op needs to know of the norm, read from the module at every call; None if kernels cannot read it."""
         semantics = self._semantics
         if semantics is None:
             return {}
         norm: Any = child_of(module, self._holder)  # type: ignore[arg-type]
-        eps: Any = semantics.eps
-        eps = getattr(norm, eps) if type(eps) is str else eps
-        arguments: dict[str, Any] = {"eps": eps}
+        arguments = _read_norm(norm, semantics, x)
+        if arguments is None:
+            return None
         if self.over == GROUPS:
             arguments["num_groups"] = norm.num_groups
             arguments["frames"] = frames_of(child_of(module, self._norm_path))  # type: ignore[arg-type]
@@ -219,10 +215,6 @@ class FusedSite:
             arguments["norm"] = "rms" if semantics.op == "rms_norm" else "layer"
         else:
             arguments["eps_mode"] = "clamp" if semantics.clamp_eps else "add"
-        for name, attribute in self._parameters:
-            value = _parameter(norm, attribute)
-            if isinstance(value, Tensor):  # Wan's norms have the number 0 where they have no bias
-                arguments[name] = value
         return arguments
 
     def run_norm(self, module: nn.Module, x: Tensor, dtype: torch.dtype | str) -> Tensor:
@@ -236,6 +228,22 @@ def _parameter(norm: Any, name: str) -> Any:
     """A parameter or whatever stands there by its name; None if there is none. ``getattr`` takes ten times as long."""
     parameters = norm._parameters
     return parameters[name] if name in parameters else getattr(norm, name, None)
+
+
+def _read_norm(norm: Any, semantics: NormSemantics, x: Tensor) -> dict[str, Any] | None:
+    """Weight, bias and eps of a norm for an input ``x``; None where kernels cannot read them."""
+    eps = getattr(norm, semantics.eps) if type(semantics.eps) is str else semantics.eps
+    arguments: dict[str, Any] = {"eps": eps}
+    if semantics.reader is not None:
+        parameters = semantics.reader(norm, x)
+        if parameters is None:
+            return None
+    else:
+        names = semantics.weight, semantics.bias
+        parameters = tuple([None if name is None else _parameter(norm, name) for name in names])
+    # Wan's norms have the number 0 where they have no bias.
+    arguments.update({name: p for name, p in zip(("weight", "bias"), parameters, strict=True) if isinstance(p, Tensor)})
+    return arguments
 
 
 def signature_of(leaves: tuple[Any, ...]) -> Signature:
@@ -282,10 +290,11 @@ def _constant(leaf: Any) -> Any:
 def _norm_modulate(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
-    if way.calls_norm is not None:
-        x = site.run_norm(module, operands.pop("x"), way.calls_norm)
+    arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
+    if arguments is None:
+        x = site.run_norm(module, operands.pop("x"), way.calls_norm or "same")
         return ops.norm_modulate(x, **operands, **{**way.options, "norm": None}, provider=provider)
-    return ops.norm_modulate(**operands, **{**site.norm_arguments(module), **way.options}, provider=provider)
+    return ops.norm_modulate(**operands, **{**arguments, **way.options}, provider=provider)
 
 
 def _gate_residual(
@@ -298,13 +307,13 @@ def _gate_residual_norm_modulate(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> tuple[Tensor, Tensor]:
     operands, options = _ordered(operands), dict(way.options)
-    if way.calls_norm is None:
-        options = {**site.norm_arguments(module), **options}
-        return ops.gate_residual_norm_modulate(**operands, **options, provider=provider)
+    arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
+    if arguments is not None:
+        return ops.gate_residual_norm_modulate(**operands, **{**arguments, **options}, provider=provider)
     modulation = {name: operands.pop(name) for name in ("scale", "shift") if name in operands}
     gating = {name: options[name] for name in ("gate_activation", "rounding") if name in options}
     residual = ops.gate_residual(**operands, **gating, out_dtype=options["residual_dtype"], provider=provider)
-    y = site.run_norm(module, residual, way.calls_norm)
+    y = site.run_norm(module, residual, way.calls_norm or "same")
     if not modulation:
         return residual, y.to(options["out_dtype"])
     rest = {name: options[name] for name in ("scale_offset", "rounding", "out_dtype") if name in options}
@@ -325,7 +334,8 @@ def _linear_gelu(
 def _group_norm_silu(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
-    arguments, x = site.norm_arguments(module), operands["x"]
+    x = operands["x"]
+    arguments = site.norm_arguments(module, x) or {}
     if "scale" not in operands:
         return ops.group_norm_silu(x, **arguments, **way.options, provider=provider)
     # Modulation is an affine map of each channel, as weight and bias are: one of each sample, if samples are channels.
@@ -351,24 +361,12 @@ def _group_norm_silu(
 def _channel_rms_norm_silu(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
-    return ops.channel_rms_norm_silu(**operands, **site.norm_arguments(module), **way.options, provider=provider)
+    arguments = site.norm_arguments(module, operands["x"]) or {}
+    return ops.channel_rms_norm_silu(**operands, **arguments, **way.options, provider=provider)
 
 
 def _norm_of_site(site: FusedSite, module: nn.Module, name: str) -> Any:
     return child_of(module, site.plan.modules[name])
-
-
-def _norm_arguments(site: FusedSite, module: nn.Module, name: str) -> dict[str, Any]:
-    """What the op needs to know of one of several norms, read from the module at every call."""
-    norm, semantics = _norm_of_site(site, module, name), site.norms[name]
-    eps = getattr(norm, semantics.eps) if isinstance(semantics.eps, str) else semantics.eps
-    arguments: dict[str, Any] = {"norm": "rms" if semantics.op == "rms_norm" else "layer", "eps": eps}
-    for parameter in ("weight", "bias"):
-        attribute = getattr(semantics, parameter)
-        value = None if attribute is None else _parameter(norm, attribute)
-        if isinstance(value, Tensor):
-            arguments[parameter] = value
-    return arguments
 
 
 def _qk_norm_rope(
@@ -391,14 +389,20 @@ def _qk_norm_rope(
             cos_k = sin_k = None
         heads = q.shape[-2] if form.across_heads else None
         flat = [x.flatten(-2) if heads else x for x in (q, k)]
-        if way.calls_norm is None:
-            norm, other = (_norm_arguments(site, module, f"{side}_norm{i}") for side in "qk")
-            parameters = [arguments.pop(name, None) for name in ("weight", "bias") for arguments in (norm, other)]
-            if norm != other:
+        names = [f"{side}_norm{i}" for side in "qk"]
+        read = [
+            None if way.calls_norm is not None else _read_norm(_norm_of_site(site, module, name), site.norms[name], x)
+            for name, x in zip(names, flat, strict=True)
+        ]
+        if read[0] is not None and read[1] is not None:
+            parameters = [arguments.pop(name, None) for name in ("weight", "bias") for arguments in read]
+            kinds = {site.norms[name].op for name in names}
+            if read[0] != read[1] or len(kinds) > 1:
                 raise ValueError("the norms of queries and keys are of different kinds")
-            named = dict(zip(("q_weight", "k_weight", "q_bias", "k_bias"), parameters, strict=True), **norm)
+            named = dict(zip(("q_weight", "k_weight", "q_bias", "k_bias"), parameters, strict=True), **read[0])
+            named["norm"] = "rms" if kinds == {"rms_norm"} else "layer"
         else:
-            flat = [_norm_of_site(site, module, f"{side}_norm{i}")(x) for side, x in zip("qk", flat, strict=True)]
+            flat = [_norm_of_site(site, module, name)(x) for name, x in zip(names, flat, strict=True)]
             flat, heads, named = [y.view_as(x) for y, x in zip(flat, (q, k), strict=True)], None, {"norm": None}
         pairing = (
             {} if cos is None else {"cos": cos, "sin": sin, "pairing": form.pairing, "cos_k": cos_k, "sin_k": sin_k}

@@ -1,0 +1,142 @@
+"""Modules of ComfyUI that have no recipe: the rules of :mod:`diffkern.rewrite` find what can be fused in their source."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.comfyui.patcher import Patch
+from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, in_training
+from diffkern.comfyui.stand_in import shell
+from diffkern.providers import NoProviderError, select
+from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
+from diffkern.rewrite.facts import Path
+from diffkern.rewrite.reference import clone_for_verification
+from diffkern.rewrite.rules import RULES
+from diffkern.rewrite.verify import SiteVerifier
+from diffkern.verify.measures import Measurement
+
+#: Ops by the family that switches them.
+_FAMILIES = {
+    op: QK_NORM_ROPE if op in ("qk_norm_rope", "rope") else MODULATION for op in {rule.op for rule in RULES}
+}
+
+
+class RewritePatch(Patch):
+    """The rewritten forward of a module; each of its sites decides for itself at every call."""
+
+    def __init__(self, module: nn.Module, rewriters: ComfyRewriter, rewritten: Rewritten) -> None:
+        super().__init__(module)
+        self._rewriters, self._rewritten = rewriters, rewritten
+        #: The proofs that speak for it.
+        self.measurements: list[Measurement] = []
+        rewriters.patches[id(module)] = self
+
+    @override
+    def on(self, module: nn.Module) -> Patch:
+        return RewritePatch(module, self._rewriters, self._rewritten)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        reason = self.replaced() or ("ComfyUI is training" if in_training() else None)
+        if reason is not None:
+            return self.run_stock(reason, *args, **kwargs)
+        return self._rewritten.function(self.module, *args, **kwargs)
+
+    @property
+    def op(self) -> str:
+        """The first op of its sites, and how many others there are."""
+        first, *others = dict.fromkeys([site.plan.rule.op for site in self.sites])
+        return f"{first} + {len(others)} more" if others else first
+
+    @property
+    def sites(self) -> tuple[FusedSite, ...]:
+        """The sites that may run fused."""
+        return tuple([site for site in self._rewritten.sites if site.plan.index not in self._rewritten.guard.disabled])
+
+
+class ComfyRewriter:
+    """Rewrites the modules of one model.
+
+    Proofs run on copies of the norms with random weights: those of the model may be quantised, streamed, or not loaded.
+
+    Args:
+        numerics: ``"fast"`` or ``"exact"``.
+        provider: The provider that is forced, or None to choose.
+        families: What to fuse.
+
+    Attributes:
+        patches: The patches by the number of their module, which they keep.
+    """
+
+    def __init__(self, numerics: str, provider: str | None, families: frozenset[str]) -> None:
+        self.patches: weakref.WeakValueDictionary[int, RewritePatch] = weakref.WeakValueDictionary()
+        off = [op for op, family in _FAMILIES.items() if family not in families]
+        self._provider = provider
+        self._rewriter = Rewriter(numerics, provider, off=off, observer=self._count)
+        self._verify = SiteVerifier(numerics)
+
+    def patch(self, module: nn.Module) -> RewritePatch | None:
+        """Returns the patch of a module; None if no rule finds anything in its forward."""
+        rewritten = self._rewriter.rewrite(module)
+        if isinstance(rewritten, str):
+            return None
+        for site in rewritten.sites:
+            site.on_new_signature = self._prove
+        patch = RewritePatch(module, self, rewritten)
+        return patch if patch.sites else None
+
+    def prove_ahead(self, patch: RewritePatch, device: torch.device, dtype: torch.dtype) -> str:
+        """Proves the sites of a patch for the operands that they will probably have; says why none of them may run.
+
+        Raises:
+            NoProviderError: the provider that is forced serves none of the ops.
+        """
+        refused = []
+        for site in patch.sites:
+            try:
+                select(site.plan.rule.op, device, (dtype,), self._provider)
+            except NoProviderError as error:
+                refused.append(str(error))
+                continue
+            prove_ahead(site, _bare(patch.module, site, device, dtype), device, dtype)
+            patch.measurements += [proof for proof in site.proofs.values() if proof.passed]
+            if site.ways and not any(site.ways.values()):
+                refused.append(f"{site}: {next(iter(site.reasons.values()))}")
+        return refused[0] if len(refused) == len(patch.sites) else ""
+
+    def _prove(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Any:
+        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+        copy = module if first is None else _bare(module, site, first.device, first.dtype)
+        way = self._verify(site, copy, leaves)
+        patch = self.patches.get(id(module))
+        if way is not None and patch is not None:
+            patch.measurements.append(site.proofs[site.signature(module, leaves)])
+        return way
+
+    def _count(self, module: nn.Module, reason: str | None) -> None:
+        patch = self.patches.get(id(module))
+        if patch is None:  # a proof
+            return
+        if reason is None:
+            patch.counts.add_fused()
+        else:
+            patch.counts.add_stock(reason)
+
+
+def _bare(module: nn.Module, site: FusedSite, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """A copy of a module in which what a site computes has random weights, and nothing that ComfyUI put on it."""
+    paths: list[Path] = list(site.plan.modules.values())
+    copy = clone_for_verification(module, paths)
+    for path in paths:
+        parent = copy
+        for name in path[:-1]:
+            parent = parent._modules[name]  # type: ignore[assignment]
+        child = parent._modules.get(path[-1])
+        if child is not None:
+            parent._modules[path[-1]] = shell(child, device, dtype)
+    return copy
