@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diffkern.comfyui.rope import rotary_tables, unfit_matrices
+from diffkern.cache.rotary import rotary_tables, unfit_matrices
 from diffkern.ops import norm_modulate, qk_norm_rope, rope
 from diffkern.providers import KERNEL_DTYPES
 

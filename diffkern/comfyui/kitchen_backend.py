@@ -18,7 +18,7 @@ from torch import nn
 from diffkern.comfyui.kitchen import FUNCTIONS, KitchenBackend, unfit
 from diffkern.comfyui.kitchen_fusion import KitchenFusion
 from diffkern.comfyui.patcher import APPLY_MODEL, ON_CLEANUP
-from diffkern.comfyui.rope import one_model_call
+from diffkern.cache.rotary import one_model_call
 from diffkern.injection import InjectionReport
 from diffkern.injection.counts import CallCounts
 from diffkern.providers import NoProviderError, select

@@ -179,7 +179,7 @@ def _plan(
             site._state = patch.counts
             patches[path] = patch
             report._accepted.append(site)
-        elif exact and found is None or not (site.measurements or site.reason):
+        elif (exact and found is None) or not (site.measurements or site.reason):
             site.reason = "nothing of it can be fused without changing a bit"
             report.skipped.append(site)
         else:

@@ -19,7 +19,7 @@ from torch import nn
 from typing_extensions import override
 
 from diffkern.comfyui.fusion import ComfyFusion, prove
-from diffkern.comfyui.rope import one_model_call
+from diffkern.cache.rotary import one_model_call
 from diffkern.injection.counts import CallCounts
 from diffkern.verify.proof import Verifier
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from diffkern.comfyui.norms import norm_kind, readable
-from diffkern.comfyui.rope import Tables
+from diffkern.cache.rotary import Tables
 from diffkern.ops import qk_norm_rope
 
 

@@ -21,10 +21,6 @@ _RECIPES = {
     "comfy.ldm.lightricks.av_model.BasicAVTransformerBlock": (f"{__package__}.ltx_av_block", "RECIPE"),
     "comfy.ldm.flux.layers.DoubleStreamBlock": (f"{__package__}.flux", "DOUBLE"),
     "comfy.ldm.flux.layers.SingleStreamBlock": (f"{__package__}.flux", "SINGLE"),
-    "comfy.ldm.wan.model.WanSelfAttention": (f"{__package__}.wan_attention", "SELF"),
-    "comfy.ldm.wan.model.WanT2VCrossAttention": (f"{__package__}.wan_attention", "TEXT"),
-    "comfy.ldm.wan.model.WanI2VCrossAttention": (f"{__package__}.wan_attention", "IMAGE"),
-    "comfy.ldm.wan.model.WanAttentionBlock": (f"{__package__}.wan_block", "RECIPE"),
 }
 
 

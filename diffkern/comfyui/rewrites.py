@@ -1,4 +1,4 @@
-"""Modules of ComfyUI that have no recipe: the rules of :mod:`diffkern.rewrite` find what can be fused in their source."""
+"""Modules of ComfyUI without a recipe: the rules of :mod:`diffkern.rewrite` find in their source what can be fused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.comfyui.patcher import Patch
-from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, in_training
+from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, in_training, plain_arithmetic
 from diffkern.comfyui.stand_in import shell
 from diffkern.providers import NoProviderError, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
@@ -21,9 +21,7 @@ from diffkern.rewrite.verify import SiteVerifier
 from diffkern.verify.measures import Measurement
 
 #: Ops by the family that switches them.
-_FAMILIES = {
-    op: QK_NORM_ROPE if op in ("qk_norm_rope", "rope") else MODULATION for op in {rule.op for rule in RULES}
-}
+_FAMILIES = {op: QK_NORM_ROPE if op in ("qk_norm_rope", "rope") else MODULATION for op in {rule.op for rule in RULES}}
 
 
 class RewritePatch(Patch):
@@ -78,7 +76,7 @@ class ComfyRewriter:
         off = [op for op, family in _FAMILIES.items() if family not in families]
         self._provider = provider
         self._rewriter = Rewriter(numerics, provider, off=off, observer=self._count)
-        self._verify = SiteVerifier(numerics)
+        self._verify = SiteVerifier(numerics, in_float64=plain_arithmetic)
 
     def patch(self, module: nn.Module) -> RewritePatch | None:
         """Returns the patch of a module; None if no rule finds anything in its forward."""
@@ -96,7 +94,7 @@ class ComfyRewriter:
         Raises:
             NoProviderError: the provider that is forced serves none of the ops.
         """
-        refused = []
+        refused: list[str] = []
         for site in patch.sites:
             try:
                 select(site.plan.rule.op, device, (dtype,), self._provider)
@@ -104,18 +102,18 @@ class ComfyRewriter:
                 refused.append(str(error))
                 continue
             prove_ahead(site, _bare(patch.module, site, device, dtype), device, dtype)
-            patch.measurements += [proof for proof in site.proofs.values() if proof.passed]
             if site.ways and not any(site.ways.values()):
                 refused.append(f"{site}: {next(iter(site.reasons.values()))}")
+        patch.measurements[:] = [p for site in patch.sites for p in site.proofs.values() if p.passed]
         return refused[0] if len(refused) == len(patch.sites) else ""
 
     def _prove(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Any:
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
         copy = module if first is None else _bare(module, site, first.device, first.dtype)
         way = self._verify(site, copy, leaves)
-        patch = self.patches.get(id(module))
-        if way is not None and patch is not None:
-            patch.measurements.append(site.proofs[site.signature(module, leaves)])
+        for patch in self.patches.values() if way is not None else ():
+            if site in patch.sites:
+                patch.measurements.append(site.proofs[site.signature(module, leaves)])
         return way
 
     def _count(self, module: nn.Module, reason: str | None) -> None:

@@ -23,7 +23,8 @@ VIEWS = _words(
 CASTS = frozenset(["to", "float", "half", "bfloat16", "double", "type_as", "type"])
 #: Attributes that tell about a tensor without reading its data.
 METADATA = frozenset(["shape", "dtype", "ndim", "device", "itemsize", "layout", "is_cuda", "requires_grad", "names"])
-_BUILTINS = _words(
+#: Functions of Python that leave their arguments alone.
+BUILTINS = _words(
     "len int float bool str tuple list dict set range zip enumerate isinstance hasattr getattr type min max "
     "sum abs round sorted reversed print repr map all any callable slice ValueError TypeError RuntimeError"
 )
@@ -39,6 +40,7 @@ class Effects:
         receiver: The name of the module in it.
         is_pure_child: Whether a call of a child of ``self`` leaves its arguments alone, as norms and activations do.
         is_fresh_child: Whether such a call returns a new tensor, as norms and linear layers do.
+        is_pure_function: Whether a global function only reads its arguments.
     """
 
     def __init__(
@@ -47,17 +49,19 @@ class Effects:
         receiver: str,
         is_pure_child: Callable[[ast.expr], bool],
         is_fresh_child: Callable[[ast.expr], bool] = lambda callee: False,
+        is_pure_function: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self._flow = flow
         self._receiver = receiver
         self._is_fresh_child = is_fresh_child
         self._is_pure_child = is_pure_child
+        self._is_pure_function = is_pure_function
         self._roots: dict[Definition, frozenset[object]] = {}
 
     def is_side_effect_free(self, node: ast.expr) -> bool:
         """Whether an expression may be evaluated at another time, as long as its names mean the same."""
         for part in ast.walk(node):
-            if isinstance(part, ast.Call) and not self._is_pure_method(part):
+            if isinstance(part, ast.Call) and not (self._is_pure_method(part) or self.is_pure_helper(part)):
                 return False
             if isinstance(part, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda, ast.IfExp)):
                 return False
@@ -87,7 +91,7 @@ class Effects:
         if self._is_site(call):
             return True
         if isinstance(function, ast.Name):
-            return function.id in _BUILTINS and not self._flow.is_local(function)
+            return self.is_pure_helper(call) or (function.id in BUILTINS and not self._flow.is_local(function))
         if not isinstance(function, ast.Attribute):
             return False
         base = function
@@ -96,6 +100,13 @@ class Effects:
         if isinstance(base, ast.Name) and base.id in ("torch", "F", "nn", "math", "logger", "warnings"):
             return not self._flow.is_local(base)
         return self._is_pure_method(call) or self._is_pure_child(function)
+
+    def is_pure_helper(self, call: ast.Call) -> bool:
+        """Whether a call is that of a global function which only reads its arguments."""
+        function = call.func
+        if not isinstance(function, ast.Name) or self._flow.is_local(function):
+            return False
+        return self._is_pure_function(function.id)
 
     def storage(self, node: ast.AST) -> frozenset[object]:
         """The storages that the value of an expression may share: names of parameters and attributes, and makers."""

@@ -53,6 +53,81 @@ def inline_helpers(
     return inliner.helpers
 
 
+def inline_nested(tree: ast.FunctionDef) -> None:
+    """Puts nested functions of a single value, which read variables around them, in the place of their calls.
+
+    ``def rotated(x): y = self.norm(x); return rotate(y, table)`` becomes ``rotate(self.norm(x), table)``.
+    """
+    for function in [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]:
+        value = _single_value(function)
+        outer = {node.id for one in tree.body if one is not function for node in ast.walk(one) if _is_store(node)}
+        outer |= {argument.arg for argument in tree.args.args}
+        own = {argument.arg for argument in function.args.args}
+        if value is None or not outer - own & {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}:
+            continue
+        uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == function.name]
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
+        bound = [_bound(call, function, is_method=False) for call in calls]
+        scopes = [
+            node for node in ast.walk(tree) if node is not tree and isinstance(node, (*_FORBIDDEN, ast.FunctionDef))
+        ]
+        if len(calls) != len(uses) or any(use in ast.walk(scope) for scope in scopes for use in uses):
+            continue
+        if any(arguments is None or not all(map(_is_load, arguments.values())) for arguments in bound):
+            continue
+        for call, arguments in zip(calls, bound, strict=True):
+            assert arguments is not None
+            _Swap(call, ast.copy_location(_Substitute(arguments).visit(copy.deepcopy(value)), call)).visit(tree)
+        tree.body.remove(function)
+    ast.fix_missing_locations(tree)
+
+
+def _single_value(function: ast.FunctionDef) -> ast.expr | None:
+    """What a function returns, as one expression; None if that would change the order of evaluation."""
+    if function.decorator_list or not _has_plain_arguments(function):
+        return None
+    *rest, last = function.body
+    value = last.value if isinstance(last, ast.Return) else None
+    if value is None or any(
+        isinstance(node, _FORBIDDEN) for statement in function.body for node in ast.walk(statement)
+    ):
+        return None
+    for statement in reversed(rest):
+        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        if not isinstance(target, ast.Name) or not _reads_first(value, target.id):
+            return None
+        value = _Substitute({target.id: statement.value}).visit(copy.deepcopy(value))  # type: ignore[attr-defined]
+    return value
+
+
+def _reads_first(value: ast.expr, name: str) -> bool:
+    """Whether an expression reads a name once, before it evaluates anything but names and attributes."""
+    if [node.id for node in ast.walk(value) if isinstance(node, ast.Name)].count(name) != 1:
+        return False
+    for child in ast.iter_child_nodes(value):
+        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(child)):
+            return isinstance(child, ast.Name) or (isinstance(child, ast.expr) and _reads_first(child, name))
+        if isinstance(child, ast.expr) and not _is_load(child):
+            return False
+    return False
+
+
+class _Substitute(ast.NodeTransformer):
+    """Puts expressions in the place of variables."""
+
+    def __init__(self, values: dict[str, ast.expr]) -> None:
+        self._values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """The expression, or the name."""
+        value = self._values.get(node.id)
+        return node if value is None else ast.copy_location(copy.deepcopy(value), node)
+
+
+def _is_store(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
 def helper_of(node: ast.AST) -> str | None:
     """The helper that a node of the changed tree comes from."""
     return getattr(node, "_helper", None)
@@ -210,8 +285,7 @@ def _is_load(node: ast.expr) -> bool:
 
 def _is_straight(helper: ast.FunctionDef) -> bool:
     """Whether a function is a few statements with one return at the end, and computes something that a rule knows."""
-    arguments = helper.args
-    if arguments.vararg is not None or arguments.kwarg is not None or arguments.kwonlyargs or arguments.posonlyargs:
+    if not _has_plain_arguments(helper):
         return False
     nodes = list(ast.walk(helper))[1:]
     if any(isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS) for node in nodes):
@@ -222,6 +296,11 @@ def _is_straight(helper: ast.FunctionDef) -> bool:
     if len(returns) != 1 or helper.body[-1] is not returns[0] or returns[0].value is None:
         return False
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) for node in nodes)
+
+
+def _has_plain_arguments(function: ast.FunctionDef) -> bool:
+    arguments = function.args
+    return not (arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs)
 
 
 def _bound(call: ast.Call, helper: ast.FunctionDef, is_method: bool) -> dict[str, ast.expr] | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from diffkern.rewrite.effects import Effects
 from diffkern.rewrite.flow import Definition, Flow
 from diffkern.rewrite.match import Match, Scope, is_cast
+from diffkern.rewrite.purity import shape_arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +111,8 @@ class Placer:
             dropped = (*removed, kept) if kind == "sink" and kept is not None else removed
             if self._effects.is_side_effect_free(leaf) and self._means_the_same(leaf, home, dropped):
                 continue
+            if kind == "hoist" and self._effects.is_side_effect_free(leaf) and self._reads_shape(leaf, home, match):
+                continue
             if flow.order[leaf] > point:
                 return f"an operand is not there yet where the residual is: {ast.unparse(leaf)}"
             early.append(leaf)
@@ -156,6 +159,27 @@ class Placer:
             self._reaching(statement, name.id, dropped) == self._flow.definitions.get(name, frozenset())
             for name in names
         )
+
+    def _reads_shape(self, leaf: ast.expr, statement: ast.stmt, match: Match) -> bool:
+        """Whether a leaf reads the new residual's shape alone, and its names else mean the same at a statement.
+
+        The old residual has that shape, and is what the name means there.
+        """
+        residual = match.operands["residual"].node
+        shapes = {
+            call.args[position]
+            for call in ast.walk(leaf)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and self._effects.is_pure_helper(call)
+            for position in shape_arguments(self._scope.namespace.get(call.func.id))
+            if position < len(call.args)
+        }
+        definitions = self._flow.definitions
+        for name in [node for node in ast.walk(leaf) if isinstance(node, ast.Name)]:
+            before = self._flow.reaching(statement, name.id)
+            is_new = name in shapes and definitions.get(name) == {match.kept} and isinstance(residual, ast.Name)
+            if before != (definitions.get(residual) if is_new else definitions.get(name, frozenset())):
+                return False
+        return True
 
     def _reaching(self, statement: ast.stmt, name: str, dropped: tuple[Definition, ...]) -> frozenset[Definition]:
         reaching = self._flow.reaching(statement, name)

@@ -18,10 +18,11 @@ from diffkern.rewrite.facts import Facts, Path
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.placement import Placement, Placer
+from diffkern.rewrite.purity import is_pure
 from diffkern.rewrite.query_key import QueryKey, pair_statements, separate_statements
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
-from diffkern.rewrite.variants import activate_in_branches, decide_branches, split_by_tables
+from diffkern.rewrite.variants import activate_in_branches, decide_branches, drop_options, split_by_tables
 
 #: Names in rewritten functions: what decides which sites are on, and what runs if none may.
 ENTER, STOCK = "_enter", "_stock"
@@ -108,6 +109,9 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     if is_processor:
         decide_branches(tree, facts)
         split_by_tables(tree, facts)
+    else:
+        inline.inline_nested(tree)
+    options = drop_options(tree)
     as_written = copy.deepcopy(tree)
     # A processor's rotation is a call that the shape knows, whatever it computes.
     helpers = inline.inline_helpers(tree, function, facts, only=set() if is_processor else None)
@@ -126,7 +130,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         planner.run()
     if not planner.sites:
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
-    _add_entry(tree, facts.receiver)
+    _add_entry(tree, facts.receiver, options)
     ast.fix_missing_locations(tree)
     code = compiled(tree, function, (*function.__code__.co_freevars, ENTER, STOCK), _imported_in_file(function))
     assert code is not None
@@ -143,6 +147,7 @@ class _Planner:
         self.refused: list[tuple[int, str, str]] = []
         self.helpers: set[str] = set()
         self.replaced: inline.Helpers = {}
+        self._pure: dict[str, bool] = {}
 
     def run(self) -> str | None:
         flow = Flow(self._source.tree)
@@ -172,6 +177,7 @@ class _Planner:
             self._facts.receiver,
             lambda callee: _is_pure(scope, callee),
             lambda callee: _is_fresh(scope, callee),
+            self._is_pure_function,
         )
         placer = Placer(scope, effects)
         for node in reversed(flow.nodes):
@@ -188,6 +194,12 @@ class _Planner:
                     self.refused.append((node.lineno, f"{rule.name}: {ast.unparse(node)}", reason))
         return False
 
+    def _is_pure_function(self, name: str) -> bool:
+        function = self._source.function.__globals__.get(name)
+        if name not in self._pure:
+            self._pure[name] = is_pure(function)
+        return self._pure[name]
+
     def _place(self, rule: Rule, scope: Scope, placer: Placer, root: ast.expr, match: Match) -> str | None:
         """Writes a match into the tree; the reason if there is no place for it."""
         kept = match.kept if match.kept is not None and placer._other_uses(match.kept, match) else None
@@ -195,7 +207,8 @@ class _Planner:
         placement = placer.place(root, match, region.leaves)
         if isinstance(placement, str):
             return placement
-        self.replaced.update({name: scope.namespace[name] for name in match.functions})
+        pure = [name for name, is_known in self._pure.items() if is_known]  # what the place may depend on
+        self.replaced.update({name: scope.namespace[name] for name in (*match.functions, *pure)})
         self.helpers.update(helper for step in match.steps if (helper := inline.helper_of(step)) is not None)
         self.sites.append(self._site(rule, scope, root, match, region, placement, kept is not None))
         replace_match(scope, root, match, region, placement, kept, len(self.sites) - 1)
@@ -273,8 +286,8 @@ def _is_fresh(scope: Scope, callee: ast.expr) -> bool:
     return path is not None and bool(scope.facts.norm(path) or scope.facts.is_projection(path))
 
 
-def _add_entry(tree: ast.FunctionDef, receiver: str) -> None:
-    """Puts the decision which sites are on in front of the body."""
+def _add_entry(tree: ast.FunctionDef, receiver: str, options: list[str]) -> None:
+    """Puts the decision which sites are on in front of the body: none if one of the options is given."""
     arguments = tree.args
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     words = [*positional]
@@ -283,9 +296,8 @@ def _add_entry(tree: ast.FunctionDef, receiver: str) -> None:
     words += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
     if arguments.kwarg is not None:
         words.append(f"**{arguments.kwarg.arg}")
-    entry = ast.parse(
-        f"{SITES} = {ENTER}({receiver})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})"
-    ).body
+    given = ", ".join([receiver, *([" or ".join(options)] if options else [])])
+    entry = ast.parse(f"{SITES} = {ENTER}({given})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})").body
     start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
     for statement in entry:
         for node in ast.walk(statement):

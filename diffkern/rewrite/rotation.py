@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffkern.cache.rotary import rotary_tables
+
 Tables = tuple[Tensor, Tensor]
 
 
@@ -44,6 +46,8 @@ TABLES: Mapping[str, Callable[[list[Tensor]], Tables]] = {
     "complex numbers": _complex,
     "2x2 matrices": _matrices,
 }
+#: 2x2 matrices that need not rotate, whose tables are kept for the other sites of one call of the model.
+ANY_MATRICES = "any 2x2 matrices"
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Form:
     """One way of calling the op.
 
     Attributes:
-        tables: One of :data:`TABLES`; None for norms without a rotation.
+        tables: One of :data:`TABLES`, or :data:`ANY_MATRICES`; None for norms without a rotation.
         heads_dim: Where the tables lack the dimension of the heads, counted from the end; None if they do not.
         pairing: As in :func:`diffkern.ops.rope`.
         across_heads: Whether the norm is one over all heads.
@@ -66,7 +70,10 @@ class Form:
         """Cosines and sines that broadcast against queries or keys."""
         if self.tables is None:
             return None, None
-        cos, sin = TABLES[self.tables](tables)
+        if self.tables == ANY_MATRICES:
+            cos, sin = rotary_tables(*tables, self.pairing)
+        else:
+            cos, sin = TABLES[self.tables](tables)
         if self.heads_dim is not None:
             cos, sin = cos.unsqueeze(self.heads_dim), sin.unsqueeze(self.heads_dim)
         return cos, sin
@@ -77,7 +84,7 @@ FORMS = tuple(
     [
         Form(tables, heads_dim, pairing, across_heads)
         for across_heads in (False, True)
-        for tables in TABLES
+        for tables in (*TABLES, ANY_MATRICES)
         for pairing in ("interleaved", "half")
         for heads_dim in (None, -2, -3)
     ]

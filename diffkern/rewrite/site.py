@@ -252,11 +252,21 @@ def signature_of(leaves: tuple[Any, ...]) -> Signature:
     for leaf in leaves:  # asked at every call of every site: no function is called that need not be
         if signature[0] is None and isinstance(leaf, Tensor):
             signature[0] = leaf.device
-        if type(leaf) not in _PLAIN:
+        if type(leaf) is int:
+            signature.append(_named_size(leaf, leaves))
+        elif type(leaf) not in _PLAIN:
             signature.append(_constant(leaf))
         else:
             signature.append(leaf.dtype if leaf.is_contiguous() else _layout(leaf))
     return tuple(signature)
+
+
+def _named_size(number: int, leaves: tuple[Any, ...]) -> Any:
+    """A number among the leaves; where it is the size of a tensor, which one: a proof holds for all sizes."""
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and number > 1 and number in leaf.shape:
+            return "size", i, leaf.shape.index(number)
+    return number
 
 
 def _layout(leaf: Tensor) -> Any:

@@ -183,6 +183,56 @@ def split_by_tables(tree: ast.FunctionDef, facts: Facts) -> None:
     tree.body[start:] = [split]
 
 
+def drop_options(tree: ast.FunctionDef) -> list[str]:
+    """Drops branches that run if a dictionary among the arguments has a key; returns the tests, to be made at entry.
+
+    ComfyUI's models run what other nodes put into ``transformer_options["patches"]`` between two statements that are
+    one op. Without a patch the two stand one after the other; with one the stock forward runs.
+    """
+    dropper = _DropOptions(tree)
+    dropper.visit(tree)
+    if dropper.tests:
+        _tidy_blocks(tree)
+    return list(dict.fromkeys(dropper.tests))
+
+
+class _DropOptions(ast.NodeTransformer):
+    def __init__(self, tree: ast.FunctionDef) -> None:
+        self._tree = copy.deepcopy(tree)
+        self.tests: list[str] = []
+
+    def visit_If(self, node: ast.If) -> Any:
+        """What runs without the option."""
+        test = _option(self._tree, node.test)
+        if test is None:
+            return self.generic_visit(node)
+        self.tests.append(test)
+        return [self.visit(statement) for statement in node.orelse]
+
+
+def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
+    """``"key" in name`` as a test of arguments alone, where ``name = argument.get("...", {})`` is bound once."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.In) or len(test.ops) > 1:
+        return None
+    key, name = test.left, test.comparators[0]
+    if not isinstance(key, ast.Constant) or not isinstance(name, ast.Name):
+        return None
+    stores = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    bound = [one for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == name.id]
+    if len(bound) != 1 or [node.id for node in stores].count(name.id) != 1:
+        return None
+    call = bound[0].value
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "get":
+        return None
+    argument = call.func.value
+    arguments = {argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)}
+    if not isinstance(argument, ast.Name) or argument.id not in arguments - {node.id for node in stores}:
+        return None
+    if len(call.args) != 2 or call.keywords or ast.unparse(call.args[1]) != "{}":
+        return None
+    return f"{ast.unparse(key)} in {ast.unparse(call)}"
+
+
 def _rotates(node: ast.If, name: str) -> bool:
     """Whether a branch asks for an argument, and rebinds a variable by a call with both."""
     tests = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -56,12 +57,20 @@ class SiteVerifier:
         numerics: ``"fast"`` or ``"exact"``.
         measure: Whether results are compared; without, only what the op must compute is found out.
         recorder: Learns of what is measured, and on which module.
+        in_float64: Makes what the source calls take float64, while the reference is computed.
     """
 
-    def __init__(self, numerics: str = "fast", measure: bool = True, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        numerics: str = "fast",
+        measure: bool = True,
+        recorder: Recorder | None = None,
+        in_float64: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.numerics = numerics
         self.measure = measure
         self._recorder = recorder
+        self._in_float64 = in_float64
 
     def __call__(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
         """Proves a site for leaves of one signature, and remembers how its op is called for them."""
@@ -121,7 +130,7 @@ class SiteVerifier:
             inputs = [leaf for leaf in free if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             return with_gradients(lambda: _as_tuple(compute(on, *given)), (*inputs, *weights))
 
-        with CastsLifted():
+        with CastsLifted(), self._in_float64():
             exact = run(site.original, twin, wide)
         stock = run(site.original, copy, draw)
         fused = run(lambda on, *given: site.compute(on, given, way, site.provider), copy, draw)
@@ -148,8 +157,11 @@ class SiteVerifier:
         )  # whose hooks are for real calls alone
         exact = self.numerics == "exact"
         draws = [random_like(leaves, seed, exact, _kept_dim(site)) for seed in range(_draws(leaves, exact))]
+        wide = [tuple([to_float64(leaf) for leaf in draw]) for draw in (draws[:1] if exact else draws)]
         try:
             stock = [_as_tuple(site.original(module, *draw)) for draw in draws]
+            with CastsLifted(), self._in_float64():
+                reference = [_as_tuple(site.original(twin, *draw)) for draw in wide]
         except Exception as error:
             return f"the expression does not run on random input: {type(error).__name__}: {error}"
         if not all(isinstance(result, Tensor) for result in stock[0]):
@@ -157,9 +169,6 @@ class SiteVerifier:
         for name, operand in site.operands(module, draws[0]).items():
             if not isinstance(operand, Tensor) and "table" not in name:
                 return f"its {name} is a {type(operand).__name__}, not a tensor"
-        wide = [tuple([to_float64(leaf) for leaf in draw]) for draw in (draws[:1] if exact else draws)]
-        with CastsLifted():
-            reference = [_as_tuple(site.original(twin, *draw)) for draw in wide]
         options = _agreeing(site, twin, wide[0], reference[0])
         if options is None:
             return DISAGREES
@@ -306,12 +315,15 @@ def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False, di
     limit = next((limit for limit in (1 << 30, 1024, 128, 16, 4) if _shrunk_size(leaves, limit, dim) <= _LARGEST), 2)
     if any(type(leaf) is int for leaf in leaves) and largest <= 8 * _LARGEST:
         limit = 1 << 30  # a size that the expression names
+    named = {size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape}
     generator = torch.Generator("cpu").manual_seed(seed)
     sizes = {leaf.shape[at] for leaf in leaves if isinstance(leaf, Tensor) for at in range(leaf.ndim - 1)}
 
     def draw(leaf: Any) -> Any:
         if isinstance(leaf, (tuple, list)):
             return type(leaf)([draw(part) for part in leaf])
+        if type(leaf) is int and leaf in named:
+            return min(leaf, limit)
         return _random(leaf, limit, generator, spread, dim, sizes) if isinstance(leaf, Tensor) else leaf
 
     drawn = [draw(leaf) for leaf in leaves]

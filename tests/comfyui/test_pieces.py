@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffkern.comfyui import rope as rope_module
+from diffkern.cache import rotary as rope_module
 from diffkern.comfyui.cast import weight_and_bias
 from diffkern.comfyui.norms import NORMS, norm_kind, readable
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
 from diffkern.comfyui.recipe import Samples, in_training, plain_arithmetic, unknown_options
-from diffkern.comfyui.rope import one_model_call, rotary_tables, unfit_matrices
+from diffkern.cache.rotary import one_model_call, rotary_tables, unfit_matrices
 from diffkern.comfyui.stand_in import Pick, input_size, shell
 from diffkern.ops import rope
 from tests.comfyui import toy

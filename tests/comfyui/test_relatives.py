@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]],
         lambda random, times: {
             "x": random(2, 16, 8, 8), "timestep": times, "context": random(2, 7, TEXT), "guidance": times,
         },
-        2,
+        3,
     ),
     "Flux.2": (
         "flux.model", "Flux", {**_FLUX, "global_modulation": True, "mlp_silu_act": True, "ops_bias": False}, _flux, 2
@@ -76,17 +76,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]],
         lambda random, times: {
             **_wan(random, times), "vace_context": random(2, 1, 96, 2, 6, 8), "vace_strength": [1.0],
         },
-        8,
+        9,
     ),
     "Wan from an image": (
         "wan.model", "WanModel", {**_WAN, "model_type": "i2v"},
         lambda random, times: {**_wan(random, times), "clip_fea": random(2, 257, 1280)},
-        6,
+        7,
     ),
     "Wan without some norms, frames of their own times": (
         "wan.model", "WanModel", {**_WAN, "model_type": "t2v", "qk_norm": False, "cross_attn_norm": False},
         lambda random, times: {**_wan(random, times), "timestep": torch.tensor([[500.0, 0.0], [400.0, 0.0]])},
-        6,
+        3,
     ),
 }  # fmt: skip
 
