@@ -224,11 +224,9 @@ def only_eager(
         dtypes: Their dtypes, the likeliest first.
     """
     name = requested(provider)
-    if choice.provider != "eager" or not fusion.kernel_ops or not (name is None or name.startswith(hub.WITH_HUB)):
+    if choice.gains or not fusion.kernel_ops or not (name is None or name.startswith(hub.WITH_HUB)):
         return None
-    if choice.preferences:  # measured to be faster than the kernels that are there
-        return None
-    if any(select(op, device, dtypes[:1], provider).provider != "eager" for op in fusion.kernel_ops[1:]):
+    if any(select(op, device, dtypes[:1], provider).gains for op in fusion.kernel_ops[1:]):
         return None
     wanted = ("compiled",) if device.type == "cpu" else ("compiled", "triton")
     wanted = wanted if name is None else (*wanted, hub.NAME)

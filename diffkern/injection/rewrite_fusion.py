@@ -135,7 +135,7 @@ class RewriteFusion(Fusion):
         """The choice for the first op that gains something; ops that only plain PyTorch serves stay as written."""
         choices = {op: select(op, device, dtypes[:1], self.providers.get(op, provider)) for op in self._ops}
         name = requested(provider)
-        gaining = {op: choice for op, choice in choices.items() if choice.provider != "eager"}
+        gaining = {op: choice for op, choice in choices.items() if choice.gains}
         if gaining and (name is None or name.startswith(hub.WITH_HUB)):
             self.providers.update({op: STOCK for op in choices if op not in gaining and op not in self.providers})
         choice = next(iter((gaining or choices).values()))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from diffkern.providers import hub
+from diffkern.providers import eager, hub
 from diffkern.providers.base import Kernel, Provider, Request
 from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.preferences import Preference, preference
@@ -58,12 +58,14 @@ class Choice:
         kernel: The callable that computes the op.
         declined: The providers asked before it, with their reasons.
         preferences: The measurements because of which it was asked first, where it would not have been.
+        gains: Whether it does more than PyTorch's own chain of ops, or was measured to be faster.
     """
 
     provider: str
     kernel: Kernel
     declined: tuple[tuple[str, str], ...]
     preferences: tuple[Preference, ...] = ()
+    gains: bool = True
 
     @property
     def is_fallback(self) -> bool:
@@ -198,7 +200,8 @@ def _select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], forc
         provider = get_provider(name)
         reason = hub.NOT_ASKED if name == hub.NAME and not forced else _refusal(provider, request)
         if reason is None:
-            return Choice(hub.who_serves(name, op, device), provider.kernel(op, device), tuple(declined))
+            gains = provider is not eager.PROVIDER or eager.PROVIDER.fuses(request)
+            return Choice(hub.who_serves(name, op, device), provider.kernel(op, device), tuple(declined), gains=gains)
         declined.append((hub.public_name(name), reason))
     raise NoProviderError("; ".join(f"{name}: {reason}" for name, reason in declined))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import accelerate
 import pytest
 import torch
+from diffusers.models.activations import GELU
+from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
 from diffkern.injection.rewrite_fusion import RewriteFusion
@@ -122,6 +125,18 @@ def test_an_unproven_site_runs_stock_while_a_graph_is_captured(device: str) -> N
     assert not any(count["fused"] for count in counts)
     assert all("graph" in reason for count in counts for reason in count["stock_reasons"])
     assert sum(count["stock"] for count in counts) > len(model.transformer_blocks)
+
+
+def test_a_gelu_is_computed_with_the_product_before_it(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(GELU(64, 128, approximate="tanh")).to(device, torch.bfloat16)
+    x = torch.randn(3, 40, 64, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        stock, exact = model(x), copy.deepcopy(model).double()(x.double())
+        report = inject_optimized_kernels(model)
+        fused = model(x)
+    assert [(site.path, site.op) for site in report.patched] == [("0", "linear_gelu")] and all_fused(report)
+    assert (fused.double() - exact).norm() <= 1.05 * (stock.double() - exact).norm()
 
 
 def test_compiled_with_inductor_gives_the_same(device: str) -> None:

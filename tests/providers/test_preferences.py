@@ -72,3 +72,11 @@ def test_report_and_doctor_name_the_measurement(measured: list[Preference]) -> N
     (site,) = report.patched
     assert site.provider == "eager" and EAGER_NORM.figures in site.reason
     assert examine().preferences["cpu"] == (str(EAGER_NORM),)
+
+
+def test_plain_pytorch_gains_where_its_library_computes_a_product_with_its_activation() -> None:
+    gpu, half = torch.device("cuda", 0), (torch.bfloat16,)
+    assert select("linear_gelu", gpu, half, "eager").gains
+    assert not select("linear_gelu", gpu, FLOAT32, "eager").gains
+    assert not select("linear_gelu", CPU, half, "eager").gains
+    assert not select("rms_norm", gpu, half, "eager").gains

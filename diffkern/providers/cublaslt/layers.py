@@ -103,11 +103,15 @@ def _linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | N
     return linear_fp8(x, scales[0], weight, scales[1], bias, torch.bfloat16)
 
 
+def may_have_epilogue(device_type: str, *dtypes: torch.dtype) -> bool:
+    """Whether GELU can be computed in the product itself for operands of these dtypes."""
+    return device_type == "cuda" and all(dtype in _HALF for dtype in dtypes)
+
+
 def _has_epilogue(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     """Whether the fused product takes these; whatever it does not, F.linear computes or complains about."""
     return (
-        x.device.type == "cuda"
-        and x.dtype in _HALF
+        may_have_epilogue(x.device.type, x.dtype)
         and x.dtype == weight.dtype == bias.dtype
         and x.device == weight.device == bias.device
         and all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in (x, weight, bias))

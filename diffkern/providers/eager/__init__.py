@@ -71,6 +71,10 @@ class EagerProvider:
         """Returns None: plain PyTorch runs wherever the input tensor lives."""
         return None
 
+    def fuses(self, request: Request) -> bool:
+        """Whether the library that torch multiplies with computes at once what PyTorch has a chain of ops for."""
+        return request.op == "linear_gelu" and layers.may_have_epilogue(request.device.type, *request.dtypes)
+
     def kernel(self, op: str, device: torch.device) -> Kernel:
         """Returns the function that is named like the op."""
         return getattr(_MODULES[op], op)  # type: ignore[no-any-return]
