@@ -1,4 +1,4 @@
-// rope, rope_3d and qk_norm_rope as torch ops: checks, the output tensors, and the way to the kernels.
+// rope, rope_3d, qk_norm_rope and joint_qk_norm_rope as torch ops: checks, the output tensors, and the way to the kernels.
 #include <algorithm>
 #include <array>
 #include <tuple>
@@ -298,14 +298,13 @@ RopeParams rope_params(const Tensor& x, int64_t head_dim, const Tables& cos, con
   return params;
 }
 
-// The ops on one tensor; `build` adds its operand.
+// Computes one tensor into another of its sizes; `build` adds its operand.
 template <typename Build>
-Tensor run_one(const Tensor& x, const RopeParams& params, const char* op, Build&& build) {
-  Tensor out = empty_output(x, x.scalar_type(), true);
+void run_into(const Tensor& x, const Tensor& out, const RopeParams& params, const char* op, Build&& build) {
   RopeParams filled = params;
   if (build(x, out, &filled)) {
     launch(filled, x, op);
-    return out;
+    return;
   }
   const Tensor dense = torch::stable::contiguous(x);
   const Tensor result = empty_output(dense, x.scalar_type(), false);
@@ -313,8 +312,8 @@ Tensor run_one(const Tensor& x, const RopeParams& params, const char* op, Build&
   STD_TORCH_CHECK(build(dense, result, &filled), op, ": the input has more dimensions that the tables tell apart than "
                   "the compiled kernels step through: make the tables as large as the input, and contiguous");
   launch(filled, dense, op);
-  torch::stable::copy_(out, result);
-  return out;
+  Tensor target = out;
+  torch::stable::copy_(target, result);
 }
 
 Tensor rope(Tensor x, Tensor cos, Tensor sin, bool half, int64_t arithmetic, int64_t rotary_dim, int64_t seq_dim,
@@ -326,9 +325,11 @@ Tensor rope(Tensor x, Tensor cos, Tensor sin, bool half, int64_t arithmetic, int
   const Tables cos_tables{cos}, sin_tables{sin};
   const RopeParams params = rope_params(x, x.size(x.dim() - 1), cos_tables, rotation, arithmetic, "rope");
   Tables keep;
-  return run_one(x, params, "rope", [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
+  const Tensor out = empty_output(x, x.scalar_type(), true);
+  run_into(x, out, params, "rope", [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
     return add_operand(from, to, std::nullopt, std::nullopt, cos_tables, sin_tables, rotation, false, "rope", filled, &keep);
   });
+  return out;
 }
 
 Tensor rope_3d(Tensor x, Tables cos, Tables sin, std::optional<Tensor> coords, std::vector<int64_t> grid,
@@ -342,9 +343,73 @@ Tensor rope_3d(Tensor x, Tables cos, Tables sin, std::optional<Tensor> coords, s
   params.alternating = alternating;
   params.front_pad = static_cast<int>(front_pad);
   Tables keep;
-  return run_one(x, params, "rope_3d", [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
+  const Tensor out = empty_output(x, x.scalar_type(), true);
+  run_into(x, out, params, "rope_3d", [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
     return add_operand(from, to, std::nullopt, std::nullopt, cos, sin, rotation, false, "rope_3d", filled, &keep);
   });
+  return out;
+}
+
+// Queries and keys of one stream of tokens.
+struct Stream {
+  const Tensor& q;
+  const Tensor& k;
+  const std::optional<Tensor>& q_weight;
+  const std::optional<Tensor>& k_weight;
+  const std::optional<Tensor>& q_bias;
+  const std::optional<Tensor>& k_bias;
+  const Tables& cos;
+  const Tables& sin;
+  const Tables& cos_k;
+  const Tables& sin_k;
+};
+
+RopeParams norm_params(const Stream& s, const Rotation& rotation, int64_t norm, double eps, int64_t heads,
+                       bool round_norm, int64_t arithmetic, const char* op) {
+  STD_TORCH_CHECK(s.q.dim() >= 1 && s.k.dim() >= 1, op, ": q and k must have at least one dimension");
+  STD_TORCH_CHECK(s.q.scalar_type() == s.k.scalar_type(), op, ": q and k must have one dtype");
+  check_beside(s.k, s.q, op, "k");
+  const int64_t size = s.q.size(s.q.dim() - 1);
+  const int64_t head_dim = heads > 0 ? size / heads : size;
+  const int64_t k_size = s.k.size(s.k.dim() - 1);
+  STD_TORCH_CHECK(heads > 0 ? size % heads == 0 && (head_dim > 0 ? k_size % head_dim == 0 : k_size == 0) : k_size == size,
+                  op, ": the heads of q and k differ in size");
+  for (const Tables* tables : {&s.cos, &s.sin, &s.cos_k, &s.sin_k}) {
+    for (const Tensor& table : *tables) {
+      STD_TORCH_CHECK(table.scalar_type() != ScalarType::Double, op, ": a table is float64, which only rope reads");
+    }
+  }
+  RopeParams params = rope_params(s.q, head_dim, s.cos, rotation, arithmetic, op);
+  STD_TORCH_CHECK(params.dtype != Dtype::kFloat64 || norm == 0, op, ": the compiled norms compute no float64");
+  params.norm = static_cast<RopeNorm>(norm);
+  // A long head is a token of one head: several waves normalise it together.
+  const bool long_head = head_dim * bytes_of(params.dtype) > (rotation.half ? 2 : 1) * kLongHeadBytes;
+  params.across = norm != 0 && (heads > 0 || long_head);
+  params.eps = static_cast<float>(eps);
+  params.round_norm = round_norm || params.arithmetic == RopeArithmetic::kInput;
+  return params;
+}
+
+// Computes queries and keys into tensors of their sizes, which may be parts of larger ones: in one launch if it can.
+void run_both(const Stream& s, const Tensor& q_out, const Tensor& k_out, const Rotation& rotation,
+              const RopeParams& params, bool split, const char* op) {
+  Tables keep;
+  const auto build = [&](const Tensor& from, const Tensor& to, bool is_q, RopeParams* filled) {
+    return add_operand(from, to, is_q ? s.q_weight : s.k_weight, is_q ? s.q_bias : s.k_bias, is_q ? s.cos : s.cos_k,
+                       is_q ? s.sin : s.sin_k, rotation, split, op, filled, &keep);
+  };
+  RopeParams both = params;
+  if (build(s.q, q_out, true, &both) && build(s.k, k_out, false, &both)) {
+    launch(both, s.q, op);
+    return;
+  }
+  const auto alone = [&](const Tensor& x, const Tensor& out, bool is_q) {
+    run_into(x, out, params, op, [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
+      return build(from, to, is_q, filled);
+    });
+  };
+  alone(s.q, q_out, true);
+  alone(s.k, k_out, false);
 }
 
 std::tuple<Tensor, Tensor> qk_norm_rope(
@@ -354,53 +419,60 @@ std::tuple<Tensor, Tensor> qk_norm_rope(
     double weight_offset, std::optional<ScalarType> round_dtype, bool round_norm, bool half, int64_t arithmetic,
     int64_t rotary_dim, int64_t seq_dim, int64_t start, int64_t length) {
   const char* op = "qk_norm_rope";
-  STD_TORCH_CHECK(q.dim() >= 1 && k.dim() >= 1, op, ": q and k must have at least one dimension");
-  STD_TORCH_CHECK(q.scalar_type() == k.scalar_type(), op, ": q and k must have one dtype");
-  check_beside(k, q, op, "k");
-  const int64_t size = q.size(q.dim() - 1);
-  const int64_t head_dim = heads > 0 ? size / heads : size;
-  const int64_t k_size = k.size(k.dim() - 1);
-  STD_TORCH_CHECK(heads > 0 ? size % heads == 0 && (head_dim > 0 ? k_size % head_dim == 0 : k_size == 0) : k_size == size,
-                  op, ": the heads of q and k differ in size");
-  for (const Tables* tables : {&cos, &sin, &cos_k, &sin_k}) {
-    for (const Tensor& table : *tables) {
-      STD_TORCH_CHECK(table.scalar_type() != ScalarType::Double, op, ": a table is float64, which only rope reads");
-    }
-  }
+  const Stream stream{q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, cos_k, sin_k};
   const Rotation rotation{coords, grid, half, rotary_dim, seq_dim, start, length};
-  RopeParams params = rope_params(q, head_dim, cos, rotation, arithmetic, op);
-  STD_TORCH_CHECK(params.dtype != Dtype::kFloat64 || norm == 0, op, ": the compiled norms compute no float64");
+  RopeParams params = norm_params(stream, rotation, norm, eps, heads, round_norm, arithmetic, op);
   params.alternating = alternating;
   params.front_pad = static_cast<int>(front_pad);
-  params.norm = static_cast<RopeNorm>(norm);
-  // A long head is a token of one head: several waves normalise it together.
-  const bool long_head = head_dim * bytes_of(params.dtype) > (half ? 2 : 1) * kLongHeadBytes;
-  params.across = norm != 0 && (heads > 0 || long_head);
-  params.eps = static_cast<float>(eps);
   params.weight_offset = static_cast<float>(weight_offset);
   if (round_dtype.has_value() && *round_dtype != ScalarType::Double) {
     params.round_dtype = dtype_of(*round_dtype, op, "round_dtype");
   }
-  params.round_norm = round_norm || params.arithmetic == RopeArithmetic::kInput;
-
-  Tables keep;
-  const auto build = [&](const Tensor& from, const Tensor& to, bool is_q, RopeParams* filled) {
-    return add_operand(from, to, is_q ? q_weight : k_weight, is_q ? q_bias : k_bias, is_q ? cos : cos_k,
-                       is_q ? sin : sin_k, rotation, heads > 0, op, filled, &keep);
-  };
   Tensor q_out = empty_output(q, q.scalar_type(), true);
   Tensor k_out = empty_output(k, k.scalar_type(), true);
-  RopeParams both = params;
-  if (build(q, q_out, true, &both) && build(k, k_out, false, &both)) {
-    launch(both, q, op);
-    return {q_out, k_out};
+  run_both(stream, q_out, k_out, rotation, params, heads > 0, op);
+  return {q_out, k_out};
+}
+
+// A tensor with room for two along one dimension.
+Tensor empty_joint(const Tensor& first, const Tensor& second, int64_t dim, const char* op) {
+  const int64_t rank = first.dim();
+  STD_TORCH_CHECK(second.dim() == rank && dim >= 0 && dim < rank - 1, op, ": the streams cannot be joined along ", dim);
+  std::array<int64_t, kMaxRank> sizes;
+  STD_TORCH_CHECK(rank <= kMaxRank, op, ": ", rank, " dimensions are more than the compiled kernels step through");
+  for (int64_t i = 0; i < rank; ++i) {
+    sizes[i] = first.size(i) + (i == dim ? second.size(i) : 0);
+    STD_TORCH_CHECK(i == dim || first.size(i) == second.size(i), op, ": the streams differ in dimension ", i);
   }
-  const auto alone = [&](const Tensor& x, bool is_q) {
-    return run_one(x, params, op, [&](const Tensor& from, const Tensor& to, RopeParams* filled) {
-      return build(from, to, is_q, filled);
-    });
-  };
-  return {alone(q, true), alone(k, false)};
+  return empty_contiguous(first, rank, sizes.data(), first.scalar_type());
+}
+
+std::tuple<Tensor, Tensor> joint_qk_norm_rope(
+    Tensor q, Tensor k, Tensor q_2, Tensor k_2, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
+    std::optional<Tensor> q_weight_2, std::optional<Tensor> k_weight_2, std::optional<Tensor> q_bias,
+    std::optional<Tensor> k_bias, std::optional<Tensor> q_bias_2, std::optional<Tensor> k_bias_2, Tables cos,
+    Tables sin, Tables cos_2, Tables sin_2, int64_t dim, int64_t norm, double eps, bool round_norm, bool half,
+    int64_t arithmetic) {
+  const char* op = "joint_qk_norm_rope";
+  STD_TORCH_CHECK(q.scalar_type() == q_2.scalar_type(), op, ": the streams must have one dtype");
+  check_beside(q_2, q, op, "q_2");
+  const std::vector<int64_t> no_grid;
+  const std::optional<Tensor> no_coords;
+  const Rotation rotation{no_coords, no_grid, half, 0, 1, 0, -1};
+  const Stream streams[]{{q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, cos, sin},
+                         {q_2, k_2, q_weight_2, k_weight_2, q_bias_2, k_bias_2, cos_2, sin_2, cos_2, sin_2}};
+  Tensor q_joint = empty_joint(q, q_2, dim, op);
+  Tensor k_joint = empty_joint(k, k_2, dim, op);
+  int64_t q_start = 0, k_start = 0;
+  for (const Stream& s : streams) {
+    const RopeParams params = norm_params(s, rotation, norm, eps, 0, round_norm, arithmetic, op);
+    const Tensor q_part = torch::stable::narrow(q_joint, dim, q_start, s.q.size(dim));
+    const Tensor k_part = torch::stable::narrow(k_joint, dim, k_start, s.k.size(dim));
+    run_both(s, q_part, k_part, rotation, params, false, op);
+    q_start += s.q.size(dim);
+    k_start += s.k.size(dim);
+  }
+  return {q_joint, k_joint};
 }
 
 }  // namespace
@@ -419,12 +491,18 @@ DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
       "bool alternating=False, int front_pad=0, int norm=1, float eps=1e-6, int heads=0, float weight_offset=0.0, "
       "ScalarType? round_dtype=None, bool round_norm=False, bool half=False, int arithmetic=0, int rotary_dim=0, "
       "int seq_dim=1, SymInt start=0, SymInt length=-1) -> (Tensor, Tensor)");
+  m.def(
+      "joint_qk_norm_rope(Tensor q, Tensor k, Tensor q_2, Tensor k_2, Tensor? q_weight, Tensor? k_weight, "
+      "Tensor? q_weight_2, Tensor? k_weight_2, Tensor? q_bias, Tensor? k_bias, Tensor? q_bias_2, Tensor? k_bias_2, "
+      "Tensor[] cos, Tensor[] sin, Tensor[] cos_2, Tensor[] sin_2, int dim=1, int norm=1, float eps=1e-6, "
+      "bool round_norm=False, bool half=False, int arithmetic=0) -> (Tensor, Tensor)");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
   m.impl("rope", TORCH_BOX(&rope));
   m.impl("rope_3d", TORCH_BOX(&rope_3d));
   m.impl("qk_norm_rope", TORCH_BOX(&qk_norm_rope));
+  m.impl("joint_qk_norm_rope", TORCH_BOX(&joint_qk_norm_rope));
 }
 
 }  // namespace diffkern

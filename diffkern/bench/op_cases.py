@@ -65,6 +65,8 @@ def cases(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator
     yield partial(_qk_norm_rope_ltx, draw, 2, (21, 16, 24), 32, 64)
     yield partial(_qk_norm_rope_heads, draw, 1, 4608, 24, 128, across=False)
     yield partial(_qk_norm_rope_heads, draw, 1, 32760, 40, 128, across=True)
+    for text, image in ((512, 4096), (128, 4096)):  # Flux, Qwen-Image
+        yield partial(_joint_qk_norm_rope, draw, 1, (text, image), 24, 128)
     for shape in ((2, 4096, 5120), (2, 1024, 10240)):
         yield partial(_glu, draw, shape, "geglu")
         yield partial(_glu, draw, shape, "swiglu")
@@ -233,6 +235,28 @@ def _qk_norm_rope_heads(draw: _Draw, batch: int, tokens: int, heads: int, head_d
     label = _name((batch, tokens, heads, head_dim), "Wan, across heads" if across else "Flux, per head")
     size = 4 * _size(q) + _size(cos, sin)
     return OpCase("qk_norm_rope", label, size, fused, chain, (q, k, *weights, cos, sin))
+
+
+def _joint_qk_norm_rope(draw: _Draw, batch: int, tokens: tuple[int, int], heads: int, head_dim: int) -> OpCase:
+    """Flux: text and image have norms of their own, and attend to each other in one sequence."""
+    queries, keys = ([draw(batch, count, heads, head_dim) for count in tokens] for _ in "qk")
+    weights = [draw(head_dim) for _ in range(4)]
+    angle = draw(sum(tokens), head_dim // 2, dtype=torch.float32).repeat_interleave(2, -1)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+    def chain(*given: Tensor) -> tuple[Tensor, ...]:
+        streams, weights, tables = given[:4], given[4:8], given[8:]
+        normed = [F.rms_norm(x, x.shape[-1:], weight, 1e-6) for x, weight in zip(streams, weights, strict=True)]
+        return tuple([_rotate(torch.cat(pair, 1), *tables) for pair in (normed[:2], normed[2:])])
+
+    parts = [table.split(tokens) for table in (cos, sin)]
+    fused = lambda provider: ops.joint_qk_norm_rope(
+        (queries[0], queries[1]), (keys[0], keys[1]), (weights[0], weights[1]), (weights[2], weights[3]),
+        parts[0], parts[1], provider=provider,
+    )  # fmt: skip
+    size = 2 * _size(*queries, *keys) + _size(cos, sin)
+    label = _name((batch, sum(tokens), heads, head_dim), f"joint, {tokens[0]} of text")
+    return OpCase("joint_qk_norm_rope", label, size, fused, chain, (*queries, *keys, *weights, cos, sin))
 
 
 def _glu(draw: _Draw, shape: tuple[int, ...], name: str) -> OpCase:

@@ -241,6 +241,17 @@ def _qk_norm_rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
+def _joint_qk_norm_rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+    cos, sin = _table(random, 1, 17, 1, 32)
+    text, image, weight = random(2, 5, 3, 64), random(2, 17, 3, 64), 1 + random(64, scale=0.3)
+    parameters = (weight,) * 4 + (None,) * 4
+    return [
+        (text, text, image, image, *parameters, [], [], [cos], [sin], 1, norm, 1e-6, False, half, 0)
+        for norm in (0, 1, 2)
+        for half in (False, True)
+    ]
+
+
 def _norm_modulate(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     x, scale, shift = random(2, 33, 96), random(2, 1, 96), random(2, 33, 96)
     return [(x, scale, shift, None, None, 1e-6, norm, 1.0, False, None) for norm in (0, 1, 2)]
@@ -284,6 +295,7 @@ _SAMPLES: Mapping[str, Callable[[Random, torch.dtype], list[tuple[Any, ...]]]] =
     "gate_residual_norm_modulate": _gate_residual_norm_modulate,
     "glu": _glu,
     "group_norm_silu": _group_norm_silu,
+    "joint_qk_norm_rope": _joint_qk_norm_rope,
     "layer_norm": _layer_norm,
     "norm_modulate": _norm_modulate,
     "qk_norm_rope": _qk_norm_rope,

@@ -4,6 +4,7 @@ from diffkern.ops.activation import geglu, gelu, glu, quick_gelu, silu, swiglu
 from diffkern.ops.add_norm_silu_pad import add_norm_silu_pad
 from diffkern.ops.fp8 import activation_fp8, gate_residual_norm_modulate_fp8, linear_fp8, norm_modulate_fp8
 from diffkern.ops.group_norm import channel_rms_norm_silu, group_norm_silu
+from diffkern.ops.joint_qk_norm_rope import joint_qk_norm_rope
 from diffkern.ops.linear import linear_gelu, packed_linear
 from diffkern.ops.modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
 from diffkern.ops.norm import layer_norm, rms_norm
@@ -22,6 +23,7 @@ __all__ = [
     "gelu",
     "glu",
     "group_norm_silu",
+    "joint_qk_norm_rope",
     "layer_norm",
     "linear_fp8",
     "linear_gelu",

@@ -16,6 +16,7 @@ FAMILIES = (
     "modulate",
     "rope",
     "qk_norm_rope",
+    "joint_qk_norm_rope",
     "activation",
     "linear",
     "group_norm",

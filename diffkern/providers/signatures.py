@@ -48,6 +48,12 @@ SIGNATURES: Mapping[str, str] = {
         "(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, bool silu=True, "
         "bool per_frame=False, bool preserve_strides=False) -> Tensor"
     ),
+    "joint_qk_norm_rope": (
+        "(Tensor q, Tensor k, Tensor q_2, Tensor k_2, Tensor? q_weight, Tensor? k_weight, Tensor? q_weight_2, "
+        "Tensor? k_weight_2, Tensor? q_bias, Tensor? k_bias, Tensor? q_bias_2, Tensor? k_bias_2, Tensor[] cos, "
+        "Tensor[] sin, Tensor[] cos_2, Tensor[] sin_2, int dim=1, int norm=1, float eps=1e-6, bool round_norm=False, "
+        "bool half=False, int arithmetic=0) -> (Tensor, Tensor)"
+    ),
     "layer_norm": (
         "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, ScalarType? out_dtype=None, "
         "bool preserve_strides=False) -> Tensor"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from diffkern.matching import NormSemantics, full_name, match
 from diffkern.rewrite.flow import Flow
@@ -235,6 +235,29 @@ def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:
         current = current._modules.get(name) if isinstance(current, nn.Module) else None
     found: nn.Module | None = current
     return found
+
+
+def parameter_of(norm: Any, name: str) -> Any:
+    """A parameter or whatever stands there by its name; None if there is none. ``getattr`` takes ten times as long."""
+    parameters = norm._parameters
+    return parameters[name] if name in parameters else getattr(norm, name, None)
+
+
+def read_norm(norm: Any, semantics: NormSemantics, x: Tensor) -> dict[str, Any] | None:
+    """Weight, bias and eps of a norm for an input ``x``; None where kernels cannot read them."""
+    eps = getattr(norm, semantics.eps) if type(semantics.eps) is str else semantics.eps
+    arguments: dict[str, Any] = {"eps": eps}
+    parameters: Any
+    if semantics.reader is not None:
+        parameters = semantics.reader(norm, x)
+        if parameters is None:
+            return None
+    else:
+        names = semantics.weight, semantics.bias
+        parameters = tuple([None if name is None else parameter_of(norm, name) for name in names])
+    # Wan's norms have the number 0 where they have no bias.
+    arguments.update({name: p for name, p in zip(("weight", "bias"), parameters, strict=True) if isinstance(p, Tensor)})
+    return arguments
 
 
 def norm_of(module: nn.Module) -> tuple[str, NormSemantics] | None:

@@ -22,7 +22,7 @@ from diffkern.rewrite.purity import is_pure
 from diffkern.rewrite.query_key import QueryKey, pair_statements, separate_statements
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
-from diffkern.rewrite.variants import activate_in_branches, decide_branches, drop_options, split_by_tables
+from diffkern.rewrite.variants import activate_in_branches, decide_branches, drop_options, split_by_arguments
 
 #: Names in rewritten functions: what decides which sites are on, and what runs if none may.
 ENTER, STOCK = "_enter", "_stock"
@@ -108,7 +108,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     is_processor = tree.args.args[0].arg != facts.receiver
     if is_processor:
         decide_branches(tree, facts)
-        split_by_tables(tree, facts)
+        split_by_arguments(tree, facts)
     else:
         inline.inline_nested(tree)
     options = drop_options(tree)
@@ -154,7 +154,7 @@ class _Planner:
         for rule in RULES:
             pairs = isinstance(rule.shape, QueryKey) and flow.decline is None
             if pairs:
-                pair_statements(Scope(flow, self._facts, self._source.function.__globals__), rule.shape.rotated)  # type: ignore[attr-defined]
+                pair_statements(Scope(flow, self._facts, self._source.function.__globals__), rule.shape.kind)  # type: ignore[attr-defined]
                 flow = Flow(self._source.tree)
             while flow.decline is None and self._apply(
                 rule, Scope(flow, self._facts, self._source.function.__globals__)

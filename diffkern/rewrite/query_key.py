@@ -1,4 +1,4 @@
-"""Queries and keys of attention: their norms, and the rotation behind them, as one shape.
+"""Queries and keys of attention: their norms, the rotation behind them and the join of two streams, as one shape.
 
 ``query = rotate(norm_q(query), tables)`` and the same for the key are two statements. While a rule is tried they are
 one, ``query, key = ...``, whose value the shape matches.
@@ -14,16 +14,24 @@ from diffkern.rewrite.facts import LAST_DIM
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Operand, Scope, is_cast, norm_call, peel, through_views
 
+#: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
+#: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
+#: streams and no rotation.
+KINDS = JOINED_FIRST, JOINED_LAST, ROTATED, NORMED = "joined first", "joined last", "rotated", "normed"
+
 
 @dataclass(frozen=True)
 class QueryKey:
-    """``norm(q), norm(k)``, or with ``rotated`` ``rotate(norm(q), ...), rotate(norm(k), ...)``, views in between.
+    """``rotate(norm(q), ...), rotate(norm(k), ...)`` with views in between, and what differs from that by its kind.
 
-    What is rotated may be several streams one after the other: ``rotate(cat([norm(text), norm(image)]), ...)``. The
-    operands are ``q0``, ``k0``, ``q1`` ..., and the tables of each side; the norms are ``q_norm0`` and so on.
+    The operands are ``q0`` and ``k0`` with the tables ``q0_table0`` ..., and the norms ``q_norm0`` and ``k_norm0``.
+    Of several streams one after the other, the next are ``q1``, ``q_norm1`` and so on.
+
+    Attributes:
+        kind: One of :data:`KINDS`.
     """
 
-    rotated: bool
+    kind: str
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
@@ -34,36 +42,52 @@ class QueryKey:
             if found is None:
                 return
             match = found
-        streams = [sum(part.startswith(name) for part in match.modules) for name in ("q_norm", "k_norm")]
         if match.operands["q0"].node is match.operands["k0"].node:
             return  # two calls that read one query, such as attention to two texts
-        if streams[0] == streams[1]:
+        named = [{part[1:] for part in (*match.modules, *match.operands) if part[0] == side} for side in "qk"]
+        if named[0] == named[1]:
             yield match
 
     def _side(self, scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
         node, match = peel(scope, node, match)
-        if not self.rotated:
+        if self.kind == NORMED:
             return _normed(scope, node, match, f"{name}0")
-        if not is_rotation(scope, node):
-            return None
-        assert isinstance(node, ast.Call)
-        match = match.step(node)
-        arguments = [*node.args[1:], *[keyword.value for keyword in node.keywords]]
-        tables = [part.value if isinstance(part, ast.Starred) else part for part in arguments]
-        tables = [part for part in tables if _reads_local(scope, part)]
-        operands = {f"{name}_table{i}": Operand(part) for i, part in enumerate(tables)}
-        match = replace(match, operands={**match.operands, **operands})
-        streams = _concatenated(scope, node.args[0], match)
+        if self.kind == ROTATED:
+            return _stream(scope, node, match, f"{name}0") if is_rotation(scope, node) else None
+        if self.kind == JOINED_FIRST:
+            if not is_rotation(scope, node):
+                return None
+            assert isinstance(node, ast.Call)
+            match, node = _with_tables(scope, node, match, name), node.args[0]
+        streams = _concatenated(scope, node, match)
         if streams is None:
-            return _normed(scope, node.args[0], match, f"{name}0")
+            return None
         parts, found, dim = streams
         found = replace(found, options={**found.options, "stream_dim": dim})
         for i, part in enumerate(parts):
-            after = _normed(scope, part, found, f"{name}{i}")
+            after = (_stream if self.kind == JOINED_LAST else _normed)(scope, part, found, f"{name}{i}")
             if after is None:
                 return None
             found = after
         return found
+
+
+def _stream(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
+    """The match of ``rotate(norm(x), ...)`` or ``norm(x)``."""
+    node, match = peel(scope, node, match)
+    if is_rotation(scope, node):
+        assert isinstance(node, ast.Call)
+        match, node = _with_tables(scope, node, match, name), node.args[0]
+    return _normed(scope, node, match, name)
+
+
+def _with_tables(scope: Scope, call: ast.Call, match: Match, name: str) -> Match:
+    """The match with a rotation, and its tables as operands."""
+    arguments = [*call.args[1:], *[keyword.value for keyword in call.keywords]]
+    tables = [part.value if isinstance(part, ast.Starred) else part for part in arguments]
+    tables = [part for part in tables if _reads_local(scope, part)]
+    operands = {f"{name}_table{i}": Operand(part) for i, part in enumerate(tables)}
+    return replace(match.step(call), operands={**match.operands, **operands})
 
 
 def _normed(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
@@ -105,10 +129,12 @@ def is_rotation(scope: Scope, node: ast.expr) -> bool:
     return len(node.args) + len(node.keywords) > 1
 
 
-def nested_function(flow: Flow, name: ast.Name) -> ast.FunctionDef | None:
-    """The nested function that a name stands for, if it reads nothing of the function around it."""
+def nested_function(flow: Flow, name: ast.Name) -> ast.FunctionDef | ast.ImportFrom | None:
+    """The nested function that a name stands for, if it reads nothing of the function around it; or its import."""
     reaching = flow.definitions.get(name, frozenset())
     statements = [definition.statement for definition in reaching]
+    if len(statements) == 1 and isinstance(statements[0], ast.ImportFrom):
+        return statements[0]
     if len(statements) != 1 or not isinstance(statements[0], ast.FunctionDef) or statements[0].decorator_list:
         return None
     function = statements[0]
@@ -128,12 +154,12 @@ def _reads_local(scope: Scope, node: ast.expr) -> bool:
 # --- two statements as one -----------------------------------------------------------------------------
 
 
-def pair_statements(scope: Scope, rotated: bool) -> None:
-    """Makes one statement of each two that rotate, or normalise, one tensor each, one after the other."""
+def pair_statements(scope: Scope, kind: str) -> None:
+    """Makes one statement of each two that compute what a :class:`QueryKey` of a kind does, one after the other."""
     for block in _blocks(scope.flow.tree):
         index = 0
         while index + 1 < len(block):
-            both = _paired(scope, block[index], block[index + 1], rotated)
+            both = _paired(scope, block[index], block[index + 1], kind)
             if both is not None:
                 block[index : index + 2] = [both]
             index += 1
@@ -148,7 +174,7 @@ def separate_statements(tree: ast.FunctionDef) -> None:
                 block[index : index + 1] = single
 
 
-def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, rotated: bool) -> ast.Assign | None:
+def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assign | None:
     if not isinstance(one, ast.Assign) or not isinstance(other, ast.Assign):
         return None
     targets = [*one.targets, *other.targets]
@@ -158,10 +184,10 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, rotated: bool) -> ast.
     for value in (one.value, other.value):
         while is_cast(value):
             value = value.func.value  # type: ignore[attr-defined]
-        if not (is_rotation(scope, value) if rotated else norm_call(scope, value, LAST_DIM) is not None):
+        if not _is_of(scope, value, kind):
             return None
         calls.append(value)
-    if rotated and len({ast.unparse(call.func) for call in calls}) != 1:  # type: ignore[attr-defined]
+    if kind in (JOINED_FIRST, ROTATED) and len({ast.unparse(call.func) for call in calls}) != 1:  # type: ignore[attr-defined]
         return None
     names = [target.id for target in targets]  # type: ignore[attr-defined]
     read = {node.id for node in ast.walk(other.value) if isinstance(node, ast.Name)}
@@ -170,6 +196,12 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, rotated: bool) -> ast.
     both = ast.Assign([ast.Tuple(targets, ast.Store())], ast.Tuple([one.value, other.value], ast.Load()))
     both._single = [one, other]  # type: ignore[attr-defined]
     return ast.fix_missing_locations(ast.copy_location(both, one))
+
+
+def _is_of(scope: Scope, node: ast.expr, kind: str) -> bool:
+    if kind == JOINED_LAST:
+        return _concatenated(scope, node, Match()) is not None
+    return norm_call(scope, node, LAST_DIM) is not None if kind == NORMED else is_rotation(scope, node)
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from diffkern import ops
 from diffkern.cache.rotary import rotary_tables
+from diffkern.rewrite.facts import child_of, read_norm
+
+if TYPE_CHECKING:
+    from diffkern.rewrite.site import FusedSite, Way
 
 Tables = tuple[Tensor, Tensor]
 
@@ -68,10 +73,11 @@ class Form:
 
     def of(self, tables: list[Tensor]) -> Tables | tuple[None, None]:
         """Cosines and sines that broadcast against queries or keys."""
-        if self.tables is None:
+        if self.tables is None or not tables:
             return None, None
         if self.tables == ANY_MATRICES:
-            cos, sin = rotary_tables(*tables, self.pairing)
+            (table,) = tables
+            cos, sin = rotary_tables(table, self.pairing)
         else:
             cos, sin = TABLES[self.tables](tables)
         if self.heads_dim is not None:
@@ -99,14 +105,94 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def tables_of(operands: Mapping[str, Any], side: str) -> list[Tensor]:
-    """The tables among the operands of one side, ``"q"`` or ``"k"``."""
-    return [
-        tensor for name, value in operands.items() if name.startswith(f"{side}_table") for tensor in tensors_in(value)
-    ]
+def tables_of(operands: Mapping[str, Any], name: str) -> list[Tensor]:
+    """The tables among the operands of a stream, such as ``"q0"``, or of all streams of one side, ``"q"``."""
+    of = [value for key, value in operands.items() if key.startswith(f"{name}_table")]
+    return [tensor for value in of for tensor in tensors_in(value)]
 
 
-def part_of(table: Tensor, like: Tensor, dim: int, start: int) -> Tensor:
+def part_of(table: Tensor | None, like: Tensor, dim: int, start: int) -> Tensor | None:
     """The rows of a table that belong to one of several streams of tokens, which begins at ``start``."""
+    if table is None:
+        return None
     at = dim % like.ndim - like.ndim + table.ndim
     return table if at < 0 or table.shape[at] == 1 else table.narrow(at, start, like.shape[dim])
+
+
+# --- the call ------------------------------------------------------------------------------------------
+
+
+def call_qk_norm_rope(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> tuple[Tensor, Tensor]:
+    """Calls the op of queries and keys: of two streams the one that joins them, where it can."""
+    options = dict(way.options)
+    form, dim = options.pop("form"), options.pop("stream_dim", None)
+    options["pairing"] = form.pairing
+    queries, keys, tables, start = [], [], [], 0
+    norms: list[dict[str, Any]] = []
+    for i in range(sum(name.startswith("q_norm") for name in site.plan.modules)):
+        q, k = operands[f"q{i}"], operands[f"k{i}"]
+        pairs = [form.of([*tables_of(operands, side), *tables_of(operands, f"{side}{i}")]) for side in "qk"]
+        if "q_table0" in operands and dim is not None:  # of all streams
+            pairs = [(part_of(cos, q, dim, start), part_of(sin, q, dim, start)) for cos, sin in pairs]
+            start += q.shape[dim]
+        tables.append(pairs)
+        flat = [x.flatten(-2) if form.across_heads else x for x in (q, k)]
+        named = None if way.calls_norm else _norms_of(site, module, i, flat)
+        if named is None:
+            called = [child_of(module, site.plan.modules[f"{side}_norm{i}"]) for side in "qk"]
+            q, k = [norm(y).view_as(x) for norm, y, x in zip(called, flat, (q, k), strict=True)]  # type: ignore[misc]
+        norms.append(named or {"norm": None})
+        queries.append(q)
+        keys.append(k)
+    shared = all([value is operands[f"k{name[1:]}"] for name, value in operands.items() if _is_table_of_q(name)])
+    kinds: list[dict[str, Any]] = [
+        {name: value for name, value in norm.items() if name in ("norm", "eps")} for norm in norms
+    ]
+    heads = queries[0].shape[-2] if form.across_heads and norms[0]["norm"] else None
+    if len(queries) == 2 and shared and heads is None and kinds[0] == kinds[1]:
+        parameters: dict[str, Any] = {
+            f"{side}_{plural}": tuple([norm.get(f"{side}_{name}") for norm in norms])
+            for side in "qk"
+            for name, plural in (("weight", "weights"), ("bias", "biases"))
+        }
+        cos, sin = ([pairs[0][which] for pairs in tables] for which in (0, 1))
+        return ops.joint_qk_norm_rope(
+            (queries[0], queries[1]), (keys[0], keys[1]), cos=(cos[0], cos[1]), sin=(sin[0], sin[1]), dim=dim,
+            **kinds[0], **parameters, **options, provider=provider,
+        )  # fmt: skip
+    results = []
+    for q, k, ((cos, sin), (cos_k, sin_k)), norm in zip(queries, keys, tables, norms, strict=True):
+        of_k: dict[str, Any] = {} if shared else {"cos_k": cos_k, "sin_k": sin_k}
+        flat = [x.flatten(-2) if heads else x for x in (q, k)]
+        both = ops.qk_norm_rope(
+            flat[0], flat[1], cos=cos, sin=sin, **of_k, **norm, across_heads=heads, **options, provider=provider
+        )
+        results.append([y.view_as(x) for y, x in zip(both, (q, k), strict=True)])
+    one, other = [torch.cat(parts, dim) if dim is not None else parts[0] for parts in zip(*results, strict=True)]
+    return one, other
+
+
+def _is_table_of_q(name: str) -> bool:
+    return name.startswith("q") and "_table" in name
+
+
+def _norms_of(site: FusedSite, module: nn.Module, stream: int, inputs: list[Tensor]) -> dict[str, Any] | None:
+    """The norms of one stream as arguments of the op, read from the modules at every call; None if they cannot be.
+
+    Raises:
+        ValueError: that of the queries and that of the keys are of different kinds.
+    """
+    arguments: dict[str, Any] = {}
+    kinds = []
+    for side, x in zip("qk", inputs, strict=True):
+        name = f"{side}_norm{stream}"
+        read = read_norm(child_of(module, site.plan.modules[name]), site.norms[name], x)
+        if read is None:
+            return None
+        kinds.append({"norm": "rms" if site.norms[name].op == "rms_norm" else "layer", "eps": read.pop("eps")})
+        arguments.update({f"{side}_{parameter}": value for parameter, value in read.items()})
+    if kinds[0] != kinds[1]:
+        raise ValueError("the norms of queries and keys are of different kinds")
+    return {**arguments, **kinds[0]}

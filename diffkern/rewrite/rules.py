@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
 from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Rotation, Shape, Sum
-from diffkern.rewrite.query_key import QueryKey
+from diffkern.rewrite.query_key import JOINED_FIRST, JOINED_LAST, NORMED, ROTATED, QueryKey
 
 _GATES = frozenset({"tanh", "sigmoid"})
 _GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
@@ -60,8 +60,10 @@ def _activated(over: str) -> Shape:
 
 
 RULES = (
-    Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(rotated=True)),
-    Rule("query and key norm", "qk_norm_rope", QueryKey(rotated=False)),
+    Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_FIRST)),
+    Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_LAST)),
+    Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(ROTATED)),
+    Rule("query and key norm", "qk_norm_rope", QueryKey(NORMED)),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),
     Rule(

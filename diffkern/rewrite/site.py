@@ -15,9 +15,18 @@ from diffkern.matching import NormSemantics
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager import compute_dtype
-from diffkern.rewrite.facts import GROUPS, LAST_DIM, child_of, frames_of, group_norm_path, norm_of
+from diffkern.rewrite.facts import (
+    GROUPS,
+    LAST_DIM,
+    child_of,
+    frames_of,
+    group_norm_path,
+    norm_of,
+    parameter_of,
+    read_norm,
+)
 from diffkern.rewrite.plan import SitePlan
-from diffkern.rewrite.rotation import part_of, tables_of
+from diffkern.rewrite.rotation import call_qk_norm_rope
 from diffkern.verify.measures import Measurement
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -157,11 +166,11 @@ class FusedSite:
             signature += tuple([leaf.ndim for leaf in leaves if isinstance(leaf, Tensor)])
         for name, semantics in self.norms.items():
             if semantics.weight is not None and semantics.reader is None:
-                parameter = _parameter(_norm_of_site(self, module, name), semantics.weight)
+                parameter = parameter_of(child_of(module, self.plan.modules[name]), semantics.weight)
                 signature = *signature, None if parameter is None else parameter.dtype
         if self._semantics is None or self._semantics.weight is None or self._semantics.reader is not None:
             return signature
-        weight = _parameter(child_of(module, self._holder), self._semantics.weight)  # type: ignore[arg-type]
+        weight = parameter_of(child_of(module, self._holder), self._semantics.weight)  # type: ignore[arg-type]
         return *signature, None if weight is None else weight.dtype
 
     def _wants_gradients(self, module: nn.Module, leaves: tuple[Any, ...]) -> bool:
@@ -205,7 +214,7 @@ class FusedSite:
         if semantics is None:
             return {}
         norm: Any = child_of(module, self._holder)  # type: ignore[arg-type]
-        arguments = _read_norm(norm, semantics, x)
+        arguments = read_norm(norm, semantics, x)
         if arguments is None:
             return None
         if self.over == GROUPS:
@@ -222,28 +231,6 @@ class FusedSite:
         norm: Any = child_of(module, self._norm_path)  # type: ignore[arg-type]
         y: Tensor = norm(x if isinstance(dtype, str) else x.to(dtype))
         return y
-
-
-def _parameter(norm: Any, name: str) -> Any:
-    """A parameter or whatever stands there by its name; None if there is none. ``getattr`` takes ten times as long."""
-    parameters = norm._parameters
-    return parameters[name] if name in parameters else getattr(norm, name, None)
-
-
-def _read_norm(norm: Any, semantics: NormSemantics, x: Tensor) -> dict[str, Any] | None:
-    """Weight, bias and eps of a norm for an input ``x``; None where kernels cannot read them."""
-    eps = getattr(norm, semantics.eps) if type(semantics.eps) is str else semantics.eps
-    arguments: dict[str, Any] = {"eps": eps}
-    if semantics.reader is not None:
-        parameters = semantics.reader(norm, x)
-        if parameters is None:
-            return None
-    else:
-        names = semantics.weight, semantics.bias
-        parameters = tuple([None if name is None else _parameter(norm, name) for name in names])
-    # Wan's norms have the number 0 where they have no bias.
-    arguments.update({name: p for name, p in zip(("weight", "bias"), parameters, strict=True) if isinstance(p, Tensor)})
-    return arguments
 
 
 def signature_of(leaves: tuple[Any, ...]) -> Signature:
@@ -375,58 +362,6 @@ def _channel_rms_norm_silu(
     return ops.channel_rms_norm_silu(**operands, **arguments, **way.options, provider=provider)
 
 
-def _norm_of_site(site: FusedSite, module: nn.Module, name: str) -> Any:
-    return child_of(module, site.plan.modules[name])
-
-
-def _qk_norm_rope(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> tuple[Tensor, Tensor]:
-    options = dict(way.options)
-    form, dim = options.pop("form"), options.pop("stream_dim", None)
-    tables = [form.of(tables_of(operands, side)) for side in "qk"]
-    shared = all([operands[f"k{name[1:]}"] is operands[name] for name in operands if name.startswith("q_table")])
-    queries, keys, start = [], [], 0
-    named: dict[str, Any]
-    pairing: dict[str, Any]
-    for i in range(len([name for name in site.plan.modules if name.startswith("q_norm")])):
-        q, k = operands[f"q{i}"], operands[f"k{i}"]
-        (cos, sin), (cos_k, sin_k) = tables
-        if dim is not None and cos is not None:
-            (cos, sin), (cos_k, sin_k) = ([part_of(t, q, dim, start) for t in pair] for pair in tables)
-            start += q.shape[dim]
-        if shared:
-            cos_k = sin_k = None
-        heads = q.shape[-2] if form.across_heads else None
-        flat = [x.flatten(-2) if heads else x for x in (q, k)]
-        names = [f"{side}_norm{i}" for side in "qk"]
-        read = [
-            None if way.calls_norm is not None else _read_norm(_norm_of_site(site, module, name), site.norms[name], x)
-            for name, x in zip(names, flat, strict=True)
-        ]
-        if read[0] is not None and read[1] is not None:
-            parameters = [arguments.pop(name, None) for name in ("weight", "bias") for arguments in read]
-            kinds = {site.norms[name].op for name in names}
-            if read[0] != read[1] or len(kinds) > 1:
-                raise ValueError("the norms of queries and keys are of different kinds")
-            named = dict(zip(("q_weight", "k_weight", "q_bias", "k_bias"), parameters, strict=True), **read[0])
-            named["norm"] = "rms" if kinds == {"rms_norm"} else "layer"
-        else:
-            flat = [_norm_of_site(site, module, name)(x) for name, x in zip(names, flat, strict=True)]
-            flat, heads, named = [y.view_as(x) for y, x in zip(flat, (q, k), strict=True)], None, {"norm": None}
-        pairing = (
-            {} if cos is None else {"cos": cos, "sin": sin, "pairing": form.pairing, "cos_k": cos_k, "sin_k": sin_k}
-        )
-        one, other_one = ops.qk_norm_rope(
-            flat[0], flat[1], **named, **pairing, across_heads=heads, **options, provider=provider
-        )
-        queries.append(one.view_as(q))
-        keys.append(other_one.view_as(k))
-    if dim is None:
-        return queries[0], keys[0]
-    return torch.cat(queries, dim), torch.cat(keys, dim)
-
-
 def _rope(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -452,7 +387,7 @@ _CALLS: Mapping[str, Any] = {
     "gate_residual_norm_modulate": _gate_residual_norm_modulate,
     "glu": _glu,
     "linear_gelu": _linear_gelu,
-    "qk_norm_rope": _qk_norm_rope,
+    "qk_norm_rope": call_qk_norm_rope,
     "group_norm_silu": _group_norm_silu,
     "channel_rms_norm_silu": _channel_rms_norm_silu,
     "rope": _rope,

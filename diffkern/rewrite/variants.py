@@ -10,6 +10,7 @@ import ast
 import copy
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from diffkern.rewrite.facts import PRESENT, UNKNOWN, Facts
@@ -24,7 +25,15 @@ _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
-def decide_branches(tree: ast.FunctionDef, facts: Facts | None, given: Mapping[str, object] | None = None) -> bool:
+@dataclass(frozen=True)
+class Given:
+    """What is known of an argument up to a line and column of the source: None, or PRESENT."""
+
+    value: object
+    end: tuple[float, float]
+
+
+def decide_branches(tree: ast.FunctionDef, facts: Facts | None, given: Mapping[str, Given] | None = None) -> bool:
     """Replaces each decidable ``if`` of a tree by the branch that runs.
 
     Args:
@@ -44,7 +53,7 @@ def decide_branches(tree: ast.FunctionDef, facts: Facts | None, given: Mapping[s
 
 
 class _Decider(ast.NodeTransformer):
-    def __init__(self, facts: Facts | None, stored: set[str], given: Mapping[str, object]) -> None:
+    def __init__(self, facts: Facts | None, stored: set[str], given: Mapping[str, Given]) -> None:
         self._facts, self._stored, self._given = facts, stored, given
         self.decided = False
 
@@ -96,7 +105,9 @@ class _Decider(ast.NodeTransformer):
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
             one, other = self._value(node.left), self._value(node.comparators[0])
             if isinstance(node.left, ast.Name) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
-                one = self._given.get(node.left.id, UNKNOWN)
+                given = self._given.get(node.left.id)
+                known = given is not None and (node.lineno, node.col_offset) < given.end
+                one = given.value if given is not None and known else UNKNOWN
             if one is UNKNOWN or other is UNKNOWN:
                 return UNKNOWN
             return _COMPARE[type(node.ops[0])](one, other)
@@ -155,15 +166,17 @@ def _append(branches: ast.If, statement: ast.stmt) -> None:
             block.append(copy.deepcopy(statement))
 
 
-def split_by_tables(tree: ast.FunctionDef, facts: Facts) -> None:
-    """Makes two branches of a body that rotates if an argument is given: one with it, one without.
+def split_by_arguments(tree: ast.FunctionDef, facts: Facts, most: int = 2) -> None:
+    """Makes two branches of a body that rotates, or joins streams, if an argument is given: with it and without.
 
-    So what stands before that ``if`` and what stands in it are one straight line.
+    So what stands before that ``if`` and what stands in it are one straight line. Of several such arguments, ``most``
+    at most make branches.
     """
-    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     arguments = [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     for name in arguments:
-        if name not in stored and any(isinstance(node, ast.If) and _rotates(node, name) for node in ast.walk(tree)):
+        end = _first_store(tree, name)
+        if any((test.lineno, test.col_offset) < end and _rotates_or_joins(test, name) for test in tests):
             break
     else:
         return
@@ -172,7 +185,9 @@ def split_by_tables(tree: ast.FunctionDef, facts: Facts) -> None:
     for value in (None, PRESENT):
         branch = copy.copy(tree)
         branch.body = copy.deepcopy(tree.body[start:])
-        decide_branches(branch, facts, {name: value})
+        decide_branches(branch, facts, {name: Given(value, end)})
+        if most > 1:
+            split_by_arguments(branch, facts, most - 1)
         branches.append(branch.body)
     split = ast.parse(f"if {name} is None:\n    pass\nelse:\n    pass").body[0]
     assert isinstance(split, ast.If)
@@ -233,8 +248,20 @@ def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
     return f"{ast.unparse(key)} in {ast.unparse(call)}"
 
 
-def _rotates(node: ast.If, name: str) -> bool:
-    """Whether a branch asks for an argument, and rebinds a variable by a call with both."""
+def _first_store(tree: ast.FunctionDef, name: str) -> tuple[float, float]:
+    """Where in the source a variable is bound first, behind which it is no longer the argument."""
+    stores = [
+        (0, 0) if isinstance(outer, (ast.For, ast.While)) else (node.lineno, node.col_offset)
+        for outer in ast.walk(tree)
+        if isinstance(outer, (ast.FunctionDef, ast.For, ast.While))
+        for node in ast.walk(outer)
+        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
+    ]
+    return min(stores, default=(float("inf"), 0))
+
+
+def _rotates_or_joins(node: ast.If, name: str) -> bool:
+    """Whether a branch asks for an argument, and rebinds a variable by a call with both, or by a concatenation."""
     tests = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
     if not any(ast.unparse(part) in (f"{name} is not None", f"{name} is None") for part in tests):
         return False
@@ -242,7 +269,8 @@ def _rotates(node: ast.If, name: str) -> bool:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
             target, call = ast.unparse(statement.targets[0]), statement.value
             read = {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}
-            if target in read and (name in read or len(call.args) > 1):
+            joins = ast.unparse(call.func) in ("torch.cat", "torch.concat")
+            if target != name and target in read and (name in read or len(call.args) > 1 or joins):
                 return True
     return False
 

@@ -22,6 +22,7 @@ BUILDERS: list[Callable[[], OpCase]] = [
     lambda: op_cases._qk_norm_rope_ltx(DRAW, 2, (2, 3, 4), 4, 16),
     lambda: op_cases._qk_norm_rope_heads(DRAW, 1, 6, 4, 16, across=False),
     lambda: op_cases._qk_norm_rope_heads(DRAW, 1, 6, 4, 16, across=True),
+    lambda: op_cases._joint_qk_norm_rope(DRAW, 1, (2, 4), 4, 16),
     lambda: op_cases._glu(DRAW, (2, 3, 64), "geglu"),
     lambda: op_cases._glu(DRAW, (2, 3, 64), "swiglu"),
     lambda: op_cases._gelu(DRAW, (2, 3, 64)),

@@ -432,6 +432,33 @@ def qk_norm_rope(d: Draw) -> Case:
     return Case("qk_norm_rope", operands, options, rounds or round_norm)
 
 
+def joint_qk_norm_rope(d: Draw) -> Case:
+    dtype, values = _start(d)
+    shape, dim, head = _heads(d)
+    options, rounds = _rotation_options(d, dtype)
+    norm, tokens = d.one_of("rms", "layer", None), (shape[dim], d.one_of(1, 3, 5))
+    operands: dict[str, Operand] = {}
+
+    def streams(heads: int) -> list[Tensor]:
+        shapes = [list(shape) for _ in tokens]
+        for own, count in zip(shapes, tokens, strict=True):
+            own[dim], own[3 - dim] = count, heads
+        return [d.tensor(own, dtype, values) for own in shapes]
+
+    operands["queries"], operands["keys"] = streams(shape[3 - dim]), streams(d.one_of(1, 2))
+    for name in ("q_weights", "k_weights", "q_biases", "k_biases") if norm is not None else ():
+        if d.maybe(True):
+            operands[name] = [d.tensor([head], d.other(dtype), Values(0.5, 1.0)) for _ in tokens]
+    if d.maybe(True):
+        table_dtype = dtype if dtype == torch.float64 else d.one_of(torch.float32, torch.float32, dtype)
+        columns, any_heads = d.one_of(1, 2) * head // 2, list(shape)
+        any_heads[3 - dim] = 1
+        for name in ("cos", "sin"):
+            operands[name] = [_full_table(d, any_heads, dim, count, columns, table_dtype) for count in tokens]
+    options |= {"eps": 1e-6, "norm": norm, "dim": dim, "round_norm": d.chance(0.3)}
+    return Case("joint_qk_norm_rope", operands, options, rounds or options["round_norm"])
+
+
 def activation_fp8(d: Draw) -> Case:
     last = d.size()
     x = d.tensor([*d.lead(last), last], d.dtype())
@@ -475,8 +502,8 @@ GENERATORS: dict[str, Callable[[Draw], Case]] = {
     generator.__name__: generator
     for generator in (
         activation_fp8, add_norm_silu_pad, channel_rms_norm_silu, expand_axes, gate_residual,
-        gate_residual_norm_modulate, gate_residual_norm_modulate_fp8, geglu, gelu, glu, group_norm_silu, layer_norm,
-        linear_fp8, linear_gelu, norm_modulate, norm_modulate_fp8, packed_linear, qk_norm_rope, quick_gelu, rms_norm,
-        rope, rope_3d, silu, swiglu,
+        gate_residual_norm_modulate, gate_residual_norm_modulate_fp8, geglu, gelu, glu, group_norm_silu,
+        joint_qk_norm_rope, layer_norm, linear_fp8, linear_gelu, norm_modulate, norm_modulate_fp8, packed_linear,
+        qk_norm_rope, quick_gelu, rms_norm, rope, rope_3d, silu, swiglu,
     )
 }  # fmt: skip

@@ -273,6 +273,24 @@ def qk_norm_rope(
     return tuple(results)
 
 
+def joint_qk_norm_rope(
+    queries: list[Tensor], keys: list[Tensor], dim: int, eps: float, norm: str | None, pairing: str, **given: Any
+) -> tuple[Tensor, ...]:
+    streams = []
+    for i, (q, k) in enumerate(zip(queries, keys, strict=True)):
+        names = {"q_weight": "q_weights", "k_weight": "k_weights", "q_bias": "q_biases", "k_bias": "k_biases"}
+        own = {name: given[lists][i] if lists in given else None for name, lists in names.items()}
+        cos, sin = (given[name][i] if name in given else None for name in ("cos", "sin"))
+        streams.append(
+            qk_norm_rope(
+                q, k, **own, cos=cos, sin=sin, cos_k=None, sin_k=None, eps=eps, norm=norm, across_heads=None,
+                weight_offset=0.0, grid=None, coords=None, order="blocked", front_pad=0, pairing=pairing,
+                rotary_dim=None, tokens=None, seq_dim=dim,
+            )
+        )  # fmt: skip
+    return tuple([torch.cat(pair, dim) for pair in zip(*streams, strict=True)])
+
+
 def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, ...]:
     return (_activated(x, function),)
 

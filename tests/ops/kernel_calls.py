@@ -48,6 +48,11 @@ def _norm_and_rotate(kernel: Kernel, batch: int, device: str) -> Any:
     return kernel(q, q, weight, weight, None, None, *tables, None, [], False, 0, *norm, *rotation)
 
 
+def _normalise_and_join(kernel: Kernel, batch: int, device: str) -> Any:
+    x, (cos, sin), weight = _heads(batch, device), _tables(device), torch.ones(16, device=device)
+    return kernel(x, x, x, x, *[weight] * 4, *[None] * 4, [cos], [sin], [], [], 1, 1, 1e-6, False, False, 0)
+
+
 CALLS: dict[str, Call] = {
     "add_norm_silu_pad": lambda f, b, d: f(_image(b, d)[..., None], *[None] * 4, 1e-6, True, True, 1, 2, False),
     "activation": lambda f, b, d: f(_tokens(b, d), "silu"),
@@ -62,6 +67,7 @@ CALLS: dict[str, Call] = {
     ),
     "glu": lambda f, b, d: f(_tokens(b, d), _tokens(b, d), "gelu", False),
     "group_norm_silu": lambda f, b, d: f(_image(b, d), 4, None, None, 1e-5, True, False, False),
+    "joint_qk_norm_rope": _normalise_and_join,
     "layer_norm": lambda f, b, d: f(_tokens(b, d), None, None, 1e-5, None, False),
     "norm_modulate": lambda f, b, d: f(
         _tokens(b, d), _modulation(b, d), _modulation(b, d), None, None, 1e-6, 1, 1.0, False, None

@@ -20,7 +20,7 @@ from .group_norm import channel_rms_norm_silu, group_norm_silu
 from .group_norm import register_fakes as _register_group_norm_fakes
 from .modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
 from .modulate import register_fakes as _register_modulate_fakes
-from .rope import qk_norm_rope, rope, rope_3d
+from .rope import joint_qk_norm_rope, qk_norm_rope, rope, rope_3d
 from .rope import register_fakes as _register_rope_fakes
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "gate_residual_norm_modulate",
     "glu",
     "group_norm_silu",
+    "joint_qk_norm_rope",
     "layer_norm",
     "layers",
     "norm_modulate",

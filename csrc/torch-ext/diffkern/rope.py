@@ -112,6 +112,41 @@ def qk_norm_rope(
     )  # fmt: skip
 
 
+def joint_qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_2: Tensor,
+    k_2: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_weight_2: Tensor | None,
+    k_weight_2: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    q_bias_2: Tensor | None,
+    k_bias_2: Tensor | None,
+    cos: list[Tensor],
+    sin: list[Tensor],
+    cos_2: list[Tensor],
+    sin_2: list[Tensor],
+    dim: int = 1,
+    norm: int = 1,
+    eps: float = 1e-6,
+    round_norm: bool = False,
+    half: bool = False,
+    arithmetic: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """:func:`qk_norm_rope` of two streams of tokens, the results one behind the other along ``dim``.
+
+    Each stream has norms over single heads of its own, and a full table of its own or none. The results are
+    contiguous.
+    """
+    return ops.joint_qk_norm_rope(
+        q, k, q_2, k_2, q_weight, k_weight, q_weight_2, k_weight_2, q_bias, k_bias, q_bias_2, k_bias_2,
+        cos, sin, cos_2, sin_2, dim, norm, eps, round_norm, half, arithmetic,
+    )  # fmt: skip
+
+
 def register_fakes() -> None:
     """Tells tracing what the ops return."""
 
@@ -126,3 +161,10 @@ def register_fakes() -> None:
     @fake("qk_norm_rope")
     def _(q, k, *args):
         return torch.empty_like(q), torch.empty_like(k)
+
+    @fake("joint_qk_norm_rope")
+    def _(q, k, q_2, k_2, *args):
+        dim = args[12]
+        parts = ((q, q_2), (k, k_2))
+        shapes = ((*x.shape[:dim], x.shape[dim] + y.shape[dim], *x.shape[dim + 1 :]) for x, y in parts)
+        return tuple([q.new_empty(shape) for shape in shapes])

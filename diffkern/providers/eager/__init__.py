@@ -38,6 +38,7 @@ _MODULES: Mapping[str, ModuleType] = {
     "gate_residual_norm_modulate_fp8": fp8,
     "glu": activation,
     "group_norm_silu": group_norm,
+    "joint_qk_norm_rope": rope_qk_norm,
     "layer_norm": norm,
     "linear_fp8": fp8,
     "linear_gelu": layers,

@@ -1,4 +1,4 @@
-"""qk_norm_rope in plain PyTorch."""
+"""qk_norm_rope, and that of two streams, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -64,6 +64,38 @@ def qk_norm_rope(
         y = laid_out_like(x, y.to(x.dtype))
         outs.append(y.clone() if y is x else y)  # the result of an op must not be its input
     return outs[0], outs[1]
+
+
+def joint_qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_2: Tensor,
+    k_2: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_weight_2: Tensor | None,
+    k_weight_2: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    q_bias_2: Tensor | None,
+    k_bias_2: Tensor | None,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
+    cos_2: Sequence[Tensor],
+    sin_2: Sequence[Tensor],
+    dim: int,
+    norm: int,
+    eps: float,
+    round_norm: bool,
+    half: bool,
+    arithmetic: int,
+) -> tuple[Tensor, Tensor]:
+    """Computes :func:`diffkern.ops.joint_qk_norm_rope`."""
+    rest = (None, (), False, 0, norm, eps, 0, 0.0, None, round_norm, half, arithmetic, 0, 1, 0, -1)
+    first = qk_norm_rope(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, cos, sin, *rest)
+    second = qk_norm_rope(q_2, k_2, q_weight_2, k_weight_2, q_bias_2, k_bias_2, cos_2, sin_2, cos_2, sin_2, *rest)
+    queries, keys = (torch.cat(pair, dim).contiguous() for pair in zip(first, second, strict=True))
+    return queries, keys
 
 
 def normalise(

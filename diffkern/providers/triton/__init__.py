@@ -28,6 +28,7 @@ MODULES: Mapping[str, str] = {
     "gate_residual_norm_modulate_fp8": "modulate",
     "glu": "activation",
     "group_norm_silu": "group_norm",
+    "joint_qk_norm_rope": "rope",
     "layer_norm": "norm",
     "norm_modulate": "modulate",
     "norm_modulate_fp8": "modulate",

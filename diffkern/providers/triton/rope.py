@@ -1,4 +1,7 @@
-"""rope, rope_3d and qk_norm_rope by Triton: outputs, geometry and launch. The arithmetic is in ``rope_kernels``."""
+"""rope, rope_3d, qk_norm_rope and joint_qk_norm_rope by Triton: outputs, geometry and launch.
+
+The arithmetic is in ``rope_kernels``.
+"""
 
 from __future__ import annotations
 
@@ -147,6 +150,45 @@ def qk_norm_rope(
     return q_out, k_out
 
 
+def joint_qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_2: Tensor,
+    k_2: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    q_weight_2: Tensor | None,
+    k_weight_2: Tensor | None,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    q_bias_2: Tensor | None,
+    k_bias_2: Tensor | None,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
+    cos_2: Sequence[Tensor],
+    sin_2: Sequence[Tensor],
+    dim: int,
+    norm: int,
+    eps: float,
+    round_norm: bool,
+    half: bool,
+    arithmetic: int,
+) -> tuple[Tensor, Tensor]:
+    """Computes :func:`diffkern.ops.joint_qk_norm_rope`."""
+    kind, joint = Norm(norm, eps, 0.0, None, round_norm or arithmetic == INPUT), []
+    for first, second in ((q, q_2), (k, k_2)):
+        shape = (*first.shape[:dim], first.shape[dim] + second.shape[dim], *first.shape[dim + 1 :])
+        joint.append(first.new_empty(shape))
+    for streams, start, parameters, tables in (
+        ((q, k), (0, 0), ((q_weight, q_bias), (k_weight, k_bias)), (cos, sin)),
+        ((q_2, k_2), (q.shape[dim], k.shape[dim]), ((q_weight_2, q_bias_2), (k_weight_2, k_bias_2)), (cos_2, sin_2)),
+    ):
+        rotation = Rotation(*tables, None, (), False, 0, half, arithmetic, 0, 1, 0, -1)
+        outs = [out.narrow(dim, at, x.shape[dim]) for out, at, x in zip(joint, start, streams, strict=True)]
+        _run(*streams, *parameters, rotation, rotation, kind, 0, outs)
+    return joint[0], joint[1]
+
+
 @dataclass(frozen=True)
 class _Operand:
     """The launch arguments of q or of k; see ``rope_kernels``."""
@@ -190,11 +232,12 @@ def _run(
     k_rotation: Rotation,
     norm: Norm,
     heads: int,
-) -> list[Tensor]:
-    """One launch for q and, if there is one, k."""
+    outs: Sequence[Tensor] = (),
+) -> Sequence[Tensor]:
+    """One launch for q and, if there is one, k; into new tensors unless ``outs`` are given."""
     head_dim = q.shape[-1] // heads if heads else q.shape[-1]
     given = [(q, q_parameters, q_rotation)] + ([] if k is None else [(k, k_parameters, k_rotation)])
-    outs = [torch.empty_like(x) for x, _, _ in given]
+    outs = outs or [torch.empty_like(x) for x, _, _ in given]
     across = heads > 0 and norm.kind != NO_NORM
     rotary = q_rotation.rotary_dim or head_dim
     pairs = _power_of_two(max(rotary // 2, 1))
