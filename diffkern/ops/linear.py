@@ -23,7 +23,9 @@ from diffkern.ops.registration import Op
 from diffkern.providers import cublaslt
 from diffkern.providers.cublaslt.layers import as_matrix
 from diffkern.providers.cublaslt.layers import linear_gelu as plain_linear_gelu
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.providers.eager.activation import apply_backward
+from diffkern.providers.registry import kernel_for
 
 CONTRACT = (
     ContractRow(
@@ -66,6 +68,7 @@ def linear_gelu(
     bias: Tensor | None = None,
     *,
     approximate: str = "tanh",
+    room: int = 0,
     provider: str | None = None,
 ) -> Tensor:
     r"""A linear layer followed by GELU: :math:`\operatorname{gelu}(x W^\top + b)`.
@@ -76,11 +79,14 @@ def linear_gelu(
         bias: ``b`` of shape ``[N]``, or None.
         approximate: ``"tanh"`` or ``"none"``, as in :func:`torch.nn.functional.gelu`. The epilogue of the GPU's
             matrix product knows the tanh form alone.
+        room: Elements that memory shall have in front of each row, for :func:`concatenate`. There is none where a
+            gradient may be wanted or a graph is traced.
         provider: ``"eager"`` or None: what there is to fuse, torch itself fuses.
 
     Returns:
-        A new contiguous tensor of shape ``[..., N]``. Differentiable in all three; backward computes the linear
-        layer again rather than keep its result. Under autocast the operands are cast as ``F.linear`` casts them.
+        A new tensor of shape ``[..., N]``, contiguous but for the room. Differentiable in all three; backward computes
+        the linear layer again rather than keep its result. Under autocast the operands are cast as ``F.linear`` casts
+        them.
 
     Raises:
         RuntimeError: shapes or dtypes do not fit together, in the words of ``F.linear``.
@@ -90,8 +96,35 @@ def linear_gelu(
     dtype = _autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    y: Tensor = _linear_gelu.call((x, weight, bias), (function,), provider)
-    return y
+    if room and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active() or modes_active()):
+        kernel_for("linear_gelu", x.device, provider, x.dtype, weight.dtype)  # raises as the call without room does
+        memory = x.new_empty((*x.shape[:-1], room + weight.shape[0]))
+        y = plain_linear_gelu(x, weight, bias, function, memory[..., room:])
+        y._diffkern_memory = memory  # type: ignore[attr-defined]
+        return y
+    result: Tensor = _linear_gelu.call((x, weight, bias), (function,), provider)
+    return result
+
+
+def concatenate(front: Tensor, x: Tensor, dim: int) -> Tensor:
+    """``torch.cat([front, x], dim)``, in the memory of ``x`` if that has room for ``front``.
+
+    Args:
+        front: Any tensor.
+        x: If it is a result of :func:`linear_gelu` with as much room as ``front`` is wide, it shares its memory with
+            the result from now on, and ``dim`` is the last one; any other is copied, as torch does.
+        dim: The dimension.
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return torch.cat([front, x], dim)
+    memory = x.__dict__.pop("_diffkern_memory", None)
+    if memory is None or type(front) is not Tensor or dim not in (-1, x.ndim - 1):
+        return torch.cat([front, x], dim)
+    place = memory[..., : memory.shape[-1] - x.shape[-1]]
+    if front.shape != place.shape or front.dtype != x.dtype or front.device != x.device:
+        return torch.cat([front, x], dim)
+    place.copy_(front)
+    return memory  # type: ignore[no-any-return]
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -19,13 +19,14 @@ from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.placement import Placement, Placer
 from diffkern.rewrite.purity import is_pure
-from diffkern.rewrite.query_key import QueryKey, pair_statements, separate_statements
+from diffkern.rewrite.query_key import QueryKey, concatenated, pair_statements, separate_statements
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
 from diffkern.rewrite.variants import activate_in_branches, decide_branches, drop_options, split_by_arguments
 
-#: Names in rewritten functions: what decides which sites are on, and what runs if none may.
-ENTER, STOCK = "_enter", "_stock"
+#: Names in rewritten functions: what decides which sites are on, what runs if none may, and what concatenates in the
+#: memory of a site's result.
+ENTER, STOCK, JOIN = "_enter", "_stock", "_join"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class Plan:
 
     Attributes:
         sites: The sites, in the order of their numbers.
-        code: The rewritten function; it reads :data:`ENTER` and :data:`STOCK`.
+        code: The rewritten function; it reads :data:`ENTER`, :data:`STOCK` and :data:`JOIN`.
         text: Its source.
         facts: What was assumed about modules.
         helpers: Functions whose bodies were taken into it, or that an op computes in the place of: (path or global
@@ -103,7 +104,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     """
     tree, function = source.tree, source.function
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if taken & {SITES, ENTER, STOCK}:
+    if taken & {SITES, ENTER, STOCK, JOIN}:
         return "it is rewritten already"
     is_processor = tree.args.args[0].arg != facts.receiver
     if is_processor:
@@ -130,9 +131,10 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         planner.run()
     if not planner.sites:
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
+    _join_in_place(tree, planner.sites)
     _add_entry(tree, facts.receiver, options)
     ast.fix_missing_locations(tree)
-    code = compiled(tree, function, (*function.__code__.co_freevars, ENTER, STOCK), _imported_in_file(function))
+    code = compiled(tree, function, (*function.__code__.co_freevars, ENTER, STOCK, JOIN), _imported_in_file(function))
     assert code is not None
     functions = {**helpers, **planner.replaced}
     return Plan(tuple(planner.sites), code, ast.unparse(tree), facts, functions, tuple(planner.refused))
@@ -284,6 +286,23 @@ def _is_pure(scope: Scope, callee: ast.expr) -> bool:
 def _is_fresh(scope: Scope, callee: ast.expr) -> bool:
     path = scope.facts.path(scope.flow, callee)
     return path is not None and bool(scope.facts.norm(path) or scope.facts.is_projection(path))
+
+
+def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
+    """Lets ``torch.cat([front, y], dim)`` reuse the memory of ``y`` where that is the result of a site, read once."""
+    flow = Flow(tree)
+    for node in flow.nodes:
+        found = concatenated(node) if isinstance(node, ast.expr) else None
+        if found is None or len(found[0]) != 2 or found[1] not in (2, -1) or not isinstance(found[0][1], ast.Name):
+            continue
+        (front, y), dim = found
+        definition = flow.single(y)
+        value = None if definition is None or definition.uses != [y] else definition.value
+        made = isinstance(value, ast.Call) and isinstance(value.func, ast.Subscript) and ast.unparse(value.func.value)
+        if made == SITES and sites[value.func.slice.value].rule.op == "linear_gelu":  # type: ignore[union-attr]
+            assert isinstance(node, ast.Call)
+            node.func = ast.copy_location(ast.Name(JOIN, ast.Load()), node)
+            node.args, node.keywords = [value.func, front, y, ast.Constant(dim)], []  # type: ignore[union-attr]
 
 
 def _add_entry(tree: ast.FunctionDef, receiver: str, options: list[str]) -> None:

@@ -104,8 +104,14 @@ def _normed(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | No
 
 
 def _concatenated(scope: Scope, node: ast.expr, match: Match) -> tuple[list[ast.expr], Match, int] | None:
-    """The parts, the match and the dimension of ``torch.cat([...], dim=...)``; None for anything else."""
+    """The parts, the match and the dimension of a concatenation; None for anything else."""
     node, match = peel(scope, node, match)
+    found = concatenated(node)
+    return None if found is None else (found[0], match.step(node), found[1])
+
+
+def concatenated(node: ast.expr) -> tuple[list[ast.expr], int] | None:
+    """The parts and the dimension of ``torch.cat([...], dim=...)``; None for anything else."""
     if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("torch.cat", "torch.concat"):
         return None
     given = [*node.args, *[keyword.value for keyword in node.keywords]]
@@ -115,7 +121,7 @@ def _concatenated(scope: Scope, node: ast.expr, match: Match) -> tuple[list[ast.
         dim = ast.literal_eval(given[1])
     except ValueError:
         return None
-    return (given[0].elts, match.step(node), dim) if type(dim) is int else None
+    return (given[0].elts, dim) if type(dim) is int else None
 
 
 def is_rotation(scope: Scope, node: ast.expr) -> bool:

@@ -15,9 +15,9 @@ from torch import nn
 from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, settings_of
 from diffkern.rewrite.guard import Guard
-from diffkern.rewrite.plan import ENTER, STOCK, Plan, plan
+from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.site import FusedSite, Observer, Trained
+from diffkern.rewrite.site import FusedSite, Observer, Trained, join
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
@@ -136,7 +136,7 @@ class Rewriter:
         guard = Guard(sites, module, found.helpers, function.__globals__, values)
         guard.disabled = {site.plan.index for site in sites if site.plan.rule.op in self._off}
         guard.observer = self._observer
-        return Rewritten(recompile(forward, found.code, {ENTER: guard, STOCK: function}), found, guard)
+        return Rewritten(recompile(forward, found.code, {ENTER: guard, STOCK: function, JOIN: join}), found, guard)
 
 
 def _in_forward(call: Rewritten, forward: Any, cls: type, function: Callable[..., Any]) -> Rewritten:

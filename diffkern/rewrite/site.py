@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from diffkern import ops
 from diffkern.matching import NormSemantics
+from diffkern.ops.linear import concatenate
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager import compute_dtype
@@ -75,6 +76,7 @@ class FusedSite:
         proofs: What the proofs measured, by signature.
         tried: Devices and dtypes for which leaves were made up and proven ahead of calls.
         observer: Learns of each call, if there is one.
+        room: The room that :func:`join` needed last in front of its result, which is made so then.
         trained: Computes the site where gradients are wanted, unless it returns None; None if the op does.
     """
 
@@ -99,6 +101,7 @@ class FusedSite:
         self.proofs: dict[Signature, Measurement] = {}
         self.tried: set[tuple[torch.device, torch.dtype]] = set()
         self.observer: Observer | None = None
+        self.room = 0
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
@@ -128,7 +131,7 @@ class FusedSite:
         if torch.compiler.is_compiling():
             return self.compute(module, leaves, way, self.provider)
         try:
-            result = self.compute(module, leaves, way, self.provider)
+            result = self.compute(module, leaves, way, self.provider, self.room)
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, (KernelFileError, torch.OutOfMemoryError)):
                 raise
@@ -189,8 +192,10 @@ class FusedSite:
         reason: str = self.on_gradients(self, module, leaves)
         return reason
 
-    def compute(self, module: nn.Module, leaves: tuple[Any, ...], way: Way, provider: str | None) -> Any:
+    def compute(self, module: nn.Module, leaves: tuple[Any, ...], way: Way, provider: str | None, room: int = 0) -> Any:
         """Computes the site with the op: the result, or the new residual and the result."""
+        if room:
+            way = replace(way, options={**way.options, "room": room})
         result = None
         if self.trained is not None and torch.is_grad_enabled() and self._wants_gradients(module, leaves):
             result = self.trained(self, module, self.operands(module, leaves), way)
@@ -231,6 +236,13 @@ class FusedSite:
         norm: Any = child_of(module, self._norm_path)  # type: ignore[arg-type]
         y: Tensor = norm(x if isinstance(dtype, str) else x.to(dtype))
         return y
+
+
+def join(site: Callable[..., Any], front: Tensor, x: Tensor, dim: int) -> Tensor:
+    """``torch.cat([front, x], dim)`` of the result of a site, which has room for it the next time."""
+    if isinstance(site, FusedSite) and not torch.compiler.is_compiling():
+        site.room = front.shape[-1]
+    return concatenate(front, x, dim)
 
 
 def signature_of(leaves: tuple[Any, ...]) -> Signature:

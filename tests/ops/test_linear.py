@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diffkern import ops
 from diffkern.ops.contract import table
+from diffkern.ops.linear import concatenate, linear_gelu
 from tests.ops.reference import relative_error
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -124,3 +125,28 @@ def test_a_layer_without_rows_or_columns_has_the_gradients_of_torch(
     for ours, stock in zip(*results, strict=True):
         assert ours.shape == stock.shape
         torch.testing.assert_close(ours, stock)
+
+
+@torch.no_grad()
+def test_what_is_concatenated_in_front_lies_in_the_room_that_was_left(device: str) -> None:
+    x, weight, bias = (torch.randn(*shape, device=device).bfloat16() for shape in ((2, 6, 32), (64, 32), (64,)))
+    front = torch.randn(2, 6, 16, device=device).bfloat16()
+    expected = torch.cat([front, linear_gelu(x, weight, bias)], -1)
+    for dim in (-1, 2):
+        y = linear_gelu(x, weight, bias, room=16)
+        assert torch.equal(y, expected[..., 16:])
+        both = concatenate(front, y, dim)
+        assert both.is_contiguous() and torch.equal(both, expected)
+        assert both.data_ptr() + 16 * both.element_size() == y.data_ptr()
+        assert concatenate(front, y, dim).data_ptr() != both.data_ptr(), "the room is taken"
+
+
+@torch.no_grad()
+def test_what_does_not_fit_into_the_room_is_concatenated_as_torch_does(device: str) -> None:
+    x, weight, front = (torch.randn(*shape, device=device) for shape in ((2, 6, 32), (64, 32), (2, 6, 16)))
+    for other, dim in ((front[..., :8], -1), (front.double(), 2), (torch.randn(2, 3, 64, device=device), 1)):
+        y = linear_gelu(x, weight, room=16)
+        assert torch.equal(concatenate(other, y, dim), torch.cat([other, y], dim))
+    with torch.enable_grad():
+        y = linear_gelu(x, weight.requires_grad_(), room=16)
+        assert y.is_contiguous() and concatenate(front, y, -1).requires_grad

@@ -28,13 +28,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return multiply(x, weight, bias, None, None, False, _linear)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
-    """Computes :func:`diffkern.ops.linear_gelu`."""
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str, out: Tensor | None = None) -> Tensor:
+    """Computes :func:`diffkern.ops.linear_gelu`; into ``out`` if that is given, whose rows are dense."""
     if bias is not None and function == "gelu_tanh" and _has_epilogue(x, weight, bias):
         if torch.compiler.is_compiling():
             return _gelu_of_linear(x, weight, bias, None, None)
+        if out is not None:
+            multiply(as_matrix(x), weight, bias, as_matrix(out), None, True, _gelu_of_linear)
+            return out
         return multiply(x, weight, bias, None, None, True, _gelu_of_linear)
-    return apply(F.linear(x, weight, bias), function).contiguous()
+    y = apply(F.linear(x, weight, bias), function)
+    return y.contiguous() if out is None else out.copy_(y)
 
 
 def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
@@ -93,8 +97,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, 
 def _gelu_of_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None
 ) -> Tensor:
-    assert bias is not None and out is None
+    assert bias is not None
     y = torch._addmm_activation(bias, as_matrix(x), weight.t(), use_gelu=True)
+    if out is not None:
+        return out.copy_(y)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
