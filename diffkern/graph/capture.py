@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 #: Plain values that a graph has written into it.
-CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 #: PyTorch captures one graph at a time in a process.
 _one_at_a_time = threading.Lock()

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from diffkern.graph.capture import CapturedStep, CaptureError, NoRoomError, capture, pool_of
+from diffkern.graph.capture import CONSTANTS, CapturedStep, CaptureError, NoRoomError, capture, pool_of
 from diffkern.graph.derived import check_sources, derived_state, derived_tensors
 from diffkern.graph.snapshot import ModuleSnapshot
 from diffkern.graph.timing import Stage, Stopwatch, Trial
@@ -52,6 +52,9 @@ class StepCall:
         began: When the host began it, in seconds.
         trial: What is known of the times of such calls, where times decide.
         stopwatch: What times this one, if it is timed.
+        replayed: Whether a graph that was there before it was replayed for it.
+        obstacle: Why its blocks ran as they are, where only these are captured.
+        pending: Whether their next call may be captured.
     """
 
     leaves: list[Any]
@@ -61,6 +64,9 @@ class StepCall:
     began: float = field(default_factory=time.perf_counter)
     trial: Trial | None = None
     stopwatch: Stopwatch | None = None
+    replayed: bool = False
+    obstacle: str | None = None
+    pending: bool = False
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -73,7 +79,7 @@ class StepCall:
         return self.spec, tuple(
             (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
             if isinstance(leaf, Tensor)
-            else (type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf)
+            else (type(leaf), _frozen(leaf))
             for leaf in self.leaves
         )
 
@@ -81,6 +87,21 @@ class StepCall:
         """The arguments as they were, or others nested like them."""
         args, kwargs = tree_unflatten(self.leaves if leaves is None else leaves, self.spec)
         return args, kwargs
+
+
+def _frozen(value: Any) -> Hashable:
+    """A plain value as it is compared: -0.0 is not 0.0, and sets have no hash."""
+    if isinstance(value, (float, complex)):
+        return repr(value)
+    frozen: Hashable = frozenset(value) if isinstance(value, set) else value
+    return frozen
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether a graph may have a value written into it: a plain value, or a set of them."""
+    if isinstance(leaf, (set, frozenset)):
+        return all(isinstance(value, CONSTANTS) for value in leaf)
+    return isinstance(leaf, CONSTANTS)
 
 
 @dataclass
@@ -140,7 +161,7 @@ class StepGraphs:
             trial.give_up(f"more than {MAX_GRAPHS} kinds of calls take turns")
         stage = trial.advance()
         if stage is Stage.STOCK:
-            self._fail(call, trial.reason)
+            self.fail(call, trial.reason)
         return stage
 
     def rest(self, reason: str) -> None:
@@ -214,6 +235,7 @@ class StepGraphs:
         kind = call.kind
         assert kind is not None
         if kind.step is not None:
+            call.replayed = True
             speculated, result = call.speculative or (None, None)
             return result if speculated is kind.step else kind.step.replay(call.tensors)
         with self._lock:  # two threads may meet here
@@ -223,7 +245,7 @@ class StepGraphs:
                 pool = pool_of(call.tensors[0].device)
                 step = capture(lambda leaves: forward(call, leaves), call.leaves, pool, limit())
             except CaptureError as error:
-                self._fail(call, f"cannot be captured: {error}")
+                self.fail(call, f"cannot be captured: {error}")
                 if isinstance(error, NoRoomError):  # what the pool grew by is free once no graph is left in it
                     self.kinds.clear()
                 raise
@@ -232,13 +254,14 @@ class StepGraphs:
             derived = derived_state(patched(after))
             change = kind.snapshot.difference(after)
             if change is not None:  # which replays would not do; this once it was done
-                self._fail(call, f"its forward keeps state: {change}")
+                self.fail(call, f"its forward keeps state: {change}")
             elif derived == kind.derived:
                 kind.snapshot, kind.step = after, step
             else:
                 kind.derived = derived
             return step.replay(call.tensors)
 
-    def _fail(self, call: StepCall, reason: str) -> None:
+    def fail(self, call: StepCall, reason: str) -> None:
+        """Drops what is known of calls like this one, none of which is captured from now on."""
         self.failures[call.signature] = reason
         self.kinds.pop(call.signature, None)

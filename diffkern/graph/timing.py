@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,8 @@ MARGIN = 1.1
 BUSY = 1.25
 #: Calls that are timed as they are, and as many replays; the fastest of them counts.
 TIMED_CALLS = 2
+#: Calls that may pass until so many were replayed.
+MAX_TRIES = 16
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ class Trial:
         as_is: The timed calls as they are.
         replays: The timed replays.
         told: Whether the reason was told.
+        tries: Calls that were to be replayed while that was tried.
+        obstacle: Why the last of them was not.
+        signature: That of the call of its blocks, where only these are captured.
     """
 
     stage: Stage | None = None
@@ -107,6 +112,9 @@ class Trial:
     as_is: list[Stopwatch] = field(default_factory=list)
     replays: list[Stopwatch] = field(default_factory=list)
     told: bool = False
+    tries: int = 0
+    obstacle: str = "something changed before each of them"
+    signature: Hashable = None
 
     def advance(self) -> Stage:
         """What the next call is for, by the clocks that have been read so far."""
@@ -126,7 +134,10 @@ class Trial:
             return self.give_up(reason)
         replayed = _read(self.replays) if len(self.replays) >= TIMED_CALLS else None
         if replayed is None:
-            return Stage.REPLAY_TIMED
+            self.tries += 1
+            if self.tries <= MAX_TRIES or len(self.replays) >= TIMED_CALLS:
+                return Stage.REPLAY_TIMED
+            return self.give_up(f"of {MAX_TRIES} calls {len(self.replays)} could be replayed: {self.obstacle}")
         if reason := reason_not_to_keep(now, replayed):
             return self.give_up(reason)
         self.reason = f"a step took {now.step:.1f} ms as it is and takes {replayed.step:.1f} ms as a CUDA graph"

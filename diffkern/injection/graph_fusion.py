@@ -9,31 +9,54 @@ soon as it is known that all the memory it reads is there, and where the compari
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from typing_extensions import override
 
 from diffkern.blocks.pieces import calls_are_watched, untouched
 from diffkern.cache import memory
-from diffkern.graph import CONSTANTS, ModuleSnapshot, StepCall, StepGraphs
-from diffkern.graph.capture import CaptureError, pool_of
+from diffkern.graph import ModuleSnapshot, StepCall, StepGraphs, is_constant
+from diffkern.graph.capture import CaptureError, NoRoomError, pool_of
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.graph.timing import Stage, Stopwatch
 from diffkern.injection import hooks, notes
 from diffkern.injection.fusion import Fusion
+from diffkern.injection.rewrite_fusion import RewriteFusion
 from diffkern.injection.state import ATTRIBUTE, PatchState, StrictModeError, patches, run_below
 from diffkern.providers import Choice
+from diffkern.rewrite.span import Span, with_span
 
 _log = logging.getLogger(__name__)
 
 #: What graphs may take of the free memory where times decide and no bound was given: the VAE needs some later.
 FREE_SHARE = 0.25
 _UNTIMED = (Stage.WARM_UP, Stage.UNREAD, Stage.STOCK)
+#: The call whose blocks a thread runs.
+_in_thread = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """How the blocks of a model are captured alone.
+
+    Attributes:
+        forward: The forward of its class, which has its blocks run by the fusion.
+        reason: Why a step as a whole is not captured.
+        skip: How many loops over blocks stand before them.
+        graphs: The graphs of the blocks.
+    """
+
+    forward: FunctionType
+    reason: str
+    skip: int
+    graphs: StepGraphs = field(default_factory=StepGraphs)
 
 
 @dataclass(frozen=True)
@@ -75,32 +98,42 @@ class GraphFusion(Fusion):
         if reason is not None:
             return reason
         assert call is not None
-        graphs = self.graphs(module)
+        graphs, blocks = self.graphs(module), self._blocks(module)
         stage = None
-        reason = graphs.failure(call)
+        reason = graphs.failure(call) if blocks is None else None
         if reason is None and self.by_time:
             reason = unasked(module)
             if reason is None:
                 stage = graphs.weigh(call)
                 if stage is Stage.WARM_UP and is_compiled_inside(module) and call.trial is not None:
                     stage = call.trial.give_up("torch.compile compiles parts of it")
-                reason = stage.value if stage in _UNTIMED else None
+                if stage in _UNTIMED:
+                    reason = call.trial.reason if call.trial and call.trial.reason else stage.value
                 self._tell(module, call)
+                if stage is Stage.STOCK and blocks is not None and call.trial is not None:
+                    blocks.graphs.kinds.pop(call.trial.signature, None)
         if reason is not None:
             return reason
         device = call.tensors[0].device
         if stage is Stage.REPLAY_TIMED:
             call.stopwatch = Stopwatch(device, call.began)
+        if blocks is None:
+            reason = self._admit(module, graphs, call)
+        if stage is Stage.TIMED and reason in (None, FIRST_CALL):
+            call.stopwatch = Stopwatch(device)
+            return None
+        if stage is Stage.REPLAY_TIMED and reason is not None and call.trial is not None:
+            call.trial.obstacle = reason
+        return reason
+
+    def _admit(self, module: nn.Module, graphs: StepGraphs, call: StepCall) -> str | None:
+        """Why a call is neither replayed nor captured as things are now, or None."""
         graphs.speculate(call)
         now = graphs.snapshot(module, patches(module))
         reason = now.unfit()
         if reason is not None:
             graphs.rest(reason)
-        reason = unsafe(module, now) or graphs.check_guards(call, now, _patched(now))
-        if stage is Stage.TIMED and reason in (None, FIRST_CALL):
-            call.stopwatch = Stopwatch(device)
-            return None
-        return reason
+        return unsafe(module, now) or graphs.check_guards(call, now, _patched(now))
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: StepCall | None) -> bool:
@@ -111,9 +144,6 @@ class GraphFusion(Fusion):
 
     @override
     def compute(self, module: nn.Module, call: StepCall, provider: str | None, stock: tuple[str, ...]) -> Any:
-        def forward(call: StepCall, leaves: list[Any]) -> Any:
-            return run_below(module, *call.arguments(leaves), self)
-
         trial, stopwatch = call.trial, call.stopwatch
         if trial is not None and trial.stage is Stage.TIMED and stopwatch is not None:
             self._count_as_stock(module, Stage.TIMED.value)
@@ -121,22 +151,107 @@ class GraphFusion(Fusion):
             stopwatch.stop()
             trial.as_is.append(stopwatch)
             return result
+        blocks = self._blocks(module)
+        if blocks is None:
+            result, reason = self._run_whole(module, call)
+        else:
+            outer, _in_thread.call = getattr(_in_thread, "call", None), call
+            args, kwargs = call.arguments()
+            try:
+                result, reason = blocks.forward(module, *args, **kwargs), call.obstacle
+            finally:
+                _in_thread.call = outer
+        if reason is not None:
+            if trial is not None:
+                trial.obstacle = reason
+                self._tell(module, call)
+            self._count_as_stock(module, reason, allowed=call.pending)
+        elif trial is not None and stopwatch is not None and call.replayed:
+            stopwatch.stop()
+            trial.replays.append(stopwatch)
+        return result
+
+    def _run_whole(self, module: nn.Module, call: StepCall) -> tuple[Any, str | None]:
+        """The result, and why it was computed as it is, if it was."""
+
+        def forward(call: StepCall, leaves: list[Any]) -> Any:
+            return run_below(module, *call.arguments(leaves), self)
+
         graphs = self.graphs(module)
         try:
-            result = graphs.run(call, module, patches(module), _patched, forward, lambda: self._limit(call))
-        except CaptureError:
+            return graphs.run(call, module, patches(module), _patched, forward, lambda: self._limit(call)), None
+        except CaptureError as error:
             reason = graphs.failure(call)
             assert reason is not None
-        else:
-            if trial is not None and stopwatch is not None and call.speculative is not None:
-                stopwatch.stop()
-                trial.replays.append(stopwatch)
-            return result
-        if trial is not None:
-            trial.give_up(reason)
-            self._tell(module, call)
-        self._count_as_stock(module, reason)
-        return self.stock(module, call)
+            if (isinstance(error, NoRoomError) or not self._capture_blocks(module, reason)) and call.trial is not None:
+                call.trial.give_up(reason)
+        return self.stock(module, call), reason
+
+    # --- the blocks alone, where a step as a whole cannot be captured -------------------------------------------
+
+    def _capture_blocks(self, module: nn.Module, reason: str, skip: int = 0) -> bool:
+        """Has the blocks of a model captured from now on, if its forward has such a form; returns whether it has."""
+        key, state = f"blocks {self.by_time}", self._state(module)
+        if key in memory(module) and not skip:
+            return False  # which were tried
+        below = [fusion for patch in patches(module) if (fusion := patch.fusion) is not self]
+        readable = all(isinstance(fusion, (RewriteFusion, GraphFusion)) for fusion in below)
+        forward = with_span(module, self._run_span, skip) if readable else "another forward runs in its place"
+        if isinstance(forward, str):
+            return False
+        memory(module)[key] = _Blocks(forward, reason, skip)
+        if state.site is not None:
+            state.site.reason = f"its blocks alone are captured, since a step as a whole {reason}"
+        return True
+
+    def _run_span(self, module: nn.Module, span: Span, values: dict[str, Any]) -> tuple[Any, ...]:
+        """Runs the blocks of a model: from a graph, or as they are."""
+        step: StepCall = _in_thread.call
+        blocks = self._blocks(module)
+        if blocks is None:  # dropped by another thread
+            return span(module, values)
+        call, moved = StepCall(*tree_flatten(((), values))), False
+        # Tables that a head leaves on the CPU, which every block copies.
+        for i, leaf in enumerate(call.leaves):
+            if type(leaf) is Tensor and leaf.device.type == "cpu" != step.tensors[0].device.type:
+                call.leaves[i], moved = leaf.to(step.tensors[0].device, non_blocking=True), True
+        graphs = blocks.graphs
+        reason = unfit_call(call) or graphs.failure(call) or self._admit(module, graphs, call)
+        step.pending = call.signature in graphs.kinds
+        if step.trial is not None:
+            step.trial.signature = call.signature
+        if reason is None:
+
+            def forward(call: StepCall, leaves: list[Any]) -> Any:
+                return span(module, call.arguments(leaves)[1])
+
+            try:
+                result = graphs.run(call, module, patches(module), _patched, forward, lambda: self._limit(call))
+                step.replayed = call.replayed
+                if not moved or call.replayed:
+                    return tuple(result)
+                as_is = span(module, values)
+                if not _equal(result, as_is):
+                    reason = "cannot be captured: its blocks compute on the CPU, where a graph would on the GPU"
+                    graphs.fail(call, reason)
+                    if step.trial is not None:
+                        step.trial.give_up(reason)
+                return as_is
+            except CaptureError as error:
+                reason = graphs.failure(call)
+                assert reason is not None
+                again = not isinstance(error, NoRoomError)
+                again = again and self._capture_blocks(module, blocks.reason, blocks.skip + 1)
+                if not again and not any(kind.step for kind in graphs.kinds.values()):
+                    memory(module)[f"blocks {self.by_time}"] = None
+                if not again and step.trial is not None:
+                    step.trial.give_up(reason)
+        step.obstacle = reason
+        return span(module, values)
+
+    def _blocks(self, module: nn.Module) -> _Blocks | None:
+        blocks: _Blocks | None = memory(module).get(f"blocks {self.by_time}")
+        return blocks
 
     def graphs(self, module: nn.Module) -> StepGraphs:
         """The graphs of a module, which go with its patch."""
@@ -165,16 +280,16 @@ class GraphFusion(Fusion):
     def _state(self, module: nn.Module) -> PatchState:
         return next(state for state in patches(module) if state.fusion is self)
 
-    def _count_as_stock(self, module: nn.Module, reason: str) -> None:
-        """Corrects the count of a call that was admitted, and then could not be captured.
+    def _count_as_stock(self, module: nn.Module, reason: str, allowed: bool = False) -> None:
+        """Corrects the count of a call that was admitted, and then could not be captured, or not yet if ``allowed``.
 
         Raises:
             StrictModeError: the injection was strict.
         """
         state = self._state(module)
-        if state.strict and not self.by_time:
-            raise StrictModeError(f"{type(module).__name__} cannot run as a CUDA graph: it {reason}")
         state.counts.add_fused(-1)
+        if state.strict and not self.by_time and not allowed:
+            raise StrictModeError(f"{type(module).__name__} cannot run as a CUDA graph: it {reason}")
         state.counts.add_stock(reason)
 
     @override
@@ -192,12 +307,18 @@ class GraphFusion(Fusion):
         return Choice("cuda_graph", self.compute, ())
 
 
+def _equal(result: Any, other: Any) -> bool:
+    """Whether two nests of tensors are equal bit for bit."""
+    pairs = zip(tree_leaves(result), tree_leaves(other), strict=True)
+    return all(torch.equal(one, two) if isinstance(one, Tensor) else one == two for one, two in pairs)
+
+
 def unfit_call(call: StepCall) -> str | None:
     """Why a call cannot be captured, whatever the module; or None."""
     tensors = call.tensors
     if not tensors or any(not tensor.is_cuda or tensor.device != tensors[0].device for tensor in tensors):
         return "its inputs are not all on one GPU"
-    if any(not isinstance(leaf, (Tensor, *CONSTANTS)) for leaf in call.leaves):
+    if any(not isinstance(leaf, Tensor) and not is_constant(leaf) for leaf in call.leaves):
         return "an argument is neither a tensor nor a plain value"
     if any(type(tensor) is not Tensor for tensor in tensors):
         return "an input is not a plain tensor"

@@ -35,7 +35,7 @@ def test_a_capture_that_fails_is_counted_as_the_stock_call_it_was(
     assert all(torch.equal(run(model), stock) for _ in range(3))
     count = report.calls()["(cuda_graph)" if "(cuda_graph)" in report.calls() else ""]
     assert count["fused"] == 0
-    assert count["stock_reasons"] == {FIRST_CALL: 1, "cannot be captured: no GPU": 3}
+    assert count["stock_reasons"] == {FIRST_CALL: 2, "cannot be captured: no GPU": 2}, "first a step, then its blocks"
 
 
 def raise_capture_error(*args: object) -> None:
