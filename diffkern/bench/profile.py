@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from diffkern.ops.registration import Op
 
 #: Families, and what the names of their kernels contain; the first match counts. The names are those of cuBLAS,
 #: cuDNN, CUTLASS, PyTorch, Inductor, the flash attentions and diffkern's own kernels.
@@ -81,6 +84,29 @@ def profiled(device: torch.device, trace: Path | None = None) -> Iterator[Profil
         launches[family(event.key)] += event.count
     result.milliseconds.update(milliseconds)
     result.launches.update(launches)
+
+
+@contextmanager
+def ranges() -> Iterator[None]:
+    """Names every fused op in what a profiler records inside the ``with`` block, around the kernels of any provider.
+
+    The name is ``diffkern::norm_modulate``, for one. ``torch.profiler`` records such ranges as they are, and Nsight Systems
+    inside of ``torch.autograd.profiler.emit_nvtx()``. Each call takes some microseconds longer; outside of the block
+    nothing is added to it. Graphs of ``torch.compile`` and replayed CUDA graphs call no op, and show none.
+    """
+    plain = Op.call
+
+    def named(op: Op, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(op, operands, options, provider)
+        with record_function(op.op.name()):
+            return plain(op, operands, options, provider)
+
+    Op.call = named  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Op.call = plain  # type: ignore[method-assign]
 
 
 def markdown(profiles: Mapping[str, Profile], runs: int = 1) -> str:

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from diffkern.bench.profile import Profile, family, markdown, profiled
+from diffkern import ops
+from diffkern.bench.profile import Profile, family, markdown, profiled, ranges
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,21 @@ def test_a_profile_counts_what_ran_and_writes_a_trace(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "new" / "trace.json.gz", "rt") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count("aten::mm") == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranges_name_the_ops_of_every_provider_inside_of_the_block_alone() -> None:
+    x = torch.randn(4, 64)
+
+    def recorded() -> list[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            ops.rms_norm(x, provider="eager")
+        return [event.key for event in profile.key_averages() if event.key.startswith("diffkern::")]
+
+    assert recorded() == []
+    with ranges():
+        assert recorded() == ["diffkern::rms_norm"]
+    assert recorded() == []
 
 
 def test_the_table_has_a_row_for_every_family_that_occurs_and_one_for_all() -> None:

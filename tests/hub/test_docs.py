@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from diffkern.hub.defaults import DEFAULTS
 from diffkern.hub.package import package
 from tests.hub.conftest import ROOT, Run, result
 from tests.hub.server import LoopbackHub
-from tests.hub.test_package import cpu_build  # noqa: F401  (a fixture)
+from tests.hub.test_package import cpu_build, published, repository  # noqa: F401  (fixtures)
 
 PAGE = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8")
 
@@ -34,6 +36,24 @@ def test_the_worked_example_prints_what_the_page_says(
     printed = {masked(line) for line in result(process(code)).splitlines()}
     missing = [line for line in map(masked, output.splitlines()) if "diffkern-kernel" in line and line not in printed]
     assert missing == [] and masked(output.splitlines()[-1]) in printed
+
+
+def test_the_example_script_runs_a_kernel_by_its_name_and_again_without_a_network(
+    published: LoopbackHub,  # noqa: F811
+    offline: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which the script sets
+    script = str(ROOT / "scripts" / "example_hub_kernel.py")
+    options = ["--kernel", "me/diffkern@v1", "--trust"]
+    for extra in ([], ["--offline"]):
+        if extra:
+            offline()
+            published.__exit__()
+        monkeypatch.setattr("sys.argv", [script, *options, *extra])
+        runpy.run_path(script, run_name="__main__")
+        assert "5 modules run on me/diffkern@v1" in capsys.readouterr().out
 
 
 def test_every_kernel_that_auto_takes_is_on_the_page() -> None:
