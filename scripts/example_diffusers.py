@@ -1,6 +1,6 @@
 """Any diffusers pipeline on disk, stock and with kernels: time, difference, and stock again.
 
-    python scripts/example_diffusers.py                                            # the tiny LTX-Video of this repository
+    python scripts/example_diffusers.py                                       # the tiny LTX-Video of this repository
     python scripts/example_diffusers.py --model ./my-pipeline --prompt "a lighthouse" --steps 30
 
 A folder is what ``pipe.save_pretrained`` or ``hf download`` wrote. Nothing is downloaded.

@@ -3,8 +3,8 @@
     python scripts/example_train_lora.py
     python scripts/example_train_lora.py --steps 20 --rank 16 --checkpointing
 
-The ops have gradients of their own, proven against float64 at the first call that a backward may follow. Adapters sit on
-linear layers, which are called as modules, so a LoRA may be added before or after the injection.
+The ops have gradients of their own, proven against float64 at the first call that a backward may follow. Adapters sit
+on linear layers, which are called as modules, so a LoRA may be added before or after the injection.
 """
 
 from __future__ import annotations

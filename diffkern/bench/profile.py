@@ -90,9 +90,9 @@ def profiled(device: torch.device, trace: Path | None = None) -> Iterator[Profil
 def ranges() -> Iterator[None]:
     """Names every fused op in what a profiler records inside the ``with`` block, around the kernels of any provider.
 
-    The name is ``diffkern::norm_modulate``, for one. ``torch.profiler`` records such ranges as they are, and Nsight Systems
-    inside of ``torch.autograd.profiler.emit_nvtx()``. Each call takes some microseconds longer; outside of the block
-    nothing is added to it. Graphs of ``torch.compile`` and replayed CUDA graphs call no op, and show none.
+    The name is ``diffkern::norm_modulate``, for one. ``torch.profiler`` records such ranges as they are, and Nsight
+    Systems inside of ``torch.autograd.profiler.emit_nvtx()``. Each call takes some microseconds longer; outside of the
+    block nothing is added to it. Graphs of ``torch.compile`` and replayed CUDA graphs call no op, and show none.
     """
     plain = Op.call
 

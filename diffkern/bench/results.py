@@ -105,8 +105,8 @@ def table(results: Sequence[ArmResult]) -> Table:
     """The results as a table to print with rich, one row per arm.
 
     Error, PSNR and SSIM are those of the frames against the stock arm's; ``spread`` is the longest timed
-    call less the shortest, ``first s`` the first warm-up call. No speed-up is printed of fewer than three timed calls, and
-    none where the times of the two arms overlap.
+    call less the shortest, ``first s`` the first warm-up call. No speed-up is printed of fewer than three timed calls,
+    and none where the times of the two arms overlap.
     """
     from rich import box
     from rich.table import Table
