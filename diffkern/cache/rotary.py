@@ -1,4 +1,4 @@
-r"""Rotary embeddings of one 2x2 matrix per pair, as ComfyUI has them, turned into the tables of :func:`diffkern.ops.rope`.
+r"""Rotary embeddings of one 2x2 matrix per pair, turned into the tables of :func:`diffkern.ops.rope`.
 
 The matrices are not assumed to be rotations. With a cosine and a sine for each element of a pair the op computes
 :math:`y_a = x_a c_a - x_b s_a,\ y_b = x_b c_b + x_a s_b`, which is any matrix for

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks.pieces import unfit_input, untouched
+from diffkern.cache.rotary import Tables, rotary_tables, unfit_matrices
 from diffkern.comfyui.norms import norm_kind
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
 from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, ComfyRecipe, Samples, in_training, sample_options
-from diffkern.cache.rotary import Tables, rotary_tables, unfit_matrices
 from diffkern.ops import norm_modulate, qk_norm_rope
 
 #: Where the stock forward cuts off what float16 cannot hold.

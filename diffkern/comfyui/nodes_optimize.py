@@ -39,8 +39,8 @@ class OptimizeModel(io.ComfyNode):
             node_id="DiffkernOptimizeModel",
             display_name="Optimize Model (diffkern)",
             category=CATEGORY,
-            description="Runs LTX-Video, LTX-2, Flux, HunyuanVideo and Wan on fused kernels. Every kind of module is "
-            "proven against the native one first. The input model stays as it is: bypass this node and it is gone.",
+            description="Runs models on fused kernels. Every kind of module is proven against the native one first. "
+            "The input model stays as it is: bypass this node and it is gone.",
             search_aliases=["speed up", "kernels", "fused", "rms norm", "faster"],
             inputs=[
                 io.Model.Input("model"),
@@ -122,7 +122,7 @@ class Doctor(RunsEveryTime):
 
 
 _FAMILY_TOOLTIPS = {
-    "modulation": "Norms with scale and shift, and gated sums.",
+    "modulation": "Norms with scale and shift, gated sums and activations.",
     "qk_norm_rope": "Norms of queries and keys, and the rotary embedding.",
 }
 

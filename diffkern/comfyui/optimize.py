@@ -143,28 +143,26 @@ def _plan(
     known = selected = 0
     covered = ""
     for path, module in own_modules(model, DENOISER, model.model.diffusion_model):
-        found = find_recipe(module)
-        if found is None:
-            # A recipe computes the norms inside of its module itself.
-            rewritten = None if covered and path.startswith(covered) else rewriter.patch(module)
-            if rewritten is None:
-                continue
-        else:
-            covered = f"{path}."
+        found, rewritten = find_recipe(module), None
+        if found is not None:
+            covered = f"{path}."  # a recipe computes the norms inside of its module itself
+        elif not covered or not path.startswith(covered):
+            rewritten = rewriter.patch(module)
+        if found is None and rewritten is None:
+            continue
         known += 1
         if not selects(blocks, path):
             continue
         selected += 1
         site = Site(path, full_name(type(module)), how="source" if found is None else found.how)
         reason = conflict(model, path, module)
-        patch: Patch | None
-        if found is None:
+        patch: Patch | None = rewritten
+        if rewritten is not None:
             site.op, site.measurements = rewritten.op, rewritten.measurements
-            refusal = "" if reason else rewriter.prove_ahead(rewritten, device, dtype)
-            patch = None if refusal else rewritten
-            site.reason = refusal
-        elif found.recipe is None:
-            patch, reason = None, found.reason or reason
+            site.reason = "" if reason else rewriter.prove_ahead(rewritten, device, dtype)
+            patch = None if site.reason else rewritten
+        elif found is None or found.recipe is None:
+            reason = reason if found is None else found.reason or reason
         elif not found.recipe.families & families:
             continue
         else:

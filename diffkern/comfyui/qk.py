@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from diffkern.comfyui.norms import norm_kind, readable
 from diffkern.cache.rotary import Tables
+from diffkern.comfyui.norms import norm_kind, readable
 from diffkern.ops import qk_norm_rope
 
 

@@ -60,7 +60,7 @@ def inline_nested(tree: ast.FunctionDef) -> None:
     """
     for function in [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]:
         value = _single_value(function)
-        outer = {node.id for one in tree.body if one is not function for node in ast.walk(one) if _is_store(node)}
+        outer = {name for one in tree.body if one is not function for node in ast.walk(one) for name in _stored(node)}
         outer |= {argument.arg for argument in tree.args.args}
         own = {argument.arg for argument in function.args.args}
         if value is None or not outer - own & {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}:
@@ -124,8 +124,8 @@ class _Substitute(ast.NodeTransformer):
         return node if value is None else ast.copy_location(copy.deepcopy(value), node)
 
 
-def _is_store(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def _stored(node: ast.AST) -> list[str]:
+    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
 
 
 def helper_of(node: ast.AST) -> str | None:

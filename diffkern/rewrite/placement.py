@@ -175,9 +175,9 @@ class Placer:
         }
         definitions = self._flow.definitions
         for name in [node for node in ast.walk(leaf) if isinstance(node, ast.Name)]:
-            before = self._flow.reaching(statement, name.id)
-            is_new = name in shapes and definitions.get(name) == {match.kept} and isinstance(residual, ast.Name)
-            if before != (definitions.get(residual) if is_new else definitions.get(name, frozenset())):
+            is_new = name in shapes and definitions.get(name) == frozenset([match.kept])
+            meant = residual if is_new and isinstance(residual, ast.Name) else name
+            if self._flow.reaching(statement, name.id) != definitions.get(meant, frozenset()):
                 return False
         return True
 

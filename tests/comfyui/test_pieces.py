@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.cache import rotary as rope_module
+from diffkern.cache.rotary import one_model_call, rotary_tables, unfit_matrices
 from diffkern.comfyui.cast import weight_and_bias
 from diffkern.comfyui.norms import NORMS, norm_kind, readable
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
 from diffkern.comfyui.recipe import Samples, in_training, plain_arithmetic, unknown_options
-from diffkern.cache.rotary import one_model_call, rotary_tables, unfit_matrices
 from diffkern.comfyui.stand_in import Pick, input_size, shell
 from diffkern.ops import rope
 from tests.comfyui import toy

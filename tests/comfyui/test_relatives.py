@@ -1,4 +1,4 @@
-"""Other models of ComfyUI that are made of the same blocks, small and random: they are served as well."""
+"""Other models of ComfyUI, small and random: recipes and rules serve them as well."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ def _wan(random: Callable[..., Tensor], times: Tensor) -> dict[str, Any]:
     return {"x": random(2, 16, 2, 6, 8), "timestep": 1000 * times, "context": random(2, 7, TEXT)}
 
 
+#: For models whose modules are many; no module may be left out.
+AT_LEAST_ONE = -1
+
 #: Name -> module, class, its configuration, inputs of a call, patched modules.
 MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]], int]] = {
     "Chroma": (
@@ -70,6 +73,45 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]],
         {"context_in_dim": TEXT, "hidden_size": 256, "num_heads": 2, "depth": 1, "depth_single_blocks": 1},
         lambda random, times: {"x": random(2, 64, 20), "timestep": times, "context": random(2, 14, TEXT)},
         2,
+    ),
+    "AuraFlow": (
+        "aura.mmdit", "MMDiT",
+        {"dim": 256, "n_layers": 2, "n_double_layers": 1, "n_heads": 2, "global_conddim": 256, "cond_seq_dim": TEXT,
+         "max_seq": 64},
+        lambda random, times: {"x": random(2, 4, 8, 8), "timestep": times, "context": random(2, 7, TEXT)},
+        AT_LEAST_ONE,
+    ),
+    "Cosmos-Predict2": (
+        "cosmos.predict2", "MiniTrainDIT",
+        {"max_img_h": 16, "max_img_w": 16, "max_frames": 8, "in_channels": 16, "out_channels": 16, "patch_spatial": 2,
+         "patch_temporal": 1, "model_channels": 256, "num_blocks": 1, "num_heads": 2, "crossattn_emb_channels": TEXT,
+         "pos_emb_cls": "rope3d", "use_adaln_lora": True, "adaln_lora_dim": 32},
+        lambda random, times: {"x": random(2, 16, 2, 6, 8), "timesteps": times, "context": random(2, 7, TEXT)},
+        AT_LEAST_ONE,
+    ),
+    "Kandinsky 5": (
+        "kandinsky5.model", "Kandinsky5",
+        {"in_text_dim": TEXT, "in_text_dim2": TEXT, "time_dim": 64, "model_dim": 256, "ff_dim": 128,
+         "num_text_blocks": 1, "num_visual_blocks": 1, "visual_embed_dim": 64},
+        lambda random, times: {
+            "x": random(2, 16, 2, 6, 8), "timestep": times, "context": random(2, 7, TEXT), "y": random(2, TEXT),
+        },
+        AT_LEAST_ONE,
+    ),
+    "Lumina 2": (
+        "lumina.model", "NextDiT",
+        {"in_channels": 16, "dim": 256, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 1,
+         "qk_norm": True, "cap_feat_dim": TEXT, "axes_dims": [32, 48, 48], "axes_lens": [64, 64, 64]},
+        lambda random, times: {
+            "x": random(2, 16, 8, 8), "timesteps": times, "context": random(2, 7, TEXT), "num_tokens": 7,
+        },
+        AT_LEAST_ONE,
+    ),
+    "Qwen-Image": (
+        "qwen_image.model", "QwenImageTransformer2DModel",
+        {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": TEXT},
+        lambda random, times: {"x": random(2, 16, 1, 8, 8), "timestep": times, "context": random(2, 7, TEXT)},
+        AT_LEAST_ONE,
     ),
     "Wan VACE": (
         "wan.model", "VaceWanModel", {**_WAN, "vace_layers": 1, "vace_in_dim": 96},
@@ -133,7 +175,8 @@ def test_a_relative_is_served_exact_is_exact_and_bypassing_undoes_it(name: str, 
     fused = run(optimized)
     exact = run(optimize(patcher, numerics="exact")[0])
 
-    assert len(report.patched) == count and not report.failed and not report.skipped
+    assert len(report.patched) == count or (count == AT_LEAST_ONE and report.patched)
+    assert not report.failed and not report.skipped
     tolerance = 1e-5 if dtype is torch.float32 else 0.03
     assert native.isfinite().all() and (fused - native).norm() <= tolerance * native.norm()
     assert torch.equal(run(patcher), native) and torch.equal(exact, native)
