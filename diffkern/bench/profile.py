@@ -102,7 +102,7 @@ def ranges() -> Iterator[None]:
         with record_function(op.op.name()):
             return plain(op, operands, options, provider)
 
-    Op.call = named  # type: ignore[method-assign]
+    Op.call = named  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
