@@ -7,6 +7,7 @@ one, ``query, key = ...``, whose value the shape matches.
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -181,6 +182,9 @@ def separate_statements(tree: ast.FunctionDef) -> None:
 
 
 def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assign | None:
+    single = [one, other]
+    if kind == JOINED_LAST:
+        one, other = _without_store(one), _without_store(other)
     if not isinstance(one, ast.Assign) or not isinstance(other, ast.Assign):
         return None
     targets = [*one.targets, *other.targets]
@@ -200,8 +204,37 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
     if names[0] in {*read, names[1]}:
         return None
     both = ast.Assign([ast.Tuple(targets, ast.Store())], ast.Tuple([one.value, other.value], ast.Load()))
-    both._single = [one, other]  # type: ignore[attr-defined]
+    both._single = single  # type: ignore[attr-defined]
     return ast.fix_missing_locations(ast.copy_location(both, one))
+
+
+def _without_store(statement: ast.stmt) -> ast.stmt:
+    """``x[:, t:] = f(x[:, t:], ...)`` as ``x = torch.cat([x[:, :t], f(x[:, t:], ...)], dim=1)``; others as they are."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    value = getattr(statement, "value", None)
+    if (
+        not isinstance(target, ast.Subscript)
+        or not isinstance(target.value, ast.Name)
+        or not isinstance(value, ast.Call)
+    ):
+        return statement
+    if not value.args or ast.unparse(value.args[0]) != ast.unparse(target):
+        return statement
+    slices = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
+    if not all(isinstance(part, ast.Slice) and part.step is None and part.upper is None for part in slices):
+        return statement
+    bounded = [dim for dim, part in enumerate(slices) if part.lower is not None]  # type: ignore[attr-defined]
+    if len(bounded) != 1 or not isinstance(slices[bounded[0]].lower, ast.Name):  # type: ignore[attr-defined]
+        return statement
+    front = copy.deepcopy(value.args[0])
+    place = front.slice.elts[bounded[0]] if isinstance(target.slice, ast.Tuple) else front.slice  # type: ignore[attr-defined]
+    place.lower, place.upper = None, place.lower
+    joined = ast.parse(f"{target.value.id} = torch.cat([0, 0], dim={bounded[0]})").body[0]
+    joined.value.args[0].elts = [front, value]  # type: ignore[attr-defined]
+    for node in ast.walk(joined):
+        if not hasattr(node, "lineno") or node.lineno == 1:
+            ast.copy_location(node, statement)
+    return ast.fix_missing_locations(joined)
 
 
 def _is_of(scope: Scope, node: ast.expr, kind: str) -> bool:

@@ -250,14 +250,15 @@ def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
 
 def _first_store(tree: ast.FunctionDef, name: str) -> tuple[float, float]:
     """Where in the source a variable is bound first, behind which it is no longer the argument."""
-    stores = [
-        (0, 0) if isinstance(outer, (ast.For, ast.While)) else (node.lineno, node.col_offset)
-        for outer in ast.walk(tree)
-        if isinstance(outer, (ast.FunctionDef, ast.For, ast.While))
-        for node in ast.walk(outer)
-        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
-    ]
-    return min(stores, default=(float("inf"), 0))
+    places, nodes = [(float("inf"), 0.0)], [(statement, False) for statement in tree.body]
+    while nodes:
+        node, repeated = nodes.pop()
+        if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
+            places.append((0, 0) if repeated else (node.lineno, node.col_offset))
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):  # which have variables of their own
+            repeated = repeated or isinstance(node, (ast.For, ast.While))
+            nodes += [(child, repeated) for child in ast.iter_child_nodes(node)]  # type: ignore[misc]
+    return min(places)
 
 
 def _rotates_or_joins(node: ast.If, name: str) -> bool:
@@ -267,7 +268,8 @@ def _rotates_or_joins(node: ast.If, name: str) -> bool:
         return False
     for statement in (part for one in (*node.body, *node.orelse) for part in ast.walk(one)):
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
-            target, call = ast.unparse(statement.targets[0]), statement.value
+            stored, call = statement.targets[0], statement.value
+            target = ast.unparse(stored.value if isinstance(stored, ast.Subscript) else stored)
             read = {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}
             joins = ast.unparse(call.func) in ("torch.cat", "torch.concat")
             if target != name and target in read and (name in read or len(call.args) > 1 or joins):

@@ -23,7 +23,6 @@ CALLED_OTHERWISE = {
     "ltx2": ("gated residual", -1, "key frames are embedded only if a mask of them is given"),
     "anyflow": ("query and key norm, rotation", -2, "its tables, the norm over all heads, have no form yet"),
     "ernie_image": ("query and key norm, rotation", -2, "its helper takes angles, not cosines"),
-    "prx": ("query and key norm, rotation", -2, "its helper pairs elements in a way that has no form yet"),
 }
 
 #: The op whose sites stand in attention processors.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0, JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
@@ -24,6 +24,15 @@ from diffkern.rewrite.reference import to_float64
 from diffkern.rewrite.variants import split_by_arguments
 
 BATCH, TEXT, IMAGE, HEADS, HEAD_DIM = 2, 5, 12, 2, 16
+
+
+#: Processors that join text and image, or rotate in place behind the text.
+PROCESSORS: dict[str, Any] = {
+    "sd3": JointAttnProcessor2_0,
+    "qwen": QwenDoubleStreamAttnProcessor2_0,
+    "hunyuan": HunyuanVideoAttnProcessor2_0,
+    "cogvideox": CogVideoXAttnProcessor2_0,
+}
 
 
 class Louder(FluxAttnProcessor):
@@ -97,32 +106,31 @@ def test_exact_numerics_give_the_bits_of_stock_in_a_processor() -> None:
     assert torch.equal(run(module, **arguments()), stock)
 
 
-def joint_attention(kind: str, rows: int = IMAGE) -> tuple[nn.Module, tuple[Any, ...]]:
+def joint_attention(kind: str, rows: int = IMAGE) -> tuple[nn.Module, dict[str, Any]]:
     """An attention over image and text, and the arguments of a call, in float32."""
     torch.manual_seed(0)
-    processor = {"sd3": JointAttnProcessor2_0, "qwen": QwenDoubleStreamAttnProcessor2_0}.get(
-        kind, HunyuanVideoAttnProcessor2_0
-    )
-    module = Attention(
-        query_dim=32, heads=HEADS, dim_head=HEAD_DIM, added_kv_proj_dim=32, out_dim=32, bias=True, qk_norm="rms_norm",
-        context_pre_only=False, processor=processor(),
+    joint: dict[str, Any] = {"added_kv_proj_dim": 32, "context_pre_only": False, "qk_norm": "rms_norm"}
+    made = Attention(
+        query_dim=32, heads=HEADS, dim_head=HEAD_DIM, out_dim=32, bias=True, processor=PROCESSORS[kind](),
+        **({"qk_norm": "layer_norm"} if kind == "cogvideox" else joint),
     )  # fmt: skip
-    for name, parameter in module.named_parameters():
+    for name, parameter in made.named_parameters():
         nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
     image, text = torch.randn(BATCH, rows, 32), torch.randn(BATCH, TEXT, 32)
     angles = [torch.randn(tokens, HEAD_DIM // 2) for tokens in (rows, TEXT)]
-    tables = [torch.polar(torch.ones_like(one), one) for one in angles]
-    repeated = angles[0].repeat_interleave(2, 1)
-    rotation = {"sd3": {}, "qwen": {"image_rotary_emb": tuple(tables)}}.get(
-        kind, {"image_rotary_emb": (repeated.cos(), repeated.sin())}
-    )
-    return module.eval().requires_grad_(False), ({"hidden_states": image, "encoder_hidden_states": text, **rotation},)
+    given = {"hidden_states": image, "encoder_hidden_states": text}
+    if kind == "qwen":
+        given["image_rotary_emb"] = tuple([torch.polar(torch.ones_like(one), one) for one in angles])  # type: ignore
+    elif kind != "sd3":
+        repeated = angles[0].repeat_interleave(2, 1)
+        given["image_rotary_emb"] = (repeated.cos(), repeated.sin())  # type: ignore[assignment]
+    return made.eval().requires_grad_(False), given
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
-@pytest.mark.parametrize("kind", ["sd3", "qwen", "hunyuan"])
+@pytest.mark.parametrize("kind", ["sd3", "qwen", "hunyuan", "cogvideox"])
 def test_two_streams_are_normalised_rotated_and_joined_by_one_op(kind: str, numerics: str) -> None:
-    module, (given,) = joint_attention(kind, IMAGE if numerics == "fast" else 1024)  # many bits to be equal
+    module, given = joint_attention(kind, IMAGE if numerics == "fast" else 1024)  # many bits to be equal
     wide = {name: to_float64(value) for name, value in given.items()}
     reference = run(copy.deepcopy(module).double(), **wide)
     module, given = module.bfloat16(), {name: narrowed(value) for name, value in given.items()}
