@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype:
     if site.plan.rule.op == "rope":
         for rotated in _rotated(site, module, device, dtype):
             site.way(module, rotated, site.signature(module, rotated))
+        return
+    if site.plan.rule.op == "qk_norm_rope":
+        for given in _of_attention(site, module, device, dtype):
+            site.way(module, given, site.signature(module, given))
         return
     for shape, modulations in _shapes(site, module):
         for modulation in dict.fromkeys((dtype, torch.float32)):
@@ -101,6 +105,104 @@ def _rotated(site: FusedSite, module: nn.Module, device: torch.device, dtype: to
         found = {"q": q.contiguous() if dense else q, "k": k.contiguous() if dense else k}
         found |= {"cos": random(2, tokens, head_dim), "sin": random(2, tokens, head_dim)}
         yield tuple([found[role] for role in site.plan.roles])
+
+
+class _Tables(NamedTuple):
+    """How models make rotary tables.
+
+    Attributes:
+        lead: Their dimensions before the last one: batch, tokens, or 1.
+        columns: Columns of a head for each of the table; 0 where the table has the columns of all heads.
+        is_complex: Whether they are complex numbers.
+        in_pair: Whether cosines and sines are one argument.
+    """
+
+    lead: str
+    columns: int
+    is_complex: bool
+    in_pair: bool
+
+
+_TABLES = (
+    _Tables("S", 1, False, True),
+    _Tables("S", 2, True, False),
+    _Tables("BS", 2, True, False),
+    _Tables("1S1", 1, False, True),
+    _Tables("1S1", 1, False, False),
+    _Tables("BS", 0, False, True),
+    _Tables("11S", 2, True, False),
+)
+
+
+def _of_attention(
+    site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[Any, ...]]:
+    """Queries, keys and tables for which the expression of the source gives results of as many elements.
+
+    With tokens before heads; and with heads before tokens, views of the former, where the expression cannot tell.
+    """
+    copy = clone_for_verification(module, list(site.plan.modules.values()))
+    norm = child_of(module, next(iter(site.plan.modules.values())))
+    if norm is None or not site.norms:
+        return
+    size = sample_shape(next(iter(site.norms.values())), norm, 1)[-1]
+    tells = "stream_dim" in site.plan.options or any("table" in name for name in site.plan.names)
+    for layout in ("heads together", "tokens first", "heads first"):
+        for tables in _TABLES:
+            leaves = _drawn(site, module, size, layout, tables, device, dtype)
+            try:
+                with torch.no_grad():
+                    results = site.original(copy, *leaves)
+            except Exception:  # of shapes that do not fit together, in whatever words
+                continue
+            queries = [leaf for leaf, role in zip(leaves, site.plan.roles, strict=True) if role in ("q0", "q1")]
+            expected = sum(x.numel() for x in queries)
+            if isinstance(results, tuple) and all(isinstance(y, Tensor) and y.numel() == expected for y in results):
+                yield leaves
+                if tells:
+                    return
+                break
+
+
+def _drawn(
+    site: FusedSite,
+    module: nn.Module,
+    size: int,
+    layout: str,
+    tables: _Tables,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Any, ...]:
+    """Random leaves of a layout, whose norms take rows of ``size``, with tables of a form."""
+    generator = torch.Generator("cpu").manual_seed(4)
+    roles = site.plan.roles
+    heads = getattr(module, "heads", None) or getattr(module, "num_heads", None)
+    heads = heads if type(heads) is int else 3
+    tokens = [ROWS // 8 + i for i in range(sum(name.startswith("q_norm") for name in site.plan.modules))]
+    whole = len(tokens) > 1 and "q0" not in roles  # both streams are parts of one leaf, of which the other is as long
+
+    def stream(count: int) -> Tensor:
+        middle = () if layout == "heads together" else (heads,)
+        x = torch.randn((2, count, *middle, size), generator=generator, device="cpu").to(device, dtype)
+        return x.transpose(1, 2) if layout == "heads first" else x
+
+    def table(of: str) -> Any:
+        count = tokens[int(of)] if of else sum(tokens)
+        width = size if layout != "heads together" or not tables.columns else size // heads
+        lead = [{"S": count, "B": 2}.get(name, 1) for name in tables.lead]
+        angles = torch.rand((*lead, width // max(tables.columns, 1)), generator=generator, device="cpu")
+        if tables.is_complex:
+            return torch.polar(torch.ones_like(angles), angles).to(device)
+        cos, sin = angles.cos().to(device), angles.sin().to(device)
+        return (cos, sin) if tables.in_pair else cos
+
+    made = [
+        table(role[1 : role.index("_table")])
+        if "_table" in role
+        else stream(sum(tokens) if whole and role else tokens[int(role[1:] or 0) if role else -1])
+        for role in roles
+    ]
+    return tuple(made)
 
 
 def _size(site: FusedSite, module: nn.Module) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffkern import inject_optimized_kernels, restore
-from diffkern.rewrite import Rewriter, Rewritten
+from diffkern.rewrite import Rewriter, Rewritten, prove_ahead
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.reference import to_float64
 from diffkern.rewrite.variants import split_by_arguments
@@ -76,7 +76,9 @@ def arguments(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
 
 def run(module: nn.Module, **kwargs: Any) -> Tensor:
     with torch.no_grad():
-        return torch.cat([part.double().reshape(-1) for part in module(**kwargs)])
+        results = module(**kwargs)
+    parts = results if isinstance(results, tuple) else (results,)
+    return torch.cat([part.double().reshape(-1) for part in parts])
 
 
 @pytest.fixture
@@ -237,21 +239,18 @@ def test_arguments_that_the_processor_does_not_know_are_ignored_as_before(patche
 
 
 def test_a_norm_over_all_heads_and_a_nested_rotation_are_one_site() -> None:
-    torch.manual_seed(0)
-    module = WanAttention(32, HEADS, HEAD_DIM, processor=WanAttnProcessor()).requires_grad_(False)
-    angles = torch.randn(1, IMAGE, 1, HEAD_DIM // 2).repeat_interleave(2, -1)
-    given = (torch.randn(BATCH, IMAGE, 32), None, None, (angles.cos(), angles.sin()))
-    stock = module(*given)
+    module, given = wan_attention()
+    stock = run(module, **given)
     rewritten = Rewriter().rewrite(module)
     assert isinstance(rewritten, Rewritten)
-    torch.testing.assert_close(rewritten.function(module, *given), stock, rtol=1e-5, atol=1e-5)
+    module.forward = rewritten.function.__get__(module)
+    torch.testing.assert_close(run(module, **given), stock, rtol=1e-5, atol=1e-5)
     (rotated,) = [site for site in rewritten.sites if site.fused_calls]
     (way,) = rotated.ways.values()
     assert way is not None and way.options["form"].across_heads
 
 
-def test_a_compiled_attention_is_one_graph_with_its_op(patched: FluxAttention) -> None:
-    first = run(patched, **arguments())  # proves the site
+def test_an_attention_that_is_compiled_before_its_first_call_is_one_graph_with_its_op(patched: FluxAttention) -> None:
     torch._dynamo.reset()
     graphs = []
 
@@ -260,8 +259,29 @@ def test_a_compiled_attention_is_one_graph_with_its_op(patched: FluxAttention) -
         return graph.forward
 
     compiled = torch.compile(patched, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        parts = compiled(**arguments())
-    assert torch.equal(torch.cat([part.double().reshape(-1) for part in parts]), first)
+    first = run(compiled, **arguments())
     (graph,) = graphs
     assert sum("joint_qk_norm_rope" in str(node.target) for node in graph.graph.nodes) == 1
+    assert torch.equal(run(patched, **arguments()), first)
+
+
+@pytest.mark.parametrize("kind", ["sd3", "qwen", "hunyuan", "wan"])
+def test_attention_is_proven_for_the_operands_that_it_will_have(kind: str) -> None:
+    module, given = wan_attention() if kind == "wan" else joint_attention(kind)
+    rewriter = Rewriter()
+    rewritten = rewriter.rewrite(module)
+    assert isinstance(rewritten, Rewritten)
+    for site in rewritten.sites:
+        prove_ahead(site, module, torch.device("cpu"), torch.float32)
+        site.on_new_signature = None  # what is met only now stays stock
+    module.forward = rewritten.function.__get__(module)
+    run(module, **given)
+    assert sum(site.fused_calls for site in rewritten.sites) == 1
+
+
+def wan_attention() -> tuple[nn.Module, dict[str, Any]]:
+    """A self-attention with norms over all heads, and the arguments of a call, in float32."""
+    torch.manual_seed(0)
+    module = WanAttention(32, HEADS, HEAD_DIM, processor=WanAttnProcessor()).requires_grad_(False)
+    angles = torch.randn(1, IMAGE, 1, HEAD_DIM // 2).repeat_interleave(2, -1)
+    return module, {"hidden_states": torch.randn(BATCH, IMAGE, 32), "rotary_emb": (angles.cos(), angles.sin())}
