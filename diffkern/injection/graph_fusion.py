@@ -348,9 +348,12 @@ def unasked(module: nn.Module) -> str | None:
     """Why steps of a module are only captured where that was asked for, or None."""
     if any(slot.owner is not module or slot.name != "forward" for slot in hooks.slots(module)):
         return "a hook sits on it, which may offload it"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "torch.distributed runs"
-    return None
+    return "torch.distributed runs" if is_distributed() else None
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several that compute together."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_compiled_inside(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from diffkern.hub.policy import Policy
 from diffkern.injection.attention import Plan as AttentionPlan
 from diffkern.injection.attention import install, plan_attention, restore_attention
 from diffkern.injection.components import all_components, select_components
+from diffkern.injection.graph_fusion import is_distributed
 from diffkern.injection.kernel_selector import KernelSelector
 from diffkern.injection.liger import trained_sites, usable
 from diffkern.injection.planning import Candidate, plan_graphs, plan_modules, walk
@@ -111,7 +112,9 @@ def inject_optimized_kernels(
         config = KernelConfig.of(config)
         selector = KernelSelector(config, strict)
         flags = usable(Flags.of(liger), modules, report)
-        rewriters = Rewriters(numerics, verify, trained_sites(flags))
+        # Ranks would choose apart, and a strict injection leaves nothing stock.
+        times = config.measures and verify and not strict and not is_distributed()
+        rewriters = Rewriters(numerics, verify, trained_sites(flags), cuda_graph is not False if times else None)
         candidates = plan_modules(modules, config, selector, flags, rewriters, report)
         by_time = cuda_graph == "auto"
         if cuda_graph and (config.measures or not by_time):

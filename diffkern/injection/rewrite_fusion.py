@@ -28,11 +28,13 @@ class Rewriters:
         numerics: ``"fast"`` or ``"exact"``; ``"fp8"`` has no form here and counts as ``"fast"``.
         verify: Whether sites are measured.
         trained: What computes the sites of an op where gradients are wanted, see :attr:`FusedSite.trained`.
+        replayed: Whether steps may become CUDA graphs, which decides about sites without a gain; None times none.
     """
 
     numerics: str
     verify: bool
     trained: Mapping[str, Trained] = field(default_factory=dict)
+    replayed: bool | None = None
     _made: dict[Any, Rewriter] = field(default_factory=dict)
 
     def rewrite(
@@ -44,8 +46,9 @@ class Rewriters:
         if key not in self._made:
             off = [op for op, name in providers.items() if name == STOCK]
             numerics = "exact" if self.numerics == "exact" else "fast"
-            observers = _observe, _record
-            self._made[key] = Rewriter(numerics, provider, self.verify, providers, off, *observers, self.trained)
+            self._made[key] = Rewriter(
+                numerics, provider, self.verify, providers, off, _observe, _record, self.trained, self.replayed
+            )
         return self._made[key].rewrite(module)
 
 

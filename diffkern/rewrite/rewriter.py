@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -67,6 +68,8 @@ class Rewriter:
         observer: Learns of each call, see :attr:`FusedSite.observer`.
         recorder: Learns of each proof, see :class:`SiteVerifier`.
         trained: Computes the sites of an op where gradients are wanted, see :attr:`FusedSite.trained`.
+        replayed: What counts when sites are timed, see :func:`diffkern.verify.gain.reason_without_gain`; with None they
+            are not.
     """
 
     def __init__(
@@ -79,9 +82,10 @@ class Rewriter:
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         trained: Mapping[str, Trained] | None = None,
+        replayed: bool | None = None,
     ) -> None:
         self._verifier = SiteVerifier(numerics, verify, recorder)
-        self._trained = trained or {}
+        self._trained, self._replayed = trained or {}, replayed
         self._provider, self._providers = provider, providers or {}
         self._off, self._observer = off, observer
         self._kinds: dict[Any, Rewritten] = {}
@@ -130,6 +134,8 @@ class Rewriter:
         for site in sites:
             site.on_new_signature, site.on_gradients = self._verifier, self._verifier.prove_gradients
             site.observer = self._observer
+            if self._replayed is not None:
+                site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed)
         values = dict(found.facts.values)
         if any(child_of(module, path) is None for site in found.sites for path in site.modules.values()):
             values.update(settings_of(module))  # a method, which reads them

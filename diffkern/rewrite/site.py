@@ -40,6 +40,9 @@ Observer = Callable[[nn.Module, str | None], None]
 #: Computes a site for a module, its operands by name, and the way that its op is called.
 Trained = Callable[["FusedSite", nn.Module, dict[str, Any], "Way"], Any]
 
+#: The operands by which a site is large or small.
+_SIZED = ("x", "residual", "y", "q")
+
 _UNPROVEN = "not proven for such operands yet: run one call outside of graphs and transforms before"
 
 
@@ -78,6 +81,9 @@ class FusedSite:
         observer: Learns of each call, if there is one.
         room: The room that :func:`join` needed last in front of its result, which is made so then.
         trained: Computes the site where gradients are wanted, unless it returns None; None if the op does.
+        on_new_size: Called with the site, the module and the leaves at the first call of a size; returns why the op is
+            not worth it, or "". None where times are not measured.
+        gains: What it returned, by device, dtype and the power of two below the size.
     """
 
     def __init__(
@@ -102,6 +108,9 @@ class FusedSite:
         self.tried: set[tuple[torch.device, torch.dtype]] = set()
         self.observer: Observer | None = None
         self.room = 0
+        self.on_new_size: Any = None
+        self.gains: dict[Any, str] = {}
+        self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
@@ -120,6 +129,13 @@ class FusedSite:
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
+        size = None
+        if self.on_new_size is not None and not torch.compiler.is_compiling():
+            x = leaves[self._sized]
+            if type(x) in _PLAIN:
+                size = x.device, x.dtype, x.numel().bit_length()
+                if self.gains.get(size):
+                    return self.run_original(module, *leaves, reason=self.gains[size])
         signature = self.signature(module, leaves)
         way, reason = self.way(module, leaves, signature), ""
         if way is None:
@@ -128,6 +144,11 @@ class FusedSite:
             reason = self._no_gradients(module, leaves)
         if way is None or reason:
             return self.run_original(module, *leaves, reason=f"{self}: {reason}")
+        if size is not None and size not in self.gains and not torch.is_grad_enabled() and _may_prove(leaves):
+            reason = self.on_new_size(self, module, leaves)
+            self.gains[size] = reason and f"{self}: {reason}"
+            if reason:
+                return self.run_original(module, *leaves, reason=self.gains[size])
         if torch.compiler.is_compiling():
             return self.compute(module, leaves, way, self.provider)
         try:

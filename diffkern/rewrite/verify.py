@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.ops.rope import PAIRINGS
-from diffkern.providers import NoProviderError, select
+from diffkern.providers import NoProviderError, requested, select
 from diffkern.providers.eager.activation import FUNCTIONS
+from diffkern.providers.foreign import preserved
 from diffkern.providers.hub import refusals_raise
 from diffkern.rewrite.facts import LAST_DIM, child_of
 from diffkern.rewrite.match import ANY_ACTIVATION
@@ -29,7 +30,9 @@ from diffkern.rewrite.rotation import FORMS, NORMS
 from diffkern.rewrite.site import FusedSite, Way, memory_order
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, ROWS, SLACK
+from diffkern.verify.gain import costs, reason_without_gain
 from diffkern.verify.gradients import with_gradients
+from diffkern.verify.isolation import Copy
 from diffkern.verify.measures import Measurement, error_beside, relative_error
 
 #: Learns of a proof: the module of the call, and what was measured.
@@ -39,6 +42,8 @@ Recorder = Callable[[nn.Module, Measurement], None]
 DISAGREES = "in float64 its op does not compute what the source says"
 #: Relative error up to which two float64 results compute the same.
 AGREEMENT = 1e-10
+#: Bytes of leaves that are copied to time a site, at most.
+_LARGEST_WEIGHED = 1 << 28
 #: Elements of a random leaf at most: a proof must not cost what a step costs.
 _LARGEST = 1 << 22
 #: Elements of a proof of bit identity: two ways to sum up a row may differ in one of ten thousand elements.
@@ -84,6 +89,23 @@ class SiteVerifier:
                 site.ways[signature] = found if isinstance(found, Way) else None
                 self._record(module, site.proofs.get(signature))
         return site.ways[signature]
+
+    def weigh(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...], replayed: bool) -> str:
+        """Times a proven site and its expression on copies of leaves; returns why the op is not worth it, or ""."""
+        if requested(site.provider) is not None:
+            return ""  # it was asked for
+        first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)) > _LARGEST_WEIGHED:
+            return ""  # time goes into memory traffic, of which the op has less; copies would take too much
+        copies = Copy(leaves).call
+
+        def fused() -> Any:
+            way = site.ways[site.signature(module, copies)]
+            return None if way is None else site.compute(module, copies, way, site.provider)
+
+        with LOCK, torch.no_grad(), preserved(first.device):
+            found = costs((fused, lambda: site.original(module, *copies)), first.device)
+        return reason_without_gain(found[0], found[1], replayed)
 
     def prove_gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
         """Proves the gradients of what is proven without them; returns why they keep no contract, or ""."""

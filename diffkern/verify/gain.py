@@ -1,0 +1,96 @@
+"""Whether a fused computation earns its place: it and what it replaces are timed in turns on the operands of a call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: By how much the fused computation may seem to take longer: clocks are not exact.
+HYSTERESIS = 1.02
+#: Rounds in which each computation has its turn; the fastest counts.
+_ROUNDS = 5
+#: What a round takes on a CPU at least, and all rounds at most unless a single call takes longer, in seconds.
+_ROUND, _BUDGET = 2e-4, 0.02
+#: Calls of a round on a GPU, and the clock cycles that it sleeps before, so that the host has launched all of them.
+_GPU_CALLS, _SLEEP = 8, 3_000_000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call takes, in microseconds.
+
+    Attributes:
+        host: Until it returns.
+        device: Until the device has computed it, without waits for the host. On a CPU that is the same.
+    """
+
+    host: float
+    device: float
+
+    def __str__(self) -> str:
+        host = f" (host {self.host:.1f} us)" if self.host != self.device else ""
+        return f"{self.device:.1f} us{host}"
+
+
+def reason_without_gain(fused: Cost, stock: Cost, replayed: bool) -> str:
+    """Why a fused computation is not worth it, with both costs; "" if it is.
+
+    Args:
+        fused: What it takes.
+        stock: What the computation that it replaces takes.
+        replayed: Whether steps that wait for the host become CUDA graphs, so that only the device counts. Else the
+            larger of the two does: what the step waits for.
+    """
+    mine, other = [cost.device if replayed else max(cost.host, cost.device) for cost in (fused, stock)]
+    return "" if mine <= HYSTERESIS * other else f"fused it takes {fused}, as it is written {stock}: no gain"
+
+
+def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
+    """Times computations in turns, a few milliseconds in all unless a single call takes longer."""
+    for compute in computations:  # loads and compiles
+        compute()
+    if device.type == "cuda":
+        return _on_gpu(computations, device)
+    fastest = [float("inf")] * len(computations)
+    calls = [1] * len(computations)
+    began = time.perf_counter()
+    for number in range(_ROUNDS):
+        for i, compute in enumerate(computations):
+            started = time.perf_counter()
+            for _ in range(calls[i]):
+                compute()
+            took = (time.perf_counter() - started) / calls[i]
+            fastest[i] = min(fastest[i], took)
+            calls[i] = max(1, int(_ROUND / fastest[i]))
+        if number and time.perf_counter() - began > _BUDGET:
+            break
+    return [Cost(took * 1e6, took * 1e6) for took in fastest]
+
+
+def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
+    stream = torch.cuda.current_stream(device)
+    turns: list[list[tuple[float, torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in computations]
+    with torch.cuda.device(device):
+        for _ in range(_ROUNDS):
+            for compute, mine in zip(computations, turns, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(_SLEEP)
+                start.record(stream)
+                began = time.perf_counter()
+                for _ in range(_GPU_CALLS):
+                    compute()
+                host = time.perf_counter() - began
+                end.record(stream)
+                mine.append((host, start, end))
+        stream.synchronize()
+    return [
+        Cost(
+            min(host for host, _, _ in mine) * 1e6 / _GPU_CALLS,
+            min(start.elapsed_time(end) for _, start, end in mine) * 1e3 / _GPU_CALLS,
+        )
+        for mine in turns
+    ]

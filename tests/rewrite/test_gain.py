@@ -1,0 +1,142 @@
+"""A site stays fused only where that is faster, by what was measured on its own operands; costs are given here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diffkern import KernelConfig, inject_optimized_kernels, use_provider
+from diffkern.rewrite import Rewriter, verify
+from diffkern.verify.gain import Cost, costs, reason_without_gain
+from tests.rewrite.modules import block, leaves
+
+NAMES = "x, scale, shift, gate, y"
+BODY = "n = self.norm(x) * (1 + scale) + shift\nreturn n + gate * y"
+
+
+@pytest.mark.parametrize(
+    ("fused", "stock", "gains_as_calls", "gains_as_replays"),
+    [
+        # A gated residual of 6 tokens of 32 numbers on a CPU: two adds of torch are done before one op of ours begins.
+        (Cost(27.0, 27.0), Cost(4.5, 4.5), False, False),
+        # The query and key of 70 tokens there.
+        (Cost(340.2, 340.2), Cost(835.3, 835.3), True, True),
+        # Small operands on a GPU: fewer kernels, but the host takes longer to launch them.
+        (Cost(60.0, 15.0), Cost(40.0, 25.0), False, True),
+        # Large ones: the GPU decides either way.
+        (Cost(60.0, 210.0), Cost(40.0, 400.0), True, True),
+        (Cost(20.0, 403.0), Cost(40.0, 400.0), True, True),
+        (Cost(20.0, 409.0), Cost(40.0, 400.0), False, False),
+    ],
+)
+def test_what_a_step_waits_for_decides(fused: Cost, stock: Cost, gains_as_calls: bool, gains_as_replays: bool) -> None:
+    assert (not reason_without_gain(fused, stock, replayed=False)) == gains_as_calls
+    assert (not reason_without_gain(fused, stock, replayed=True)) == gains_as_replays
+
+
+def test_the_reason_has_both_costs() -> None:
+    assert reason_without_gain(Cost(27.0, 27.0), Cost(4.5, 4.5), False) == (
+        "fused it takes 27.0 us, as it is written 4.5 us: no gain"
+    )
+    assert reason_without_gain(Cost(60.0, 15.0), Cost(40.0, 25.0), False) == (
+        "fused it takes 15.0 us (host 60.0 us), as it is written 25.0 us (host 40.0 us): no gain"
+    )
+
+
+def test_computations_have_turns_and_each_is_warmed_up_first() -> None:
+    order: list[str] = []
+    found = costs([lambda: order.append("a"), lambda: order.append("b")], torch.device("cpu"))
+    assert order[:4] == ["a", "b", "a", "b"] and order[4:].index("b") < len(order) - 5
+    assert all(0 < cost.host == cost.device for cost in found)
+
+
+class Given:
+    """Costs that the test says, by whether the operands are large, in the place of a clock. Both computations run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, small: bool, large: bool) -> None:
+        self.small, self.large, self.asked = small, large, 0
+        monkeypatch.setattr(verify, "costs", self)
+
+    def __call__(self, computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
+        results = [compute() for compute in computations]
+        torch.testing.assert_close(results[0], results[1])
+        self.asked += 1
+        gains = self.large if results[0].numel() > 1 << 12 else self.small
+        return [Cost(1.0, 1.0), Cost(2.0, 2.0)] if gains else [Cost(3.0, 3.0), Cost(2.0, 2.0)]
+
+
+def larger(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: leaf.repeat(1, 8, 1) if leaf.shape[1] == 40 else leaf for name, leaf in given.items()}
+
+
+def test_a_site_without_a_gain_runs_its_expression_where_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Given(monkeypatch, small=False, large=True)
+    module = block(NAMES, BODY)
+    found: Any = Rewriter(replayed=False).rewrite(module)
+    small = leaves(NAMES)
+    large = larger(small)
+    reasons: list[str | None] = []
+    for site in found.sites:
+        site.observer = lambda module, reason: reasons.append(reason)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(found.function(module, **small), module(**small))
+        assert clock.asked == 2 and [site.fused_calls for site in found.sites] == [0, 0]
+        assert all(reason and reason.endswith("as it is written 2.0 us: no gain") for reason in reasons)
+        for _ in range(3):
+            torch.testing.assert_close(found.function(module, **large), module(**large))
+    assert clock.asked == 4 and [site.fused_calls for site in found.sites] == [3, 3]
+
+
+def test_nothing_is_timed_where_gradients_are_wanted_or_a_provider_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Given(monkeypatch, small=False, large=False)
+    module = block(NAMES, BODY)
+    found: Any = Rewriter(replayed=False).rewrite(module)
+    found.function(module, **leaves(NAMES))
+    named: Any = Rewriter(provider="eager", replayed=False).rewrite(module)
+    with torch.no_grad():
+        named.function(module, **leaves(NAMES))
+        with use_provider("eager"):
+            found.function(module, **leaves(NAMES))
+        unmeasured: Any = Rewriter().rewrite(module)
+        unmeasured.function(module, **leaves(NAMES))
+    assert clock.asked == 0 and all(site.fused_calls for site in (*named.sites, *unmeasured.sites))
+
+
+def test_an_injection_times_unless_it_is_strict_or_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, timed in (
+        ({"config": KernelConfig(measure=True)}, True),
+        ({"config": KernelConfig(measure=True), "strict": True}, False),
+        ({"config": KernelConfig(measure=True), "verify": False}, False),
+        ({"config": KernelConfig(measure=False)}, False),
+        ({}, False),
+    ):
+        clock = Given(monkeypatch, small=False, large=False)
+        module: nn.Module = block(NAMES, BODY)
+        report = inject_optimized_kernels(module, **options)  # type: ignore[arg-type]
+        with torch.no_grad():
+            stock = type(module).forward(module, **leaves(NAMES))
+            result = module(**leaves(NAMES))
+        counts = report.calls()[""]
+        if timed:
+            assert torch.equal(result, stock) and clock.asked == counts["stock"] == 2
+            assert "no gain" in report.summary()
+        else:
+            assert clock.asked == counts["stock"] == 0
+
+
+@pytest.mark.gpu
+def test_large_operands_gain_on_a_gpu_and_the_clock_leaves_the_generator_alone() -> None:
+    module = block(NAMES, BODY).cuda()
+    report = inject_optimized_kernels(module, config=KernelConfig(measure=True))
+    given = {name: leaf.cuda().repeat(1, 4096 if leaf.shape[1] == 40 else 1, 1) for name, leaf in leaves(NAMES).items()}
+    state = torch.cuda.get_rng_state()
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(module(**given), type(module).forward(module, **given))
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert report.calls()[""]["fused"] > 0, report.calls()
