@@ -46,12 +46,17 @@ class WheelWithKernels(bdist_wheel):
     def run(self):
         self.run_command("build")
         package = Path(self.get_finalized_command("build").build_lib, "diffkern")
-        self.root_is_pure = not any(package.glob("_kernels/build/*/*.so"))
+        self.libraries = sorted(package.glob("_kernels/build/*/*.so"))
+        self.root_is_pure = not self.libraries
         self.distribution.has_ext_modules = lambda: not self.root_is_pure
         super().run()
 
     def get_tag(self):
-        return ("py3", "none", super().get_tag()[2])
+        if self.root_is_pure:
+            return ("py3", "none", super().get_tag()[2])
+        from diffkern.build.platform_tag import platform_tag, widest  # its package is on the path since the build
+
+        return ("py3", "none", widest(platform_tag(library) for library in self.libraries))
 
 
 def build_kernels(output):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,12 @@ class PlatformTag:
             if version > _POLICIES[HUB_TAG][kind]
         ]
         return self.name + (f" (needs {', '.join(beyond)}; the Hub's builds are {HUB_TAG})" if beyond else "")
+
+
+def widest(tags: Iterable[PlatformTag]) -> str:
+    """Returns the name of the tag whose systems load all of some libraries: the newest one."""
+    newest_first = ("linux", *reversed(_POLICIES))
+    return max((tag.name for tag in tags), key=lambda name: [name.startswith(each) for each in newest_first])
 
 
 def platform_tag(library: Path, machine: str = platform.machine()) -> PlatformTag:

@@ -18,6 +18,7 @@ import setuptools
 from diffkern.build import Variant
 from diffkern.build.installation import build_for_installation, plan_installation
 from diffkern.build.installed import record
+from diffkern.build.platform_tag import HUB_TAG
 from tests.build.conftest import REPOSITORY, RunPython
 
 BUILD_WHEEL = """
@@ -112,7 +113,7 @@ def test_with_torch_and_a_compiler_the_wheel_holds_the_kernels(
         pytest.skip("no C++ compiler")
     run, wheel = build_wheel(checkout, DIFFKERN_BUILD="cpu,require")
     assert wheel is not None, run.stderr
-    assert wheel.name.startswith("diffkern-0.1.0-py3-none-linux_")
+    assert wheel.name == f"diffkern-0.1.0-py3-none-{HUB_TAG}_{platform.machine()}.whl"
     variant = Variant("cpu", None, platform.machine()).name
     built = checkout / "site" / "diffkern" / "_kernels" / "build" / variant
     assert len(list(built.glob("*.abi3.so"))) == 1

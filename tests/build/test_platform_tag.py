@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffkern.build.installed import Build
-from diffkern.build.platform_tag import HUB_TAG, platform_tag
+from diffkern.build.platform_tag import HUB_TAG, PlatformTag, platform_tag, widest
 from diffkern.build.toolchain import find_cxx
 from diffkern.hub.package import package
 from tests.build.conftest import require_tool
@@ -55,6 +55,14 @@ def test_what_no_system_has_is_no_manylinux(tmp_path: Path) -> None:
     library = tmp_path / "future.so"
     library.write_bytes(b"\0GLIBC_2.17\0GLIBC_9.1\0")
     assert platform_tag(library, "aarch64").name == "linux_aarch64"
+
+
+def test_a_wheel_has_the_tag_of_the_library_that_needs_most() -> None:
+    def tags(*names: str) -> list[PlatformTag]:
+        return [PlatformTag(f"{name}_aarch64", {}) for name in names]
+
+    assert widest(tags("manylinux_2_28", "manylinux_2_34", "manylinux_2_31")) == "manylinux_2_34_aarch64"
+    assert widest(tags("manylinux_2_39", "linux")) == "linux_aarch64"
 
 
 def test_our_own_build_and_its_package_run_on_the_systems_of_the_hub(cpu_build: Build, tmp_path: Path) -> None:
