@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 scripts/example_several_gpus.py --prompt "a red circle" --prompt "a blue square"
     torchrun --nproc-per-node 2 scripts/example_several_gpus.py --context-parallel ulysses
 
-Kernels are injected on each rank; rank 0 reports and writes the videos. Without GPUs the ranks are processes on the CPU. A
-prompt has the same noise wherever it runs, so two ranks draw what one process draws.
+Kernels are injected on each rank; rank 0 reports and writes the videos. Without GPUs the ranks are processes on the
+CPU. A prompt has the same noise wherever it runs, so two ranks draw what one process draws.
 """
 
 from __future__ import annotations

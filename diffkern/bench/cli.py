@@ -1,4 +1,4 @@
-"""``diffkern bench``: a step, ops and attention, arm against arm on this machine."""
+"""``diffkern bench``: a step, a pipeline, ops and attention, arm against arm on this machine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diffkern.cli_options import EXIT_CODES, Device, JsonFile, Quiet, device_of, epilog, fail
+from diffkern.cli_options import EXIT_CODES, Device, JsonFile, Quiet, device_of, epilog, fail, say_why
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from diffkern.bench.arms import Arm
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure on this machine.", epilog=EXIT_CODES)
+
+
+Plot = Annotated[Path | None, typer.Option(help="Draw the arms as bars into this PNG; needs matplotlib.")]
 
 
 def _console(output: Path | None) -> Console:
@@ -61,22 +66,19 @@ def bench_step(
     repetitions: Annotated[int, typer.Option(min=2, help="Timed steps per arm.")] = 10,
     device: Device = "",
     output: JsonFile = None,
+    plot: Plot = None,
     quiet: Quiet = False,
 ) -> None:
     """Time a step of whole denoisers with random weights: stock, compiled and injected, interleaved."""
-    from diffkern.bench import arms, steps
+    from diffkern.bench import steps
     from diffkern.bench.environment import describe_device, describe_environment
     from diffkern.bench.models import DENOISERS
     from diffkern.bench.results import write_json
 
-    known = {each.name: each for each in arms.ARMS}
     for name in model or ():
         if name not in DENOISERS:
             fail("bench step", f"model {name!r} is not known: choose from {', '.join(DENOISERS)}", 2)
-    for name in arm or ():
-        if name not in known:
-            fail("bench step", f"arm {name!r} is not known: choose from {', '.join(known)}", 2)
-    chosen = tuple(known[name] for name in arm) if arm else steps.default_arms()
+    chosen = _arms("bench step", arm) or steps.default_arms()
     where = device_of("bench step", device)
     console = _console(output)
     rows: dict[str, object] = {}
@@ -84,7 +86,10 @@ def bench_step(
         denoiser = DENOISERS[name]
         results = steps.run(denoiser, chosen, where, repetitions)
         layers = ", ".join(f"{key}={value}" for key, value in denoiser.layers.items())
-        console.print(steps.table(results, f"{denoiser.what} {layers}, bfloat16, {describe_device(where)}"))
+        title = f"{denoiser.what} {layers}, bfloat16, {describe_device(where)}"
+        console.print(steps.table(results, title))
+        if plot is not None:
+            steps.plot(results, title, plot if len(model or DENOISERS) == 1 else plot.with_stem(f"{plot.stem}_{name}"))
         rows[name] = {
             "what": denoiser.what,
             "layers": dict(denoiser.layers),
@@ -94,6 +99,67 @@ def bench_step(
             write_json(output, {"environment": describe_environment(where), "models": rows})
     if output is not None and str(output) == "-":
         write_json(output, {"environment": describe_environment(where), "models": rows})
+
+
+@app.command(
+    "pipeline",
+    short_help="Time calls of a whole pipeline, arm against arm.",
+    epilog=epilog("bench pipeline ./folder", "bench pipeline ./folder --arm stock --arm fast --plot bars.png"),
+)
+def bench_pipeline(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A saved pipeline; nothing is downloaded.")],
+    arm: Annotated[list[str] | None, typer.Option(help="Only this arm, e.g. 'fast + graph'; may be repeated.")] = None,
+    prompt: Annotated[str, typer.Option(help="What to draw.")] = "a lighthouse in a storm",
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
+    height: Annotated[int | None, typer.Option(help="Pixels; default: the pipeline's.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels; default: the pipeline's.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video; default: the pipeline's.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Timed calls per arm.")] = 3,
+    device: Device = "",
+    output: JsonFile = None,
+    plot: Plot = None,
+    quiet: Quiet = False,
+) -> None:
+    """Time calls of a whole pipeline, from the prompt to the decoded result: the arms in turn, on shared weights."""
+    from diffkern.bench import pipelines, results
+    from diffkern.bench.environment import describe_device, describe_environment
+    from diffkern.bench.steps import default_arms
+
+    chosen = _arms("bench pipeline", arm) or default_arms()
+    where = device_of("bench pipeline", device)
+    call = {"prompt": prompt, "num_inference_steps": steps, "height": height, "width": width, "num_frames": frames}
+    try:
+        pipe = pipelines.load(folder, where)
+    except (OSError, ValueError) as error:
+        fail("bench pipeline", say_why(error), 2)
+    try:
+        measured, left_out = pipelines.run(pipe, chosen, where, call, repetitions)
+    except (RuntimeError, TypeError, ValueError) as error:
+        fail("bench pipeline", f"{type(pipe).__name__} does not run: {say_why(error)}")
+    title = f"{type(pipe).__name__}, {steps} steps, {describe_device(where)}"
+    console = _console(output)
+    console.print(title)
+    console.print(results.table(measured))
+    for name, reason in left_out.items():
+        console.print(f"Left out: {name}, {reason}.")
+    if plot is not None and measured:
+        results.plot(measured, title, plot)
+    if output is not None:
+        stock = results.baseline_of(measured)
+        arms = [result.to_dict(stock) for result in measured]
+        environment = describe_environment(where)
+        results.write_json(output, {"environment": environment, "call": call, "arms": arms, "left_out": left_out})
+
+
+def _arms(command: str, names: list[str] | None) -> tuple[Arm, ...]:
+    """The arms of these names; ends the program where there is none such."""
+    from diffkern.bench.arms import ARMS
+
+    known = {each.name: each for each in ARMS}
+    for name in names or ():
+        if name not in known:
+            fail(command, f"arm {name!r} is not known: choose from {', '.join(known)}", 2)
+    return tuple(known[name] for name in names or ())
 
 
 @app.command(

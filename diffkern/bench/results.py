@@ -149,22 +149,25 @@ def plot(results: Sequence[ArmResult], title: str, path: Path) -> None:
         title: Heading, for example the card and the size of the video.
         path: File to write; its folder is made first.
     """
+    baseline = baseline_of(results)
+    labels = [f"{result.median_seconds:.2f} s  {_number(speedup(result, baseline), '.2f', 'x')}" for result in results]
+    bars([result.arm for result in results], [result.median_seconds for result in results], labels, title, path)
+
+
+def bars(arms: Sequence[Arm], values: Sequence[float], labels: Sequence[str], title: str, path: Path) -> None:
+    """Draws a bar for every arm, with a label behind it, and writes them as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    baseline = baseline_of(results)
-    names = [result.arm.name for result in results]
-    seconds = [result.median_seconds for result in results]
-    colors = [_BAR_COLORS[result.arm.injected, result.arm.compiled] for result in results]
-    labels = [f"{result.median_seconds:.2f} s  {_number(speedup(result, baseline), '.2f', 'x')}" for result in results]
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(results)))
-    bars = axes.barh(names, seconds, color=colors, height=0.65)
-    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    colors = [_BAR_COLORS[arm.injected, arm.compiled] for arm in arms]
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(arms)))
+    drawn = axes.barh([arm.name for arm in arms], values, color=colors, height=0.65)
+    axes.bar_label(drawn, labels, padding=4, fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(seconds))
-    axes.set_xlabel("seconds per video")
+    axes.set_xlim(0, 1.25 * max(values))
+    axes.set_xlabel("the shorter, the faster")
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
@@ -198,6 +199,17 @@ def _speedup(result: StepResult, baseline: StepResult) -> str:
     if result is not baseline and abs(ratio - 1) < NOISE:
         return "no gain"
     return f"{ratio:.3f}"
+
+
+def plot(results: Iterable[StepResult], title: str, path: Path) -> None:
+    """Draws the step of every arm that ran as a bar, with its gain, and writes a PNG."""
+    from diffkern.bench.arms import ARMS
+    from diffkern.bench.results import bars
+
+    ran = [result for result in results if not result.unavailable]
+    known = {arm.name: arm for arm in ARMS}
+    labels = [f"{result.wall_ms:.1f} ms  {_speedup(result, ran[0])}" for result in ran]
+    bars([known[result.arm] for result in ran], [result.wall_ms for result in ran], labels, title, path)
 
 
 def default_arms() -> tuple[Arm, ...]:

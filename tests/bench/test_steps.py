@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import torch
 from typer.testing import CliRunner
@@ -10,6 +12,8 @@ from typer.testing import CliRunner
 from diffkern.bench import arms, steps
 from diffkern.bench.models import DENOISERS, Denoiser
 from diffkern.cli import app
+
+TINY_LTX = Path(__file__).parents[2] / "examples" / "ltx_video" / "tiny"
 
 _TINY = Denoiser(
     "SanaTransformer2DModel",
@@ -75,3 +79,17 @@ def test_an_unknown_model_ends_the_command_with_the_names_that_are_known() -> No
     result = CliRunner().invoke(app, ["bench", "step", "--model", "sd4"])
     assert result.exit_code == 2
     assert "model 'sd4' is not known: choose from flux" in result.output
+
+
+def test_a_pipeline_is_timed_arm_by_arm_and_stays_as_it_is(tmp_path: Path) -> None:
+    size = ["--height", "64", "--width", "64", "--frames", "9", "--steps", "2", "--repetitions", "1"]
+    files = ["--json", str(tmp_path / "result.json"), "--plot", str(tmp_path / "bars.png")]
+    chosen = ["--arm", "stock", "--arm", "exact", "--arm", "fast + graph"]
+    result = CliRunner().invoke(app, ["bench", "pipeline", str(TINY_LTX), *size, *chosen, *files, "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert "Left out: fast + graph, CUDA graphs need a GPU" in result.stdout
+    written = json.loads((tmp_path / "result.json").read_text())
+    stock, exact = written["arms"]
+    assert (stock["name"], exact["name"]) == ("stock", "exact")
+    assert exact["difference_from_stock"]["frames"] == 0
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")

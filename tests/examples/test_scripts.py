@@ -26,6 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return start
 
 
+@pytest.mark.exhaustive
 def test_a_pipeline_is_compared_and_restored(run) -> None:  # type: ignore[no-untyped-def]
     out = run("example_diffusers.py", "--steps", "2", "--runs", "1", "--size", "64")
     assert "ran fused" in out and "restored, bit for bit: True" in out
@@ -39,7 +40,7 @@ def test_a_language_model_is_timed_in_tokens(run) -> None:  # type: ignore[no-un
     assert "the same tokens in 1 of 1 texts" in out and "ran fused" in out
 
 
-@pytest.mark.parametrize("options", [[], ["--checkpointing"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--checkpointing"], marks=pytest.mark.exhaustive)])
 def test_a_lora_trains_with_the_gradients_of_stock(run, options: list[str]) -> None:  # type: ignore[no-untyped-def]
     out = run("example_train_lora.py", "--steps", "2", *options)
     [count, difference] = re.findall(r"gradients of (\d+) adapter weights, largest relative difference: (\S+)", out)[0]

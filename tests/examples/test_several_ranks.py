@@ -63,6 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
     return draw(tmp_path_factory.mktemp("alone") / "videos", 1, *PROMPTS)[0]
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_that_share_the_prompts_draw_the_videos_of_one(alone: list[torch.Tensor], tmp_path: Path) -> None:
     shared, said = draw(tmp_path / "shared", 2, *PROMPTS)
     assert [torch.equal(ours, theirs) for ours, theirs in zip(shared, alone, strict=True)] == [True, True]

@@ -32,7 +32,7 @@ COMMANDS = [
     ["verify"],
     ["doctor"],
     ["build"],
-    *(["bench", name] for name in ("", "ops", "step", "attention")),
+    *(["bench", name] for name in ("", "ops", "step", "pipeline", "attention")),
     *(["hub", name] for name in ("", "lock", "download", "list", "verify", "package", "upload")),
 ]
 
@@ -81,6 +81,8 @@ def test_help_needs_neither_torch_nor_anything_slow() -> None:
         (["verify", "sana", "--device", "gpu"], 2, "--device 'gpu' is no device of torch"),
         (["bench", "step", "--device", "gpu"], 2, "--device 'gpu' is no device of torch"),
         (["bench", "step", "--arm", "slow"], 2, "arm 'slow' is not known: choose from stock"),
+        (["bench", "pipeline", "nowhere"], 2, "model_index.json: not found"),
+        (["bench", "pipeline", "nowhere", "--arm", "slow"], 2, "arm 'slow' is not known: choose from stock"),
         (["bench", "attention"], 2, "--shape"),
         (["doctr"], 2, "No such command"),
         (["hub", "list", "--lock", "no.lock"], 2, "no.lock: not found: write it with `diffkern hub lock`"),
