@@ -54,7 +54,7 @@ class PlatformTag:
 
 def widest(tags: Iterable[PlatformTag]) -> str:
     """Returns the name of the tag whose systems load all of some libraries: the newest one."""
-    newest_first = ("linux", *reversed(_POLICIES))
+    newest_first = ("linux", *reversed(list(_POLICIES)))
     return max((tag.name for tag in tags), key=lambda name: [name.startswith(each) for each in newest_first])
 
 
