@@ -2,6 +2,13 @@
 // stays out of the kernels, which are plain C++ behind a struct of pointers.
 #pragma once
 
+// The headers of torch 2.14 call dlsym, which glibc 2.34 gave a new version; every glibc has the first one.
+#if defined(__linux__) && defined(__x86_64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+#elif defined(__linux__) && defined(__aarch64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.17");
+#endif
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
