@@ -155,7 +155,7 @@ def _plan(
             continue
         selected += 1
         site = Site(path, full_name(type(module)), how="source" if found is None else found.how)
-        reason = conflict(model, path, module)
+        reason = conflict(model, path, module, ("forward",) if rewritten is None else rewritten.stock)
         patch: Patch | None = rewritten
         if rewritten is not None:
             site.op, site.measurements = rewritten.op, rewritten.measurements

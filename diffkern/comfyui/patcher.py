@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -35,19 +36,20 @@ _log = logging.getLogger("diffkern")
 
 
 class Patch(ABC):
-    """The forward of one module.
+    """The forward of one module, or other methods of it.
 
     Args:
         module: The module.
+        names: Those methods.
 
     Attributes:
-        stock: The forward that the fused one was proven against.
+        stock: The methods that the fused ones were proven against, by name.
         counts: Calls that ran fused, and stock by reason; of the fused ones, the parts that ran stock.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, names: Iterable[str] = ("forward",)) -> None:
         self.module = module
-        self.stock = type(module).forward
+        self.stock = {name: getattr(type(module), name) for name in names}
         self.counts = CallCounts()
 
     @property
@@ -70,21 +72,30 @@ class Patch(ABC):
         """Returns the same patch for a module of the same kind in another model."""
 
     @abstractmethod
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs fused where the guards allow it, and the class's own forward everywhere else."""
+    def run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method fused where the guards allow it, and the class's own everywhere else."""
 
-    def run_stock(self, reason: str | None, *args: Any, **kwargs: Any) -> Any:
-        """Runs the class's own forward, and counts that if there is a reason."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward so."""
+        return self.run("forward", *args, **kwargs)
+
+    @property
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """What stands in the place of each method."""
+        return {name: self.forward if name == "forward" else partial(self.run, name) for name in self.stock}
+
+    def run_stock(self, name: str, reason: str | None, *args: Any, **kwargs: Any) -> Any:
+        """Runs the class's own method, and counts that if there is a reason."""
         if reason is not None and not torch.compiler.is_compiling():
             self.counts.add_stock(reason)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return getattr(type(self.module), name)(self.module, *args, **kwargs)
 
-    def replaced(self) -> str | None:
-        """Notices nodes that give a module another class, or its class another forward, after this one ran."""
-        forward = type(self.module).forward
-        if forward is self.stock:
+    def replaced(self, name: str) -> str | None:
+        """Notices nodes that give a module another class, or its class another method, after this one ran."""
+        method = getattr(type(self.module), name)
+        if method is self.stock[name]:
             return None
-        return f"its class has another forward since it was optimized: {_describe(forward)}"
+        return f"its class has another {name} since it was optimized: {_describe(method)}"
 
 
 class RecipePatch(Patch):
@@ -118,11 +129,11 @@ class RecipePatch(Patch):
         return RecipePatch(module, self.fusion, self.provider, self.verifier, self.proven)
 
     @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         call = self.fusion.bind(args, kwargs)
         reason = self._refusal(call)
         if call is None or reason is not None:
-            return self.run_stock(reason, *args, **kwargs)
+            return self.run_stock(name, reason, *args, **kwargs)
         pieces = self.fusion.stock_pieces(self.module, call)
         if not torch.compiler.is_compiling():  # counters stay out of the graph
             self.counts.add_pieces(pieces)
@@ -132,7 +143,7 @@ class RecipePatch(Patch):
     def _refusal(self, call: Any) -> str | None:
         """Why all of a call runs stock, or None."""
         fusion = self.fusion
-        reason = self.revoked or self.replaced() or fusion.declines(self.module, call)
+        reason = self.revoked or self.replaced("forward") or fusion.declines(self.module, call)
         if reason is not None or fusion.primary_input(call).device in self.proven:
             return reason
         if torch.compiler.is_compiling():
@@ -154,9 +165,9 @@ def patches_of(model: Any) -> dict[str, Patch]:
     """Returns the patches of ours that a model patcher has, by the path of the module."""
     found = {}
     for key, value in model.object_patches.items():
-        owner = getattr(value, "__self__", None)
+        owner = getattr(getattr(value, "func", value), "__self__", None)
         if isinstance(owner, Patch):
-            found[key.removesuffix(".forward")] = owner
+            found[key.rpartition(".")[0]] = owner
     return found
 
 
@@ -171,31 +182,32 @@ def own_modules(model: Any, path: str, module: nn.Module) -> Iterator[tuple[str,
         yield from own_modules(model, f"{path}.{name}", child)
 
 
-def conflict(model: Any, path: str, module: nn.Module) -> str | None:
+def conflict(model: Any, path: str, module: nn.Module, names: Iterable[str] = ("forward",)) -> str | None:
     """Says what else is patched where a patch of ours would go, or None.
 
     ComfyUI keeps one object patch for a path, the last one, without a word.
     """
-    key = f"{path}.forward"
     if path in patches_of(model):
         return "already optimized by diffkern"
-    if key in model.object_patches:
-        return f"another node patches its forward: {_describe(model.object_patches[key])}"
+    for name in names:
+        if (key := f"{path}.{name}") in model.object_patches:
+            return f"another node patches its {name}: {_describe(model.object_patches[key])}"
     parts = path.split(".")
     for end in range(1, len(parts) + 1):
         above = ".".join(parts[:end])
         if above in model.object_patches:
             return f"another node replaces {above}: {_describe(model.object_patches[above])}"
-    forward = model.object_patches_backup.get(key, module.forward)
-    if not (isinstance(forward, MethodType) and forward.__func__ is type(module).forward):
-        return f"its forward was replaced: {_describe(forward)}"
+    for name in names:
+        method = model.object_patches_backup.get(f"{path}.{name}", getattr(module, name))
+        if not (isinstance(method, MethodType) and method.__func__ is getattr(type(module), name)):
+            return f"its {name} was replaced: {_describe(method)}"
     return None
 
 
 def install(model: Any, patches: dict[str, Patch]) -> None:
     """Gives a clone of a model its patches, by path; the clone will pass them on to clones of its own."""
     for path, patch in patches.items():
-        model.add_object_patch(f"{path}.forward", patch.forward)
+        _install(model, path, patch)
     for event, callback in ((_ON_CLONE, _bind_again), (ON_CLEANUP, _tell)):
         model.remove_callbacks_with_key(event, KEY)
         model.add_callback_with_key(event, KEY, callback)
@@ -203,10 +215,16 @@ def install(model: Any, patches: dict[str, Patch]) -> None:
     model.add_wrapper_with_key(APPLY_MODEL, KEY, _as_one_call)
 
 
+def _install(model: Any, path: str, patch: Patch) -> None:
+    for name, method in patch.methods.items():
+        model.add_object_patch(f"{path}.{name}", method)
+
+
 def remove(model: Any) -> None:
     """Takes all patches of ours from a clone of a model."""
-    for path in patches_of(model):
-        del model.object_patches[f"{path}.forward"]
+    for path, patch in patches_of(model).items():
+        for name in patch.methods:
+            del model.object_patches[f"{path}.{name}"]
     for event in (_ON_CLONE, ON_CLEANUP):
         model.remove_callbacks_with_key(event, KEY)
     model.remove_wrappers_with_key(APPLY_MODEL, KEY)
@@ -223,10 +241,10 @@ def _bind_again(model: Any, clone: Any) -> None:
         return
     for path, patch in patches_of(clone).items():
         module = clone.model.get_submodule(path)
+        for name in patch.methods:
+            del clone.object_patches[f"{path}.{name}"]
         if type(module) is type(patch.module):
-            clone.add_object_patch(f"{path}.forward", patch.on(module).forward)
-        else:
-            del clone.object_patches[f"{path}.forward"]
+            _install(clone, path, patch.on(module))
 
 
 def _tell(model: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,25 +27,25 @@ _FAMILIES = {op: QK_NORM_ROPE if op in ("qk_norm_rope", "rope") else MODULATION 
 
 
 class RewritePatch(Patch):
-    """The rewritten forward of a module; each of its sites decides for itself at every call."""
+    """The rewritten methods of a module; each of their sites decides for itself at every call."""
 
-    def __init__(self, module: nn.Module, rewriters: ComfyRewriter, rewritten: Rewritten) -> None:
-        super().__init__(module)
-        self._rewriters, self._rewritten = rewriters, rewritten
+    def __init__(self, module: nn.Module, rewriter: ComfyRewriter, rewritten: Mapping[str, Rewritten]) -> None:
+        super().__init__(module, rewritten)
+        self._rewriter, self._rewritten = rewriter, rewritten
         #: The proofs that speak for it.
         self.measurements: list[Measurement] = []
-        rewriters.patches[id(module)] = self
+        rewriter.patches[id(module)] = self
 
     @override
     def on(self, module: nn.Module) -> Patch:
-        return RewritePatch(module, self._rewriters, self._rewritten)
+        return RewritePatch(module, self._rewriter, self._rewritten)
 
     @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        reason = self.replaced() or ("ComfyUI is training" if in_training() else None)
+    def run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        reason = self.replaced(name) or ("ComfyUI is training" if in_training() else None)
         if reason is not None:
-            return self.run_stock(reason, *args, **kwargs)
-        return self._rewritten.function(self.module, *args, **kwargs)
+            return self.run_stock(name, reason, *args, **kwargs)
+        return self._rewritten[name].function(self.module, *args, **kwargs)
 
     @property
     def op(self) -> str:
@@ -54,7 +56,10 @@ class RewritePatch(Patch):
     @property
     def sites(self) -> tuple[FusedSite, ...]:
         """The sites that may run fused."""
-        return tuple([site for site in self._rewritten.sites if site.plan.index not in self._rewritten.guard.disabled])
+        of_all = [
+            (site, rewritten.guard.disabled) for rewritten in self._rewritten.values() for site in rewritten.sites
+        ]
+        return tuple([site for site, disabled in of_all if site.plan.index not in disabled])
 
 
 class ComfyRewriter:
@@ -79,14 +84,22 @@ class ComfyRewriter:
         self._verify = SiteVerifier(numerics, in_float64=plain_arithmetic)
 
     def patch(self, module: nn.Module) -> RewritePatch | None:
-        """Returns the patch of a module; None if no rule finds anything in its forward."""
-        rewritten = self._rewriter.rewrite(module)
-        if isinstance(rewritten, str):
-            return None
-        for site in rewritten.sites:
+        """Returns the patch of a module; None if no rule finds anything in its forward or another method."""
+        found = {}
+        for name in ("forward", *_other_methods(module)):
+            rewritten = self._rewriter.rewrite(module, None if name == "forward" else getattr(type(module), name))
+            if isinstance(rewritten, Rewritten):
+                found[name] = rewritten
+        # A method whose body became part of another one, or that a site calls, must stay as it is.
+        used = {path[5:] for rewritten in found.values() for path in rewritten.plan.helpers if path.startswith("self.")}
+        used |= {
+            path[0] for rewritten in found.values() for site in rewritten.sites for path in site.plan.modules.values()
+        }
+        found = {name: rewritten for name, rewritten in found.items() if name not in used}
+        for site in [site for rewritten in found.values() for site in rewritten.sites]:
             site.on_new_signature = self._prove
-        patch = RewritePatch(module, self, rewritten)
-        return patch if patch.sites else None
+        patch = RewritePatch(module, self, found) if found else None
+        return patch if patch is not None and patch.sites else None
 
     def prove_ahead(self, patch: RewritePatch, device: torch.device, dtype: torch.dtype) -> str:
         """Proves the sites of a patch for the operands that they will probably have; says why none of them may run.
@@ -124,6 +137,15 @@ class ComfyRewriter:
             patch.counts.add_fused()
         else:
             patch.counts.add_stock(reason)
+
+
+def _other_methods(module: nn.Module) -> list[str]:
+    """The methods, beside its forward, that the classes of a module with children define."""
+    classes = [cls for cls in type(module).__mro__ if cls.__module__.partition(".")[0] != "torch"]
+    names = [name for cls in classes for name, value in vars(cls).items() if isinstance(value, FunctionType)]
+    if not module._modules:
+        return []
+    return [name for name in dict.fromkeys(names) if name != "forward" and not name.startswith("__")]
 
 
 def _bare(module: nn.Module, site: FusedSite, device: torch.device, dtype: torch.dtype) -> nn.Module:

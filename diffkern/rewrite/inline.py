@@ -295,7 +295,11 @@ def _is_straight(helper: ast.FunctionDef) -> bool:
     returns = [node for node in nodes if isinstance(node, ast.Return)]
     if len(returns) != 1 or helper.body[-1] is not returns[0] or returns[0].value is None:
         return False
-    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) for node in nodes)
+    return any(
+        (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult))
+        or (isinstance(node, ast.Attribute) and node.attr == "addcmul")
+        for node in nodes
+    )
 
 
 def _has_plain_arguments(function: ast.FunctionDef) -> bool:

@@ -329,6 +329,92 @@ def test_a_model_without_known_modules_is_handed_on_with_a_reason(host: Host) ->
         optimize(plain, strict=True)
 
 
+def _checkpoint(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    return function(*arguments)
+
+
+class Unknown(nn.Module):
+    """A block without a recipe, which norms in one method what it adds in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(toy.SIZE, elementwise_affine=False)
+        self.linear = nn.Linear(toy.SIZE, toy.SIZE)
+
+    def before(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        y: Tensor = self.norm(x) * (1 + scale) + shift
+        return y
+
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        shift, scale, gate = modulation.chunk(3, dim=-1)
+        y = self.linear(_checkpoint(self.before, x, scale, shift))
+        return x + y * gate
+
+
+@pytest.fixture
+def unknown(host: Host) -> Any:
+    """A model patcher with two such blocks."""
+    model = toy.Denoiser(0)
+    model.blocks.extend([Unknown(), Unknown()])
+    return type(host.patcher)(double.Model(model), CPU, CPU)
+
+
+def test_a_block_without_a_recipe_is_fused_in_every_method_that_rules_know(unknown: Any) -> None:
+    before = Host.run(unknown)
+    optimized, report = optimize(unknown)
+
+    assert [site.how for site in report.patched] == ["source", "source"] and report.patched[0].measurements
+    assert close(Host.run(optimized), before) and torch.equal(Host.run(unknown), before)
+    assert [count["fused"] for count in report.calls().values()] == [2, 2]
+    assert not any(count["stock"] for count in report.calls().values())
+    assert torch.equal(Host.run(native(optimized)), before) and not patches_of(native(optimized))
+
+
+def test_such_a_block_in_a_model_of_its_own_runs_on_its_own_weights(unknown: Any) -> None:
+    if not isinstance(unknown, double.ModelPatcher):
+        pytest.skip("the double says how a model is cloned deeply")
+    optimized, _ = optimize(unknown)
+    deep = optimized.deep_clone()
+    with torch.no_grad():
+        deep.model.diffusion_model.blocks[0].linear.weight.mul_(-1.0)
+
+    assert {patch.module for patch in patches_of(deep).values()} <= set(deep.model.modules())
+    assert close(Host.run(deep), Host.run(native(deep))) and not close(Host.run(deep), Host.run(optimized))
+    assert all(patch.fused_calls for patch in patches_of(deep).values())
+
+
+def test_such_a_block_is_left_where_another_node_patches_a_method_or_its_class(
+    unknown: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = unknown.clone()
+    theirs.add_object_patch("diffusion_model.blocks.1.before", lambda x, scale, shift: x)
+    optimized, report = optimize(theirs)
+    assert [site.path for site in report.patched] == ["diffusion_model.blocks.0"]
+    assert report.skipped[0].reason.startswith("another node patches its before: tests.comfyui.test_patcher")
+
+    monkeypatch.setattr(Unknown, "before", lambda self, x, scale, shift: x * scale)
+    assert torch.equal(Host.run(optimized), Host.run(theirs))
+    reasons = report.calls()["diffusion_model.blocks.0"]["stock_reasons"]
+    assert any(reason.startswith("its class has another before since it was optimized") for reason in reasons)
+
+
+def test_such_a_block_runs_native_while_comfyui_trains(unknown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffkern.comfyui import rewrites
+
+    optimized, report = optimize(unknown)
+    monkeypatch.setattr(rewrites, "in_training", lambda: True)
+    assert torch.equal(Host.run(optimized), Host.run(unknown))
+    assert {reason for site in report.patched for reason in site.stock_calls} == {"ComfyUI is training"}
+
+
+def test_families_switch_what_rules_fuse_as_well(unknown: Any) -> None:
+    assert not optimize(unknown, families=["qk_norm_rope"])[1].patched
+
+
+def test_exact_mode_gives_the_very_same_bits_by_rules(unknown: Any) -> None:
+    assert torch.equal(Host.run(optimize(unknown, numerics="exact")[0]), Host.run(unknown))
+
+
 def test_a_dtype_that_no_kernel_serves_is_named(host: Host) -> None:
     wide = host.patcher.clone()
     wide.add_object_patch("manual_cast_dtype", torch.float64)

@@ -113,6 +113,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]],
         lambda random, times: {"x": random(2, 16, 1, 8, 8), "timestep": times, "context": random(2, 7, TEXT)},
         AT_LEAST_ONE,
     ),
+    "Stable Diffusion 3.5": (
+        "modules.diffusionmodules.mmdit", "OpenAISignatureMMDITWrapper",
+        {"input_size": None, "in_channels": 16, "depth": 2, "adm_in_channels": 16, "context_size": 128,
+         "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": TEXT, "out_features": 128}},
+         "pos_embed_max_size": 16, "num_patches": 256, "qk_norm": "rms", "x_block_self_attn_layers": [0]},
+        lambda random, times: {
+            "x": random(2, 16, 8, 8), "timesteps": times, "context": random(2, 7, TEXT), "y": random(2, 16),
+        },
+        AT_LEAST_ONE,
+    ),
     "Wan VACE": (
         "wan.model", "VaceWanModel", {**_WAN, "vace_layers": 1, "vace_in_dim": 96},
         lambda random, times: {
