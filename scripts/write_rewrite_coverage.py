@@ -45,6 +45,7 @@ from diffkern.rewrite.match import (
 )
 from diffkern.rewrite.plan import Plan, plan
 from diffkern.rewrite.source import Source
+from scripts.check_models.rotary import rotary_functions, rotary_table
 
 _GATES = frozenset({"tanh", "sigmoid"})
 _GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
@@ -326,7 +327,8 @@ def document() -> str:
 
     candidates = [candidate for candidate in survey() if is_transformer_side(candidate)]
     head = _HEAD.format(version=diffusers.__version__)
-    text = head + table(candidates) + _BY_MODEL + model_table()
+    methods = ((module, *method) for module in modules("diffusers.models") for method in functions(module))
+    text = head + table(candidates) + _ROTARY + rotary_table(rotary_functions(methods)) + _BY_MODEL + model_table()
     return text + _BY_RELEASE + release_table() if _RELEASES.is_file() else text
 
 
@@ -344,6 +346,14 @@ table lists every one that stays as it is, with the reason.
 
 """
 
+_ROTARY = """
+## Rotary attention
+
+Every attention processor that calls a rotary function, read with the usual configuration of its class. A rotation is
+fused with the norms in front of it and with the join of text and image. Reasons are written by hand, in
+`scripts/check_models/rotary.py`.
+
+"""
 _BY_MODEL = """
 ## By model
 

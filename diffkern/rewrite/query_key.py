@@ -52,7 +52,8 @@ class QueryKey:
     def _side(self, scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
         node, match = peel(scope, node, match)
         if self.kind == NORMED:
-            return _normed(scope, node, match, f"{name}0")
+            found = _normed(scope, node, match, f"{name}0")
+            return found if found is None or name == "q" or _of_query_and_key(scope, found) else None
         if self.kind == ROTATED:
             return _stream(scope, node, match, f"{name}0") if is_rotation(scope, node) else None
         if self.kind == JOINED_FIRST:
@@ -102,6 +103,13 @@ def _normed(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | No
     operands = {**match.operands, name: Operand(node.args[0], views)}
     modules = {**match.modules, f"{name[0]}_norm{name[1:]}": module}
     return replace(match.step(node), operands=operands, modules=modules)
+
+
+def _of_query_and_key(scope: Scope, match: Match) -> bool:
+    """Whether two norms are those of queries and keys, by their names; any two may stand one after the other."""
+    paths = [scope.facts.path(scope.flow, match.modules[name]) for name in ("q_norm0", "k_norm0")]
+    query, key = [path[-1] if path else "" for path in paths]
+    return query != key and key in (query.replace("query", "key"), query.replace("q", "k"))
 
 
 def _concatenated(scope: Scope, node: ast.expr, match: Match) -> tuple[list[ast.expr], Match, int] | None:

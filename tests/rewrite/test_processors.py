@@ -155,6 +155,27 @@ def test_two_streams_are_normalised_rotated_and_joined_by_one_op(kind: str, nume
     assert any("joint_qk_norm_rope" in name for name in seen.names) and seen.names.count("aten::cat") == 1  # values
 
 
+class TwoStreams(nn.Module):
+    """The end of a block over image and text, as HunyuanVideo has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm2, self.norm2_context = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, text: Tensor, gate: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        x = x + x * gate
+        text = text + text * gate
+        y = self.norm2(x)
+        z = self.norm2_context(text)
+        return x, text, y * (1 + scale) + gate, z * (1 + scale) + gate
+
+
+def test_norms_of_two_streams_are_not_taken_for_those_of_queries_and_keys() -> None:
+    rewritten = Rewriter().rewrite(TwoStreams())
+    assert isinstance(rewritten, Rewritten)
+    assert [site.plan.rule.name for site in rewritten.sites] == ["residual, norm, modulation"] * 2
+
+
 def test_an_argument_that_is_bound_again_is_asked_for_again() -> None:
     text = """
 def call(self, module, x, text=None):
