@@ -37,13 +37,14 @@ _Numerics = Annotated[str, typer.Option(help="fast, exact or fp8.")]
 
 @app.command(
     short_help="Show what would be fused in a model, and why the rest is left.",
-    epilog=epilog("inspect flux", "inspect ./my-pipeline", "inspect config.json --numerics exact --json"),
+    epilog=epilog("inspect flux", "inspect ./my-pipeline", "inspect wan --card H100"),
 )
 def inspect(
     model: _Model,
     numerics: _Numerics = "fast",
     dtype: _Dtype = "bfloat16",
     explain: Annotated[str, typer.Option(metavar="MODULE", help="Say in a sentence what happens to this one.")] = "",
+    card: Annotated[str, typer.Option(help="Say what fusing can gain on it, by bytes: H100, A100, T4, ...")] = "",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -54,10 +55,14 @@ def inspect(
     import torch
 
     from diffkern import plan
-    from diffkern.inspection import ModelError, load_model
+    from diffkern.inspection import ModelError, expected_gain, load_model
 
+    kind = _dtype("inspect", dtype)
     try:
-        report = plan(load_model(model, torch.device("meta"), _dtype("inspect", dtype)), numerics=numerics)
+        loaded = load_model(model, torch.device("meta"), kind)
+        report = plan(loaded, numerics=numerics)
+        if card:
+            report.notes.append(expected_gain(model, loaded, kind, card))
         said = report.explain(explain) if explain else str(report)
     except (ModelError, ValueError) as error:
         fail("inspect", error, 2)

@@ -128,6 +128,31 @@ def _defaults(class_name: str) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
+def expected_gain(name: str, model: nn.Module | SimpleNamespace, dtype: torch.dtype, card: str) -> str:
+    """Says what fusing the glue of one step can gain on a card, by bytes.
+
+    Args:
+        name: Of a denoiser whose inputs are known.
+        model: That denoiser, on the meta device.
+        dtype: Of the inputs.
+        card: A key of :data:`diffkern.bench.estimate.CARDS`.
+
+    Raises:
+        ModelError: the inputs are not known, or the step cannot be run without data.
+        ValueError: the card is not known.
+    """
+    from diffkern.bench.estimate import CARDS, estimate
+
+    if card not in CARDS:
+        raise ValueError(f"card {card!r} is not known: choose from {', '.join(CARDS)}")
+    if name not in DENOISERS or not isinstance(model, nn.Module):
+        raise ModelError(f"{name}: the inputs of a step are known for names alone: {', '.join(DENOISERS)}")
+    try:
+        return estimate(model, DENOISERS[name].step(torch.device("meta"), dtype)).sentence(card)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"{name}: a step reads values, so it cannot be estimated: {error}") from error
+
+
 @dataclass
 class Verification:
     """What a model computes with kernels, beside what it computes without.

@@ -74,6 +74,8 @@ def test_help_needs_neither_torch_nor_anything_slow() -> None:
         (["inspect", "WRONG"], 2, "FluxTransformer2DModel cannot be built: TypeError"),
         (["inspect", "sana", "--numerics", "faster"], 2, "choose one of exact, fast, fp8"),
         (["inspect", "sana", "--dtype", "int8"], 2, "dtype='int8': choose bfloat16, float16 or float32"),
+        (["inspect", "sana", "--card", "H1000"], 2, "card 'H1000' is not known: choose from T4, A100"),
+        (["inspect", "FLUX", "--card", "H100"], 2, "the inputs of a step are known for names alone: flux"),
         (["inspect", "sana", "--explain", "nowhere"], 2, "looked at nothing at 'nowhere'"),
         (["verify", "flux3"], 2, "flux3: not found"),
         (["verify", "FLUX", "--inputs", "no.pt"], 2, "--inputs: no.pt: not found"),
