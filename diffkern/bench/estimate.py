@@ -107,11 +107,11 @@ def _whole_calls(total: Estimate) -> Iterator[None]:
         total.glue_bytes += 2 * _bytes(input)
         return torch.empty_like(input)
 
-    F.scaled_dot_product_attention, F.rms_norm = attend, normalise  # type: ignore[assignment]
+    F.scaled_dot_product_attention, F.rms_norm = attend, normalise
     try:
         yield
     finally:
-        F.scaled_dot_product_attention, F.rms_norm = attention, rms_norm  # type: ignore[assignment]
+        F.scaled_dot_product_attention, F.rms_norm = attention, rms_norm
 
 
 def _is_view(func: Any) -> bool:
