@@ -3,7 +3,7 @@
 Stock, the block reads and writes its hidden states some 250 times between the matrix products and the attention
 (in units of one byte per element, for bfloat16); fused about 34 times.
 
-With products in 8 bits, self-attention and feed-forward read rows of 8 bits. The attention to the text stays as it
+With products in fp8, self-attention and feed-forward read rows of fp8. The attention to the text stays as it
 is: its queries are made of the residual stream itself, whose outliers one scale per row does not hold, and its keys and
 values of a few hundred tokens, where nothing can be gained.
 
@@ -59,8 +59,8 @@ from diffkern.providers import KERNEL_DTYPES
 
 Tables = tuple[Tensor, Tensor]
 
-#: How reports name what could be computed in 8 bits and is not.
-_ATTN1, _FF = "attn1 in 8 bits", "ff in 8 bits"
+#: How reports name what could be computed in fp8 and is not.
+_ATTN1, _FF = "attn1 in fp8", "ff in fp8"
 
 #: The products are off by 3.7 % of their root mean square, and the residual, which most of the result is, by nothing.
 FP8_ALLOWANCE = 0.04
@@ -142,7 +142,7 @@ class LTXBlock(BlockRecipe):
         if not is_gelu(children["ff"], device, x.dtype):
             stock += ("ff",)
         if self._steps.in_fp8:
-            # Rounding to 8 bits has no gradient, and tensor cores make bfloat16 of such products.
+            # Rounding to fp8 has no gradient, and tensor cores make bfloat16 of such products.
             wide = torch.is_grad_enabled() or (x.is_cuda and x.dtype != torch.bfloat16)
             stock += (_ATTN1, _FF) if wide else _wide_pieces(children, device, x.dtype, stock)
         return stock
@@ -299,7 +299,7 @@ def _attention(
     provider: str | None, weights: Fp8Weights | None = None, kept: TextAttention | None = None,
     project: Project | None = None,
 ) -> Tensor:  # fmt: skip
-    """``LTXVideoAttnProcessor``, its products in 8 bits where there are weights for them."""
+    """``LTXVideoAttnProcessor``, its products in fp8 where there are weights for them."""
     # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
     dispatch = stock_module.dispatch_attention_fn
     if kept is not None:
@@ -316,7 +316,7 @@ def _attention(
 
 
 def _wide_pieces(children: Any, device: torch.device, dtype: torch.dtype, stock: tuple[str, ...]) -> tuple[str, ...]:
-    """Those pieces that could be computed in 8 bits but for their layers."""
+    """Those pieces that could be computed in fp8 but for their layers."""
     pieces: tuple[str, ...] = ()
     if "attn1" not in stock:
         projections = children["attn1"]._modules

@@ -58,7 +58,7 @@ class BlockRecipe(ABC):
         covers: Other recipes, by their ops, whose modules are no sites of their own inside such a block.
         is_one_op: Whether the block is one op in the graph of ``torch.compile`` where that compiles it by itself. Its
             result must be like its first operand.
-        allowance: Error against float64 that is granted beyond what the contract grants, for products in 8 bits.
+        allowance: Error against float64 that is granted beyond what the contract grants, for products in fp8.
     """
 
     op: str

@@ -26,7 +26,7 @@ class FastSteps:
     Attributes:
         rounding: As the ops take it.
         fuses_norms: Whether a norm may be computed elsewhere than by the steps of the stock forward.
-        in_fp8: Whether matrix products may be computed in 8 bits.
+        in_fp8: Whether matrix products may be computed in fp8.
     """
 
     rounding: ClassVar[Any] = "once"
@@ -78,7 +78,7 @@ class ExactSteps(FastSteps):
 
 
 class Fp8Steps(FastSteps):
-    """The steps before a product in 8 bits hand over rows of 8 bits; all others are as fast."""
+    """The steps before a product in fp8 hand over rows of fp8; all others are as fast."""
 
     in_fp8: ClassVar[bool] = True
 

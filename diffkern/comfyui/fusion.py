@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.comfyui.recipe import ComfyRecipe, plain_arithmetic
-from diffkern.comfyui.stand_in import is_state_of_comfy, shell
+from diffkern.comfyui.verification_clone import is_state_of_comfy, shell
 from diffkern.injection.block_fusion import BlockFusion, settings
 from diffkern.matching import full_name
 from diffkern.providers import Choice
@@ -25,8 +25,8 @@ from diffkern.verify.samples import clone_tree
 class ComfyFusion(BlockFusion):
     """A module with a recipe, in a model that computes in ``dtype``.
 
-    The proof runs on a copy without the large weights, see :mod:`diffkern.comfyui.stand_in`; its reference is the
-    stock forward in float64, in the plain torch ops that ComfyUI has for training.
+    The proof runs on a copy without the large weights, see :mod:`diffkern.comfyui.verification_clone`; its reference is
+    the stock forward in float64, in the plain torch ops that ComfyUI has for training.
     """
 
     recipe: ComfyRecipe

@@ -14,7 +14,7 @@ from diffkern.blocks.pieces import unfit_input
 from diffkern.cache.rotary import rotary_tables, unfit_matrices
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
 from diffkern.comfyui.recipe import QK_NORM_ROPE, ComfyRecipe, Samples, in_training, sample_options
-from diffkern.comfyui.stand_in import input_size
+from diffkern.comfyui.verification_clone import input_size
 
 
 class LTXAttention(ComfyRecipe):

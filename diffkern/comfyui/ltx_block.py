@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from diffkern.blocks.pieces import unfit_input
 from diffkern.comfyui.recipe import MODULATION, ComfyRecipe, Samples, in_training, sample_options
-from diffkern.comfyui.stand_in import input_size
+from diffkern.comfyui.verification_clone import input_size
 from diffkern.ops import norm_modulate
 
 #: ε of the norms that are modulated; they have no module.

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from diffkern.comfyui.patcher import Patch
 from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, in_training, plain_arithmetic
-from diffkern.comfyui.stand_in import shell
+from diffkern.comfyui.verification_clone import shell
 from diffkern.providers import NoProviderError, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
 from diffkern.rewrite.facts import Path

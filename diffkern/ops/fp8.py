@@ -1,6 +1,6 @@
-r"""Matrix products in 8 bits, and the steps before them that hand over rows of 8 bits.
+r"""Matrix products in fp8, and the steps before them that hand over rows of fp8.
 
-A row of 8 bits is a row in e4m3 and one scale in float32, found from the row itself: :math:`s = \max|x| / 448`,
+A row of fp8 is a row in e4m3 and one scale in float32, found from the row itself: :math:`s = \max|x| / 448`,
 :math:`q = \operatorname{e4m3}(x / s)`, so that the largest number of the format is used whatever the row holds. e4m3
 has four significant binary digits: a rounding is off by up to 6 %, and a product of many by about 3.7 % of its root
 mean square. Zeros stay zeros, and a row with an infinity or a NaN is none of numbers.
@@ -54,7 +54,7 @@ def norm_modulate_fp8(
     norm: Norm | None = "rms",
     provider: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`diffkern.ops.norm_modulate` into rows of 8 bits.
+    """:func:`diffkern.ops.norm_modulate` into rows of fp8.
 
     Args:
         x: As there, and so are ``scale``, ``shift``, ``weight``, ``bias`` and ``norm``.
@@ -93,7 +93,7 @@ def gate_residual_norm_modulate_fp8(
     norm: Norm | None = "rms",
     provider: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`diffkern.ops.gate_residual_norm_modulate` whose modulated norm comes in rows of 8 bits.
+    """:func:`diffkern.ops.gate_residual_norm_modulate` whose modulated norm comes in rows of fp8.
 
     Args:
         residual: As there, and so are the other tensors and ``norm``.
@@ -119,7 +119,7 @@ def gate_residual_norm_modulate_fp8(
 
 
 def activation_fp8(x: Tensor, function: str = "identity", *, provider: str | None = None) -> tuple[Tensor, Tensor]:
-    """An activation into rows of 8 bits.
+    """An activation into rows of fp8.
 
     Args:
         x: ``[..., D]``; float32, float16 or bfloat16. Leading dimensions that cannot be merged are copied.
@@ -148,7 +148,7 @@ def linear_fp8(
     out_dtype: torch.dtype = torch.bfloat16,
     provider: str | None = None,
 ) -> Tensor:
-    r"""A linear layer on rows of 8 bits: :math:`s_x s_w\, q_x q_w^\top + b`.
+    r"""A linear layer on rows of fp8: :math:`s_x s_w\, q_x q_w^\top + b`.
 
     On NVIDIA GPUs of compute capability 8.9 and newer, and into bfloat16, the tensor cores multiply the bytes. Sums of
     up to 2048 terms stay in their accumulators to the end, of about 14 bits, as NVIDIA's libraries keep them in forward
@@ -302,7 +302,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, *grads: Tensor) -> NoReturn:
-    raise RuntimeError("rounding to 8 bits has no gradient: use norm_modulate, gelu and linear where one is wanted")
+    raise RuntimeError("rounding to fp8 has no gradient: use norm_modulate, gelu and linear where one is wanted")
 
 
 _norm_modulate = Op("norm_modulate_fp8", _norm_modulate_prepare, _norm_modulate_fake, _setup_context, _backward)

@@ -31,7 +31,7 @@ from diffkern.build.installed import (
 from diffkern.providers.base import KERNEL_DTYPES, ROPE_DTYPES, Kernel, Request, Support
 from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
-#: What a linear layer has to fuse, torch itself fuses; and rows of 8 bits are for NVIDIA's GPUs alone.
+#: What a linear layer has to fuse, torch itself fuses; and rows of fp8 are for NVIDIA's GPUs alone.
 _OF_TORCH, _OF_NVIDIA = ("linear_", "packed_linear"), "_fp8"
 #: The ops of a build.
 _OPS = tuple(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from types import FunctionType
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 from diffkern.rewrite.facts import Facts
@@ -167,6 +167,9 @@ class _Inliner:
             if body is None or arguments is None:
                 continue
             statements, result = self._renamed(body, arguments, name, call)
+            if helper.__globals__ is not self._function.__globals__:  # lines of another file say nothing in this one
+                for node in [node for one in (*statements, result) for node in ast.walk(one)]:
+                    ast.copy_location(node, call)
             if statement.value is call:
                 statement.value = result
             else:
@@ -196,7 +199,7 @@ class _Inliner:
             helper = helper.__func__ if isinstance(helper, staticmethod) else helper
         else:
             return None
-        if not isinstance(helper, FunctionType) or helper.__globals__ is not self._function.__globals__:
+        if not isinstance(helper, FunctionType) or not _means_the_same(helper, self._function.__globals__):
             return None
         if helper.__closure__ or (self._only is not None and name not in self._only):
             return None
@@ -281,6 +284,16 @@ def _movable_calls(node: ast.expr) -> Iterator[ast.Call]:
 
 def _is_load(node: ast.expr) -> bool:
     return all(isinstance(part, (ast.Name, ast.Attribute, ast.Constant, ast.expr_context)) for part in ast.walk(node))
+
+
+def _means_the_same(helper: FunctionType, namespace: Mapping[str, Any]) -> bool:
+    """Whether the body of a helper, of whatever file, means the same with the globals of another function."""
+    if helper.__globals__ is namespace:
+        return True
+    names = [name for name in helper.__code__.co_names if name in helper.__globals__]
+    return all(
+        isinstance(value := helper.__globals__[name], ModuleType) and namespace.get(name) is value for name in names
+    )
 
 
 def _is_straight(helper: ast.FunctionDef) -> bool:

@@ -617,7 +617,7 @@ def test_deep_copies_and_pickles() -> None:
     assert torch.equal(layer(**arguments), stock)
 
 
-def test_weights_on_meta_are_proven_by_a_stand_in() -> None:
+def test_weights_on_meta_are_proven_by_a_copy_with_random_ones() -> None:
     with torch.device("meta"):
         layer = block()
     report = inject_optimized_kernels(layer)

@@ -1,4 +1,4 @@
-"""The LTX block with products in 8 bits: its error as stated, and copies of weights that are never out of date."""
+"""The LTX block with products in fp8: its error as stated, and copies of weights that are never out of date."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.injection.models import all_fused, ltx_inputs, replay_dependencies, t
 
 @pytest.fixture(autouse=True)
 def _hardware(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU, or the CPU taken for one: there the numbers behind the 8 bits are multiplied."""
+    """A GPU, or the CPU taken for one: there the numbers behind fp8 are multiplied."""
     if request.node.get_closest_marker("gpu"):
         if torch.cuda.get_device_capability() < (8, 9):
-            pytest.skip("this GPU has no numbers of 8 bits")
+            pytest.skip("this GPU has no fp8 numbers")
     elif "device" in request.fixturenames:
         monkeypatch.setattr(planning, "fp8_unavailable_reason", lambda device: None)
 
@@ -173,7 +173,7 @@ def test_with_gradients_enabled_nothing_is_in_8_bits_and_the_report_says_so(devi
     x.requires_grad_()
     model(**inputs)[0].sum().backward()
     assert x.grad.isfinite().all()
-    assert report.calls()["transformer_blocks.0"]["stock_pieces"] == {"attn1 in 8 bits": 1, "ff in 8 bits": 1}
+    assert report.calls()["transformer_blocks.0"]["stock_pieces"] == {"attn1 in fp8": 1, "ff in fp8": 1}
 
 
 def test_a_compiled_model_runs_as_fast_and_the_report_says_so(device: str) -> None:
@@ -356,7 +356,7 @@ def test_other_dtypes_than_bfloat16_run_as_fast_on_a_gpu_and_the_report_says_so(
         with torch.no_grad():
             results.append(model(**inputs)[0])
         pieces = report.calls()["transformer_blocks.0"]["stock_pieces"]
-        assert pieces == ({} if numerics == "fast" else {"attn1 in 8 bits": 1, "ff in 8 bits": 1})
+        assert pieces == ({} if numerics == "fast" else {"attn1 in fp8": 1, "ff in fp8": 1})
         report.restore()
     assert torch.equal(*results)
 

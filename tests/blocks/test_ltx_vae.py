@@ -225,7 +225,7 @@ def test_hooks_on_the_upsampler_and_its_convolution_are_heard(child: str) -> Non
 
 @pytest.mark.parametrize("method", ["sequential offloading", "layerwise casting"])
 def test_weights_that_come_from_elsewhere_are_called_and_not_read(method: str) -> None:
-    """Offloaded layer by layer to disk or memory, or stored in 8 bits and cast at every call."""
+    """Offloaded layer by layer to disk or memory, or stored in fp8 and cast at every call."""
     stock_model, model, z = autoencoder(), autoencoder(), latents()
     report = inject_optimized_kernels(model)
     for each in (stock_model, model):

@@ -15,7 +15,7 @@ from diffkern.comfyui.cast import weight_and_bias
 from diffkern.comfyui.norms import NORMS, norm_kind, readable
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
 from diffkern.comfyui.recipe import Samples, in_training, plain_arithmetic, unknown_options
-from diffkern.comfyui.stand_in import Pick, input_size, shell
+from diffkern.comfyui.verification_clone import Pick, input_size, shell
 from diffkern.ops import rope
 from tests.comfyui import toy
 

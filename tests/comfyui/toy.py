@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from diffkern.blocks.pieces import unfit_input
 from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, ComfyRecipe, Samples
-from diffkern.comfyui.stand_in import input_size
+from diffkern.comfyui.verification_clone import input_size
 from diffkern.ops import norm_modulate
 
 SIZE = 32

@@ -28,7 +28,7 @@ TINY = ROOT / "examples" / "ltx_video" / "tiny"
 STEPS = 12
 
 
-#: Of the final frame against float32; 8 bits change where and how fast a shape moves a little.
+#: Of the final frame against float32; fp8 changes where and how fast a shape moves a little.
 FP8_SSIM = 0.9
 
 

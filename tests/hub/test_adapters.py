@@ -35,7 +35,7 @@ def error(y: torch.Tensor, reference: torch.Tensor) -> float:
 def test_the_samples_pass_with_plain_pytorch_and_cover_every_op_of_a_build() -> None:
     from diffkern.providers import get_provider
 
-    # Rows of 8 bits are not asked of kernels on the Hub.
+    # Rows of fp8 are not asked of kernels on the Hub.
     ops = {op for op in get_provider("compiled").support if not op.endswith("_fp8")}
     assert ops <= set(contract.EXAMINED) <= set(OPS)
     for op in contract.EXAMINED:

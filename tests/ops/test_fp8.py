@@ -1,4 +1,4 @@
-"""Rows of 8 bits: a rounding away from float64, whatever a row holds; and their products."""
+"""Rows of fp8: a rounding away from float64, whatever a row holds; and their products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 def _served(request: pytest.FixtureRequest) -> None:
     compiled = "provider" in request.fixturenames and request.getfixturevalue("provider") == "compiled"
     if compiled and (request.getfixturevalue("device") == "cpu" or torch.version.hip is not None):
-        pytest.skip("rows of 8 bits are compiled for NVIDIA's GPUs alone")
+        pytest.skip("rows of fp8 are compiled for NVIDIA's GPUs alone")
 
 
 def random(*shape: int, device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -137,7 +137,7 @@ def test_products(dtype: torch.dtype, device: str) -> None:
         y = linear_fp8(*rows, *of_weight, b, out_dtype=dtype)
         assert y.shape == (2, 24, 48) and y.dtype == dtype
         assert relative_error(y, truth if b is None else truth + b.double()) <= 1e-2
-    # What rounding to 8 bits costs: 3.7 % of a product of random numbers.
+    # What rounding to fp8 costs: 3.7 % of a product of random numbers.
     assert relative_error(y, x.double() @ weight.double().t()) <= 0.05
 
 
@@ -147,7 +147,7 @@ def test_products(dtype: torch.dtype, device: str) -> None:
 def test_long_sums_of_tensor_cores_stay_within_the_bound(width: int, signs: str, device: str) -> None:
     """Where all terms have one sign the sum grows steadily, and each addition to it is rounded the same way."""
     if fp8_unavailable_reason(torch.device(device)) is not None:
-        pytest.skip("this GPU has no numbers of 8 bits")
+        pytest.skip("this GPU has no fp8 numbers")
     x, weight = random(512, width, device=device, seed=1), random(256, width, device=device, seed=2)
     if signs == "one":
         x, weight = x.abs(), weight.abs()
@@ -209,7 +209,7 @@ def test_mistakes_are_answered(device: str) -> None:
 def test_there_is_no_gradient_and_nobody_gets_a_wrong_one(device: str) -> None:
     x = random(4, 32, device=device).requires_grad_()
     _, scales = activation_fp8(x)
-    with pytest.raises(RuntimeError, match="rounding to 8 bits has no gradient"):
+    with pytest.raises(RuntimeError, match="rounding to fp8 has no gradient"):
         scales.sum().backward()
 
 

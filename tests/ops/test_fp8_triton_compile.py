@@ -1,4 +1,4 @@
-"""The Triton kernels of rows of 8 bits, compiled for GPUs that this machine need not have."""
+"""The Triton kernels of rows of fp8, compiled for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ops.triton_compile import Launch, Recorder, Target, compiles, name_of
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
 
-#: NVIDIA's with numbers of 8 bits.
+#: NVIDIA's with fp8 numbers.
 TARGETS: list[Target] = [("cuda", 89, 32), ("cuda", 90, 32), ("cuda", 120, 32)]
 
 

@@ -83,7 +83,7 @@ def _rows(rows: int, depth: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_rows_of_8_bits_give_the_bits_of_torch(with_bias: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the scales are, also where they lie elsewhere the next time."""
     if fp8_unavailable_reason(torch.device("cuda")):
-        pytest.skip("no products in 8 bits")
+        pytest.skip("no products in fp8")
     for rows, columns, depth in (SIZES, (5376, 6144, 2048), (5376, 2048, 8192), (1000, 4096, 4096), (77, 48, 64)):
         bias = torch.randn(columns, device="cuda").bfloat16() if with_bias else None
         kept = []

@@ -174,6 +174,38 @@ def test_a_size_that_a_forward_names_shrinks_with_the_tensors_of_a_proof() -> No
     assert size == x.shape[1] < 1 << 20 and x.shape[2] == 1 << 8
 
 
+MODULATE = """
+def modulate(norm, x, shift, scale):
+    return torch.addcmul(shift, norm(x), scale + 1.0)
+
+"""
+
+
+def test_a_helper_that_calls_a_norm_it_is_given_is_seen_through() -> None:
+    """As Kandinsky's ``apply_scale_shift_norm`` does in ComfyUI."""
+    module = _block(NAMES, "return modulate(self.norm, x, shift, scale)", MODULATE)
+    found, arguments = rewritten(module), leaves(NAMES)
+    torch.testing.assert_close(found.function(module, **arguments), module(**arguments))
+    assert rules(found) == ["norm, modulation"] and _fused_calls(found) == [1]
+
+
+def test_a_helper_of_another_file_is_seen_through_and_reports_lines_of_this_one() -> None:
+    modulate = written(MODULATE)["modulate"]
+    module = block(NAMES, "return modulate(self.norm, x, shift, scale)", modulate=modulate)
+    found, arguments = rewritten(module), leaves(NAMES)
+    torch.testing.assert_close(found.function(module, **arguments), module(**arguments))
+    assert _fused_calls(found) == [1]
+    assert found.sites[0].plan.line == type(module).forward.__code__.co_firstlineno + 1
+
+
+def test_a_helper_that_reads_another_global_of_its_file_is_called() -> None:
+    modulate = written(f"FACTOR = 1.0\n{MODULATE.replace('1.0', 'FACTOR')}")["modulate"]
+    module = block(NAMES, "return modulate(self.norm, x, shift, scale) + x * (1 + scale) + shift", modulate=modulate)
+    found, arguments = rewritten(module), leaves(NAMES)
+    torch.testing.assert_close(found.function(module, **arguments), module(**arguments))
+    assert "norm, modulation" not in rules(found)
+
+
 def test_attention_to_two_texts_by_one_query_is_no_rotation() -> None:
     body = "q = self.rms_norm(self.proj(x))\nk = self.rms_norm(y)\na = attend(q, scale)\nb = attend(q, k)\nreturn a + b"
     module = _block(NAMES, body, "def attend(q, k):\n    return q * k\n\n")

@@ -16,7 +16,7 @@ NAMES = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "linear_1")
 
 
 class Int8Weight(Tensor):
-    """A weight in 8 bits that claims another dtype, as torchao's do: products with it dequantise it."""
+    """A weight in int8 that claims another dtype, as torchao's do: products with it dequantise it."""
 
     @staticmethod
     def __new__(cls, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Int8Weight:
@@ -48,7 +48,7 @@ class Int8Weight(Tensor):
             old = args[0]
             new = Int8Weight(old.values.clone(), old.scale.clone(), kwargs.get("dtype") or old.dtype)
             return return_and_correct_aliasing(op, args, kwargs, new) if op is aten.detach.default else new
-        raise NotImplementedError(f"{op} of a weight in 8 bits")
+        raise NotImplementedError(f"{op} of a weight in int8")
 
 
 class PackedParameter(nn.Parameter):

@@ -28,9 +28,9 @@ _MOST_ADDRESSES = 4096
 _one, _zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 _ONE, _ZERO = ctypes.addressof(_one), ctypes.addressof(_zero)
 
-#: Of the rows of both operands, where these are of 8 bits: ``[..., 1]`` and ``[N, 1]`` in float32.
+#: Of the rows of both operands, where these are fp8: ``[..., 1]`` and ``[N, 1]`` in float32.
 Scales = tuple[Tensor, Tensor]
-#: Where the bias lies, or None; with operands of 8 bits, where their scales lie, too.
+#: Where the bias lies, or None; with operands in fp8, where their scales lie, too.
 Addresses = int | tuple[int | None, int, int] | None
 
 
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
     Attributes:
         device: Index of the device.
-        dtype: Of all operands; of 8 bits, the bias and the result are in bfloat16.
+        dtype: Of all operands; of fp8, the bias and the result are in bfloat16.
         rows: M.
         columns: N.
         depth: K.
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
         out_stride: The same of the result.
         bias: Whether there is one, of N elements.
         gelu: Whether a tanh GELU follows.
-        short_sums: Of 8 bits, whether sums may stay in the accumulators of the tensor cores.
+        short_sums: Of fp8, whether sums may stay in the accumulators of the tensor cores.
     """
 
     device: int

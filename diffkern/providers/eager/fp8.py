@@ -1,4 +1,4 @@
-"""Rows in 8 bits with one scale each, in plain PyTorch: how they are made, and their product with such a weight."""
+"""Rows in fp8 with one scale each, in plain PyTorch: how they are made, and their product with such a weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALLEST_PEAK = 1e-12
 #: at 8192), one of both signs is as good as any.
 LONGEST_SHORT_SUM = 2048
 
-#: Bytes to which cuBLAS wants every operand of a product in 8 bits aligned.
+#: Bytes to which cuBLAS wants every operand of a product in fp8 aligned.
 ALIGNMENT = 16
 
 #: Compute capability of the first NVIDIA GPUs that multiply e4m3: Ada, then Hopper.

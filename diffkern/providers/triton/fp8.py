@@ -1,4 +1,4 @@
-"""Activations into rows of 8 bits, by Triton: outputs, geometry and launch of ``fp8_kernels``."""
+"""Activations into rows of fp8, by Triton: outputs, geometry and launch of ``fp8_kernels``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _plan(shape: tuple[int, ...], strides: tuple[int, ...], function: str) -> Pl
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Brings each row into 8 bits as it is."""
+    """Brings each row into fp8 as it is."""
     return activation_fp8(x, "identity")
 
 

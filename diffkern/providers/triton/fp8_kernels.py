@@ -1,4 +1,4 @@
-"""The Triton kernel of activations into rows of 8 bits. Imported at first use, since this needs Triton.
+"""The Triton kernel of activations into rows of fp8. Imported at first use, since this needs Triton.
 
 A program computes ``ROWS`` rows in ``STEPS`` blocks of ``COLS`` columns. With one step a row is read once; else it is
 read again after its peak is known.
