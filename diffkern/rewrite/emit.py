@@ -21,7 +21,7 @@ class Region:
     Attributes:
         leaves: The expressions that it reads, in the order of evaluation.
         original: The source of the region: ``def original(self, *leaves)``.
-        operands: The source of the operands of the op: ``def operands(self, *leaves)``, a tuple.
+        operands: The source of the operands of the op: ``def operands(self, *leaves)``, a dict by name.
         names: Their names.
         roles: For each leaf the operand that it is, or "".
     """
@@ -61,8 +61,8 @@ class _Writer:
         if kept is not None:
             result = ast.Tuple([ast.Name(self._definitions[kept], ast.Load()), result], ast.Load())
         body.append(ast.copy_location(ast.Return(result), self._root))
-        operands = [self._operand(operand) for operand in self._match.operands.values()]
-        values = ast.copy_location(ast.Return(ast.Tuple(operands, ast.Load())), self._root)
+        operands = {ast.Constant(name): self._operand(operand) for name, operand in self._match.operands.items()}
+        values = ast.copy_location(ast.Return(ast.Dict([*operands], [*operands.values()])), self._root)
         leaves = tuple(node for _, node in self._leaves.values())
         names = {self._key(operand.node): name for name, operand in self._match.operands.items()}
         roles = tuple([names.get(key, "") for key in self._leaves])

@@ -129,8 +129,8 @@ class FusedSite:
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
-        size = None
-        if self.on_new_size is not None and not torch.compiler.is_compiling():
+        size, compiling = None, torch.compiler.is_compiling()
+        if self.on_new_size is not None and not compiling:
             x = leaves[self._sized]
             if type(x) in _PLAIN:
                 size = x.device, x.dtype, x.numel().bit_length()
@@ -149,7 +149,7 @@ class FusedSite:
             self.gains[size] = reason and f"{self}: {reason}"
             if reason:
                 return self.run_original(module, *leaves, reason=self.gains[size])
-        if torch.compiler.is_compiling():
+        if compiling:
             return self.compute(module, leaves, way, self.provider)
         try:
             result = self.compute(module, leaves, way, self.provider, self.room)
@@ -232,7 +232,8 @@ class FusedSite:
 
     def operands(self, module: nn.Module, leaves: tuple[Any, ...]) -> dict[str, Any]:
         """The operands of the op by name: leaves, or views of them."""
-        return dict(zip(self.plan.names, self._operands(module, *leaves), strict=True))
+        operands: dict[str, Any] = self._operands(module, *leaves)
+        return operands
 
     def norm_arguments(self, module: nn.Module, x: Tensor) -> dict[str, Any] | None:
         """What the op needs to know of the norm, read from the module at every call; None if kernels cannot read it."""

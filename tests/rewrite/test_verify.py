@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +117,25 @@ def test_what_has_no_site_is_read_once_for_all_modules_alike(monkeypatch: pytest
     reason = Rewriter().rewrite(module)
     monkeypatch.setattr("diffkern.rewrite.rewriter.plan", None)  # a second reading would call it
     assert Rewriter().rewrite(copy.deepcopy(module)) == reason
+
+
+@pytest.mark.parametrize(
+    ("body", "dtype", "passed"),
+    [
+        ("return x + gate * y", torch.bfloat16, None),
+        ("return (x.float() + gate * y.float()).type_as(x)", torch.bfloat16, None),
+        ("return self.norm(x) * (1 + scale) + shift", torch.float32, None),
+        ("return x + gate.float() * y", torch.bfloat16, torch.float32),
+    ],
+)
+def test_the_dtype_of_a_result_is_passed_only_where_the_op_would_choose_another(
+    body: str, dtype: torch.dtype, passed: torch.dtype | None
+) -> None:
+    names = "x, scale, shift, gate, y"
+    module = block(names, body, dtype)
+    found: Any = Rewriter().rewrite(module)
+    with torch.no_grad():
+        result, stock = found.function(module, **leaves(names, dtype)), module(**leaves(names, dtype))
+    (way,) = found.sites[0].ways.values()
+    assert found.sites[0].fused_calls == 1 and result.dtype == stock.dtype
+    assert way.options.get("out_dtype") == passed
