@@ -103,8 +103,11 @@ class SiteVerifier:
             way = site.ways[site.signature(module, copies)]
             return None if way is None else site.compute(module, copies, way, site.provider)
 
-        with LOCK, torch.no_grad(), preserved(first.device):
-            found = costs((fused, lambda: site.original(module, *copies)), first.device)
+        try:
+            with LOCK, torch.no_grad(), preserved(first.device):
+                found = costs((fused, lambda: site.original(module, *copies)), first.device)
+        except (RuntimeError, ValueError, TypeError):
+            return ""  # want of memory, or operands that the op refuses: the call itself says so
         return reason_without_gain(found[0], found[1], replayed)
 
     def prove_gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:

@@ -92,6 +92,18 @@ def test_a_site_without_a_gain_runs_its_expression_where_it_has_none(monkeypatch
     assert clock.asked == 4 and [site.fused_calls for site in found.sites] == [3, 3]
 
 
+def test_an_error_while_a_site_is_timed_leaves_the_call_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
+        raise torch.OutOfMemoryError("no memory for copies")
+
+    monkeypatch.setattr(verify, "costs", raises)
+    module = block(NAMES, BODY)
+    found: Any = Rewriter(replayed=False).rewrite(module)
+    with torch.no_grad():
+        torch.testing.assert_close(found.function(module, **leaves(NAMES)), module(**leaves(NAMES)))
+    assert [site.fused_calls for site in found.sites] == [1, 1]
+
+
 def test_nothing_is_timed_where_gradients_are_wanted_or_a_provider_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Given(monkeypatch, small=False, large=False)
     module = block(NAMES, BODY)
