@@ -17,9 +17,12 @@ from torch.utils import _pytree as pytree
 from diffkern.bench.environment import dtype_argument
 from diffkern.bench.models import DENOISERS
 from diffkern.bench.steps import first_tensor, sharing_weights
+from diffkern.hub.config import KernelConfig
 from diffkern.injection import InjectionReport, inject_optimized_kernels
 from diffkern.verify.measures import relative_error
 
+#: What is proven runs fused, also where it gains nothing.
+_UNTIMED = KernelConfig(measure=False)
 #: Entries of configurations that say how many layers a model has.
 _LAYERS = ("num_layers", "num_single_layers", "n_layers", "num_hidden_layers", "num_refiner_layers")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -211,7 +214,7 @@ def verify_model(
         float64: Whether the whole model also runs in float64, which takes four times its memory.
     """
     if not isinstance(model, nn.Module) or inputs is None:
-        report = inject_optimized_kernels(model, numerics=numerics)
+        report = inject_optimized_kernels(model, numerics=numerics, config=_UNTIMED)
         result = Verification(copy.deepcopy(report), remark="not run, since there are no inputs for it: pass --inputs")
         report.restore()
         return result
@@ -221,12 +224,12 @@ def verify_model(
             return first_tensor(part(**copy.deepcopy(dict(arguments)))).clone()
 
     stock = run(model)
-    report = inject_optimized_kernels(model, numerics=numerics)
+    report = inject_optimized_kernels(model, numerics=numerics, config=_UNTIMED)
     fused = run(model)
     result = Verification(copy.deepcopy(report))
     report.restore()
     result.restored = torch.equal(run(model), stock)
-    exact = inject_optimized_kernels(model, numerics="exact")
+    exact = inject_optimized_kernels(model, numerics="exact", config=_UNTIMED)
     result.exact = torch.equal(run(model), stock)
     exact.restore()
     if float64:
