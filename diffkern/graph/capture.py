@@ -40,27 +40,44 @@ class NoRoomError(CaptureError):
 
 @dataclass(eq=False)
 class GraphPool:
-    """The memory of the graphs that are replayed on one stream of a device, one after the other.
+    """The memory of the graphs of one module that are replayed on one stream of a device, one after the other.
 
-    Results of a replay are copied before the next one starts, so the graphs share what they need in between.
+    Results of a replay are copied before the next one starts, so the graphs share what they need in between. A capture
+    that fails may leave its pool in a state in which no other capture should find it: so each module has its own, and
+    nothing is captured in a pool any more in which a capture failed.
 
     Attributes:
+        device: Where it is.
         lock: Held by a thread while it gives the GPU one replay.
         free: The end of the last replay.
         size: What the graphs take, in bytes.
     """
 
+    device: torch.device | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     free: torch.cuda.Event | None = None
     size: int = 0
     _graphs: WeakSet[torch.cuda.CUDAGraph] = field(default_factory=WeakSet)
     _handle: Any = None
 
+    def __post_init__(self) -> None:
+        _pools.add(self)
+
     def handle(self) -> Any:
         """How PyTorch knows the pool; it frees one whose last graph went, so that the next graph begins another."""
         if not len(self._graphs):
-            self._handle, self.size = torch.cuda.graph_pool_handle(), 0
+            self._handle, self.size = None, 0
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
         return self._handle
+
+    def leave(self) -> None:
+        """Has the next capture begin another pool: one failed in this."""
+        self._handle = None
+
+    def taken(self) -> int:
+        """What all graphs on its device take, in bytes."""
+        return self.size + sum(pool.size for pool in [*_pools] if pool is not self and pool.device == self.device)
 
     def add(self, graph: torch.cuda.CUDAGraph, size: int) -> None:
         """Notes a graph that was captured, and by how much the pool grew for it."""
@@ -68,18 +85,12 @@ class GraphPool:
         self.size += size
 
     def room(self, device: torch.device, share: float) -> int:
-        """The size up to which the pool may grow if its graphs may have this share of the memory that is free."""
+        """What all graphs on a device may take if they may have this share of the memory that is free."""
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((torch.cuda.mem_get_info(device)[0] + cached) * share)
 
 
-_pools: dict[tuple[torch.device, int], GraphPool] = {}
-
-
-def pool_of(device: torch.device) -> GraphPool:
-    """The pool of the current stream of a device."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _pools.setdefault((device, stream), GraphPool())
+_pools: WeakSet[GraphPool] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -126,11 +137,11 @@ def capture(
         run: Runs the step on flattened arguments.
         leaves: The arguments, flattened: tensors on one GPU, and constants.
         pool: Where it shall compute.
-        limit: Bytes that the pool may have; None for what there is.
+        limit: Bytes that all graphs on the device may have; None for what there is.
 
     Raises:
         CaptureError: the step cannot be captured.
-        NoRoomError: the pool would take more than ``limit``.
+        NoRoomError: they would take more than ``limit``.
     """
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     inputs = [leaf for leaf in copies if isinstance(leaf, Tensor)]
@@ -150,8 +161,8 @@ def capture(
         reason = f"its result holds a {type(strange).__name__}, which is neither a plain tensor nor a plain value"
     elif any(isinstance(leaf, Tensor) and leaf.device != inputs[0].device for leaf in outputs):
         reason = "its result is not all on the GPU of its inputs"
-    if limit is not None and pool.size > limit:
-        sizes = f"{pool.size / 2**30:.2f} GiB, and may take {limit / 2**30:.2f} GiB (graph_memory)"
+    if limit is not None and (taken := pool.taken()) > limit:
+        sizes = f"{taken / 2**30:.2f} GiB, and may take {limit / 2**30:.2f} GiB (graph_memory)"
         raise NoRoomError(f"CUDA graphs would take {sizes}")
     if reason is not None:
         raise CaptureError(reason)
@@ -184,9 +195,11 @@ def _capture(run: Callable[[], Any], device: torch.device, pool: GraphPool) -> t
             reason = describe(error)
             if not isinstance(error, Exception):
                 clean_up(graph, handle, device, begun)
+                pool.leave()
                 raise
         # Here the exception is gone, and with it the tensors of the frames it came through.
         clean_up(graph, handle, device, begun)
+        pool.leave()
         torch.set_rng_state(on_cpu)
         if not torch.equal(on_gpu, torch.cuda.get_rng_state(device)):
             torch.cuda.set_rng_state(on_gpu, device)

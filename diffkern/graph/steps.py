@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from diffkern.graph.capture import CONSTANTS, CapturedStep, CaptureError, NoRoomError, capture, pool_of
+from diffkern.graph.capture import CONSTANTS, CapturedStep, CaptureError, GraphPool, NoRoomError, capture
 from diffkern.graph.derived import check_sources, derived_state, derived_tensors
 from diffkern.graph.snapshot import ModuleSnapshot
 from diffkern.graph.timing import Stage, Stopwatch, Trial
@@ -138,6 +139,12 @@ class StepGraphs:
     _latest: ModuleSnapshot | None = None
     _resting: tuple[int, str] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pools: dict[tuple[torch.device, int], GraphPool] = field(default_factory=dict)
+
+    def pool(self, device: torch.device) -> GraphPool:
+        """The memory of its graphs on the current stream of a device."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return self._pools.setdefault((device, stream), GraphPool(device))
 
     def failure(self, call: StepCall) -> str | None:
         """Why calls like this one are not captured any more, or None."""
@@ -242,7 +249,7 @@ class StepGraphs:
             if kind.step is not None:
                 return kind.step.replay(call.tensors)
             try:
-                pool = pool_of(call.tensors[0].device)
+                pool = self.pool(call.tensors[0].device)
                 step = capture(lambda leaves: forward(call, leaves), call.leaves, pool, limit())
             except CaptureError as error:
                 self.fail(call, f"cannot be captured: {error}")

@@ -23,7 +23,7 @@ from typing_extensions import override
 from diffkern.blocks.pieces import calls_are_watched, untouched
 from diffkern.cache import memory
 from diffkern.graph import ModuleSnapshot, StepCall, StepGraphs, is_constant
-from diffkern.graph.capture import CaptureError, NoRoomError, pool_of
+from diffkern.graph.capture import CaptureError, NoRoomError
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.graph.timing import Stage, Stopwatch
 from diffkern.injection import hooks, notes
@@ -179,7 +179,7 @@ class GraphFusion(Fusion):
 
         graphs = self.graphs(module)
         try:
-            return graphs.run(call, module, patches(module), _patched, forward, lambda: self._limit(call)), None
+            return graphs.run(call, module, patches(module), _patched, forward, lambda: self._limit(graphs, call)), None
         except CaptureError as error:
             reason = graphs.failure(call)
             assert reason is not None
@@ -226,7 +226,7 @@ class GraphFusion(Fusion):
                 return span(module, call.arguments(leaves)[1])
 
             try:
-                result = graphs.run(call, module, patches(module), _patched, forward, lambda: self._limit(call))
+                result = graphs.run(call, module, patches(module), _patched, forward, lambda: self._limit(graphs, call))
                 step.replayed = call.replayed
                 if not moved or call.replayed:
                     return tuple(result)
@@ -258,12 +258,12 @@ class GraphFusion(Fusion):
         graphs: StepGraphs = memory(module).setdefault(f"graphs {self.by_time}", StepGraphs())
         return graphs
 
-    def _limit(self, call: StepCall) -> int | None:
+    def _limit(self, graphs: StepGraphs, call: StepCall) -> int | None:
         """The memory that graphs may take, in bytes."""
         if self.memory is not None:
             return int(self.memory * 2**30)
         device = call.tensors[0].device
-        return pool_of(device).room(device, FREE_SHARE) if self.by_time else None
+        return graphs.pool(device).room(device, FREE_SHARE) if self.by_time else None
 
     def _tell(self, module: nn.Module, call: StepCall) -> None:
         """Says once for each kind of call what its times came to, in the report and in the log."""
