@@ -256,7 +256,7 @@ def table(candidates: list[Candidate]) -> str:
     lines += ["", "| left | where | reason |", "|---|---|---|"]
     for one in sorted(candidates, key=lambda one: (one.kind, one.module, one.line)):
         if one.rule is None:
-            text = one.text.replace("|", "\|")
+            text = one.text.replace("|", "\\|")
             lines.append(f"| {one.kind} | `{one.module}.{one.function}`: `{text[:80]}` | {one.reason} |")
     return "\n".join(lines) + "\n"
 
