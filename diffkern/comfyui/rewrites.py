@@ -88,7 +88,10 @@ class ComfyRewriter:
         found = {}
         for name in ("forward", *_other_methods(module)):
             rewritten = self._rewriter.rewrite(module, None if name == "forward" else getattr(type(module), name))
-            if isinstance(rewritten, Rewritten):
+            # Beside forwards there is arithmetic of sizes and offsets that looks like glue, but calls no module.
+            if isinstance(rewritten, Rewritten) and (
+                name == "forward" or any(site.plan.modules for site in rewritten.sites)
+            ):
                 found[name] = rewritten
         # A method whose body became part of another one, or that a site calls, must stay as it is.
         used = {path[5:] for rewritten in found.values() for path in rewritten.plan.helpers if path.startswith("self.")}

@@ -341,6 +341,9 @@ class Unknown(nn.Module):
         self.norm = nn.LayerNorm(toy.SIZE, elementwise_affine=False)
         self.linear = nn.Linear(toy.SIZE, toy.SIZE)
 
+    def row(self, top: int, height: int, number: int) -> int:
+        return top + height * number
+
     def before(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         y: Tensor = self.norm(x) * (1 + scale) + shift
         return y
@@ -366,6 +369,7 @@ def test_a_block_without_a_recipe_is_fused_in_every_method_that_rules_know(unkno
     assert [site.how for site in report.patched] == ["source", "source"] and report.patched[0].measurements
     assert close(Host.run(optimized), before) and torch.equal(Host.run(unknown), before)
     assert [count["fused"] for count in report.calls().values()] == [2, 2]
+    assert {key.rpartition(".")[2] for key in optimized.object_patches} == {"forward", "before"}
     assert not any(count["stock"] for count in report.calls().values())
     assert torch.equal(Host.run(native(optimized)), before) and not patches_of(native(optimized))
 
