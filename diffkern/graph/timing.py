@@ -132,7 +132,7 @@ class Trial:
             return Stage.UNREAD
         if reason := reason_not_to_capture(now):
             return self.give_up(reason)
-        replayed = _read(self.replays) if len(self.replays) >= TIMED_CALLS else None
+        replayed = _read(self.replays[:TIMED_CALLS]) if len(self.replays) >= TIMED_CALLS else None
         if replayed is None:
             self.tries += 1
             if self.tries <= MAX_TRIES or len(self.replays) >= TIMED_CALLS:

@@ -130,10 +130,10 @@ class GraphFusion(Fusion):
         """Why a call is neither replayed nor captured as things are now, or None."""
         graphs.speculate(call)
         now = graphs.snapshot(module, patches(module))
-        reason = now.unfit()
-        if reason is not None:
-            graphs.rest(reason)
-        return unsafe(module, now) or graphs.check_guards(call, now, _patched(now))
+        unfit, reason = now.unfit(), unsafe(module, now)
+        if unfit is not None or (reason is not None and self.by_time):  # a look at every call would cost time
+            graphs.rest(unfit or reason or "")
+        return reason or graphs.check_guards(call, now, _patched(now))
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: StepCall | None) -> bool:
@@ -200,7 +200,7 @@ class GraphFusion(Fusion):
         if isinstance(forward, str):
             return False
         memory(module)[key] = _Blocks(forward, reason, skip)
-        if state.site is not None:
+        if state is not None and state.site is not None:
             state.site.reason = f"its blocks alone are captured, since a step as a whole {reason}"
         return True
 
@@ -234,6 +234,7 @@ class GraphFusion(Fusion):
                 if not _equal(result, as_is):
                     reason = "cannot be captured: its blocks compute on the CPU, where a graph would on the GPU"
                     graphs.fail(call, reason)
+                    step.obstacle = reason
                     if step.trial is not None:
                         step.trial.give_up(reason)
                 return as_is
@@ -267,8 +268,11 @@ class GraphFusion(Fusion):
 
     def _tell(self, module: nn.Module, call: StepCall) -> None:
         """Says once for each kind of call what its times came to, in the report and in the log."""
-        trial, state = call.trial, self._state(module)
-        if trial is None or trial.told or not trial.reason or state.site is None:
+        trial = call.trial
+        if trial is None or trial.told or not trial.reason:
+            return
+        state = self._state(module)
+        if state is None or state.site is None:
             return
         trial.told = True
         shape = "x".join(map(str, call.tensors[0].shape))
@@ -277,8 +281,9 @@ class GraphFusion(Fusion):
         notes.graph_decided(state.report, site.path or type(module).__name__, shape, trial.reason)
         _log.info("%s, input %s: %s", site.path or type(module).__name__, shape, trial.reason)
 
-    def _state(self, module: nn.Module) -> PatchState:
-        return next(state for state in patches(module) if state.fusion is self)
+    def _state(self, module: nn.Module) -> PatchState | None:
+        """Its patch; None if another thread restored the module."""
+        return next((state for state in patches(module) if state.fusion is self), None)
 
     def _count_as_stock(self, module: nn.Module, reason: str, allowed: bool = False) -> None:
         """Corrects the count of a call that was admitted, and then could not be captured, or not yet if ``allowed``.
@@ -287,6 +292,8 @@ class GraphFusion(Fusion):
             StrictModeError: the injection was strict.
         """
         state = self._state(module)
+        if state is None:
+            return
         state.counts.add_fused(-1)
         if state.strict and not self.by_time and not allowed:
             raise StrictModeError(f"{type(module).__name__} cannot run as a CUDA graph: it {reason}")

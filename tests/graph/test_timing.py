@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from diffkern import KernelConfig, inject_optimized_kernels, plan, restore
 from diffkern.graph import MAX_GRAPHS, ModuleSnapshot, steps, timing
 from diffkern.graph.capture import CaptureError, GraphPool, NoRoomError, capture
+from diffkern.graph.steps import RESTING_CALLS
 from diffkern.graph.timing import TIMED_CALLS, Stage, StepTime, reason_not_to_capture, reason_not_to_keep
 from diffkern.injection import graph_fusion, planning
 from diffkern.injection.state import patches
@@ -193,6 +194,48 @@ def test_a_clock_that_the_gpu_has_not_passed_is_not_waited_for(gpu: None) -> Non
     Clock.done = True
     call(model, 4)
     assert len(runs) == 13 and len(report.patched) == 1
+
+
+def test_the_first_replays_decide_while_the_gpu_is_behind_with_the_later_ones(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Clock] = []
+
+    class Behind(Clock):
+        """The GPU has not passed the latest clock."""
+
+        def __init__(self, device: torch.device, since: float | None = None) -> None:
+            super().__init__(device, since)
+            started.append(self)
+
+        def read(self) -> StepTime | None:
+            return None if self is started[-1] else super().read()
+
+    monkeypatch.setattr(graph_fusion, "Stopwatch", Behind)
+    model, report = injected()
+    call(model, 2 + TIMED_CALLS)
+    monkeypatch.setattr(
+        Behind, "read", lambda self: None if self is started[-1] and self.time is SDXL[1] else self.time
+    )
+    call(model, 6)
+    assert len(report.patched) == 1
+
+
+def test_a_hook_inside_is_not_looked_for_at_every_call(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Model(), Model()).eval()
+    report = inject_optimized_kernels(model, config=KernelConfig(measure=True))
+    handle = model[1].register_forward_hook(lambda *args: None)
+    looked: list[int] = []
+    snapshot = steps.StepGraphs.snapshot
+    monkeypatch.setattr(steps.StepGraphs, "snapshot", lambda *args: (looked.append(1), snapshot(*args))[1])
+    with torch.no_grad():
+        for _ in range(1 + RESTING_CALLS):
+            model(torch.ones(2))
+        assert len(looked) == 1
+        handle.remove()
+        for _ in range(16):
+            model(torch.ones(2))
+    assert len(report.patched) == 1
 
 
 def test_each_kind_of_call_is_timed_and_kinds_that_take_turns_get_no_graphs(gpu: None) -> None:
