@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -372,18 +373,19 @@ class Launches(nn.Module):
 
 
 @pytest.mark.gpu
-def test_small_kernels_become_a_graph_and_large_ones_do_not() -> None:
-    for launches, size, expected in ((400, 16, True), (20, 8192, False)):
+def test_times_on_a_gpu_decide_and_the_report_says_what_they_were() -> None:
+    for launches, size in ((400, 16), (20, 8192)):
         model = Launches(launches, size).cuda()
         twin = copy.deepcopy(model)
         report = inject_optimized_kernels(model, config=KernelConfig(measure=True))
         for seed in range(12):
             torch.manual_seed(seed)
-            x = torch.randn(size if not expected else 4, size, device="cuda")
+            x = torch.randn(min(size, 4096), size, device="cuda")
             with torch.no_grad():
                 assert torch.equal(model(x), twin(x))
             torch.cuda.synchronize()
-        assert bool(report.patched) == expected, report.notes
+        decided = "as a CUDA graph" if report.patched else "a graph would gain nothing|too little gained"
+        assert re.search(decided, report.notes[-1]), report.notes
 
 
 @pytest.mark.gpu
