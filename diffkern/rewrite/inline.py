@@ -291,9 +291,8 @@ def _means_the_same(helper: FunctionType, namespace: Mapping[str, Any]) -> bool:
     if helper.__globals__ is namespace:
         return True
     names = [name for name in helper.__code__.co_names if name in helper.__globals__]
-    return all(
-        isinstance(value := helper.__globals__[name], ModuleType) and namespace.get(name) is value for name in names
-    )
+    values = [(helper.__globals__[name], namespace.get(name)) for name in names]
+    return all(isinstance(value, ModuleType) and value is other for value, other in values)
 
 
 def _is_straight(helper: ast.FunctionDef) -> bool:
