@@ -291,6 +291,19 @@ def test_a_capture_that_fails_is_ended_everywhere(monkeypatch: pytest.MonkeyPatc
         capture_module._lost.pop()
 
 
+def test_nothing_is_captured_any_more_in_a_pool_in_which_a_capture_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch, lost=False)
+    handles = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    pool, graph = GraphPool(), SimpleNamespace()
+    assert pool.handle() == 0
+    pool.add(graph, 5)  # type: ignore[arg-type]
+    assert (pool.handle(), pool.handle()) == (0, 0)
+    with pytest.raises(CaptureError, match="division by zero"):
+        capture_module._capture(lambda: 1 / 0, torch.device("cpu"), pool)
+    assert pool.handle() == 1 and pool.size == 5, "the graph that is there takes what it took"
+
+
 def test_an_interrupt_of_the_user_is_none_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch, lost=False)
 
