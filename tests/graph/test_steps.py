@@ -295,7 +295,7 @@ def test_nothing_is_captured_any_more_in_a_pool_in_which_a_capture_failed(monkey
     Device(monkeypatch, lost=False)
     handles = iter(range(9))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    pool, graph = GraphPool(), SimpleNamespace()
+    pool, graph = GraphPool(), nn.Identity()
     assert pool.handle() == 0
     pool.add(graph, 5)  # type: ignore[arg-type]
     assert (pool.handle(), pool.handle()) == (0, 0)
