@@ -21,7 +21,7 @@ from diffkern.ops.activation import gelu_name
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import Op
 from diffkern.providers import cublaslt
-from diffkern.providers.cublaslt.layers import as_matrix
+from diffkern.providers.cublaslt.layers import as_matrix, linear_gelu_into
 from diffkern.providers.cublaslt.layers import linear_gelu as plain_linear_gelu
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.providers.eager.activation import apply_backward
@@ -99,7 +99,7 @@ def linear_gelu(
     if room and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active() or modes_active()):
         kernel_for("linear_gelu", x.device, provider, x.dtype, weight.dtype)  # raises as the call without room does
         memory = x.new_empty((*x.shape[:-1], room + weight.shape[0]))
-        y = plain_linear_gelu(x, weight, bias, function, memory[..., room:])
+        y = linear_gelu_into(memory[..., room:], x, weight, bias, function)
         y._diffkern_memory = memory  # type: ignore[attr-defined]
         return y
     result: Tensor = _linear_gelu.call((x, weight, bias), (function,), provider)

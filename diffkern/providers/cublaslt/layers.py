@@ -28,17 +28,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return multiply(x, weight, bias, None, None, False, _linear)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str, out: Tensor | None = None) -> Tensor:
-    """Computes :func:`diffkern.ops.linear_gelu`; into ``out`` if that is given, whose rows are dense."""
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
+    """Computes :func:`diffkern.ops.linear_gelu`."""
     if bias is not None and function == "gelu_tanh" and _has_epilogue(x, weight, bias):
         if torch.compiler.is_compiling():
             return _gelu_of_linear(x, weight, bias, None, None)
-        if out is not None:
-            multiply(as_matrix(x), weight, bias, as_matrix(out), None, True, _gelu_of_linear)
-            return out
         return multiply(x, weight, bias, None, None, True, _gelu_of_linear)
-    y = apply(F.linear(x, weight, bias), function)
-    return y.contiguous() if out is None else out.copy_(y)
+    return apply(F.linear(x, weight, bias), function).contiguous()
+
+
+def linear_gelu_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
+    """Computes :func:`linear_gelu` into ``out``, whose rows are dense; returns it."""
+    if bias is not None and function == "gelu_tanh" and _has_epilogue(x, weight, bias):
+        multiply(as_matrix(x), weight, bias, as_matrix(out), None, True, _gelu_of_linear)
+        return out
+    return out.copy_(apply(F.linear(x, weight, bias), function))
 
 
 def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
