@@ -1,8 +1,8 @@
 """A forward in two functions: the span from its first loop over blocks to its last one, and what stands around it.
 
 The statements of the span are taken as they are written into a function of their own, which the forward calls in their
-place. So whoever makes the forward may run them in another way, such as from a CUDA graph, while the head and the tail
-(tables made on the CPU, reads of values) run as ever.
+place. A caller can then replay that function from a CUDA graph, while the statements before and after it (tables made
+on the CPU, reads of values) run as they are.
 """
 
 from __future__ import annotations

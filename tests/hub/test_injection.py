@@ -492,7 +492,7 @@ def test_the_environment_switches_auto_off(
 
 
 @pytest.mark.parametrize(
-    ("stub", "said"),
+    ("replacement", "said"),
     [
         ("sys.modules['kernels'] = None", "install 'kernels>=0.17'"),
         (
@@ -504,7 +504,7 @@ def test_the_environment_switches_auto_off(
     ids=["absent", "another signature", "a repository class that raises"],
 )
 def test_the_kernels_package_fails_at_first_use_and_is_told_of_once(
-    hub: LoopbackHub, process: Any, tmp_path: Any, stub: str, said: str | None
+    hub: LoopbackHub, process: Any, tmp_path: Any, replacement: str, said: str | None
 ) -> None:
     from tests.hub.conftest import result
 
@@ -514,7 +514,7 @@ def test_the_kernels_package_fails_at_first_use_and_is_told_of_once(
         target.write_bytes(data)
     code = f"""
 import sys, warnings, torch
-{stub}
+{replacement}
 import diffkern
 model = torch.nn.Sequential(*(torch.nn.RMSNorm(64, eps=1e-6) for _ in range(3)))
 with warnings.catch_warnings(record=True) as caught:

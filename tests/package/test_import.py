@@ -60,7 +60,7 @@ def test_importing_the_matching_tables_pulls_in_no_model_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "stub",
+    "replacement",
     [
         "sys.modules['kernels'] = None",
         "sys.modules['kernels'] = type(sys)('kernels')",
@@ -70,10 +70,10 @@ def test_importing_the_matching_tables_pulls_in_no_model_library() -> None:
         "sys.modules['transformers'] = None; sys.modules['accelerate'] = None",
     ],
 )
-def test_a_missing_or_broken_optional_package_never_breaks_the_import(stub: str) -> None:
+def test_a_missing_or_broken_optional_package_never_breaks_the_import(replacement: str) -> None:
     code = (
         "import sys, torch\n"  # torch first: it has to cope with these by itself
-        f"{stub}\n"
+        f"{replacement}\n"
         "import diffkern\n"
         "model = torch.nn.Sequential(torch.nn.LayerNorm(64))\n"
         "report = diffkern.inject_optimized_kernels(model)\n"

@@ -168,7 +168,7 @@ def test_a_proof_holds_for_all_sizes_that_a_forward_names() -> None:
 
 
 def test_a_size_that_a_forward_names_shrinks_with_the_tensors_of_a_proof() -> None:
-    from diffkern.rewrite.verify import random_like
+    from diffkern.rewrite.draws import random_like
 
     x, size = random_like((torch.empty(1, 1, 1, device="meta").expand(1, 1 << 20, 1 << 8), 1 << 20))
     assert size == x.shape[1] < 1 << 20 and x.shape[2] == 1 << 8
