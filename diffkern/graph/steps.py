@@ -38,6 +38,7 @@ _MAX_TRIALS = 64
 #: A kind whose graph went so often to make room for others has none any more, where times decide.
 _MAX_EVICTIONS = 2
 
+#: Also where it is the first one in its thread.
 FIRST_CALL = "the first call of its kind runs as it is, the next one is captured"
 
 
@@ -139,6 +140,7 @@ class StepGraphs:
     _latest: ModuleSnapshot | None = None
     _resting: tuple[int, str] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: threading.local = field(default_factory=threading.local)
     _pools: dict[tuple[torch.device, int], GraphPool] = field(default_factory=dict)
 
     def pool(self, device: torch.device) -> GraphPool:
@@ -193,7 +195,9 @@ class StepGraphs:
 
     def check_guards(self, call: StepCall, now: ModuleSnapshot, patched: Iterable[nn.Module]) -> str | None:
         """Why a call is neither replayed nor captured, or None; notes the state of the module for the next one."""
-        kind = self.kinds.pop(call.signature, None)
+        # Libraries set themselves up in each thread, which a capture does not allow.
+        warm, self._thread.warm = getattr(self._thread, "warm", False), True
+        kind = self.kinds.get(call.signature)
         if kind is not None and kind.step is not None:
             check_sources(call.tensors[0].device)  # a replay calls no block that would
         derived = derived_state(patched)
@@ -204,18 +208,25 @@ class StepGraphs:
             changed = change or ("what is computed ahead from the weights" if kind.derived != derived else None)
             if changed is None:
                 kind.snapshot = now  # of which the quick comparison is true
-                self.kinds[call.signature] = call.kind = kind
-                return None
+                call.kind = kind
+                self._note(call.signature, kind)
+                return None if warm or kind.step is not None else FIRST_CALL
             reason = f"{changed} changed since the last call of its kind"
             kind = _Kind(now, derived, kind.changes + (change is not None))
             if kind.changes >= MAX_CHANGES:
                 reason = self.failures[call.signature] = f"{change} changes from call to call"
+                self.kinds.pop(call.signature, None)
                 return reason
-        self.kinds[call.signature] = kind
-        while len(self.kinds) > MAX_GRAPHS:
-            signature, evicted = self.kinds.popitem(last=False)
-            self._evictions[signature] += evicted.step is not None
+        self._note(call.signature, kind)
         return reason
+
+    def _note(self, signature: Hashable, kind: _Kind) -> None:
+        """Makes a kind of calls the most recent one, and drops the oldest if there are too many."""
+        self.kinds.pop(signature, None)
+        self.kinds[signature] = kind
+        while len(self.kinds) > MAX_GRAPHS:
+            oldest, evicted = self.kinds.popitem(last=False)
+            self._evictions[oldest] += evicted.step is not None
 
     def run(
         self,

@@ -343,10 +343,10 @@ def _gate_residual_norm_modulate(
         return ops.gate_residual_norm_modulate(**operands, **{**arguments, **options}, provider=provider)
     modulation = {name: operands.pop(name) for name in ("scale", "shift") if name in operands}
     gating = {name: options[name] for name in ("gate_activation", "rounding") if name in options}
-    residual = ops.gate_residual(**operands, **gating, out_dtype=options["residual_dtype"], provider=provider)
+    residual = ops.gate_residual(**operands, **gating, out_dtype=options.get("residual_dtype"), provider=provider)
     y = site.run_norm(module, residual, way.calls_norm or "same")
     if not modulation:
-        return residual, y.to(options["out_dtype"])
+        return residual, y.to(options.get("out_dtype") or y.dtype)
     rest = {name: options[name] for name in ("scale_offset", "rounding", "out_dtype") if name in options}
     return residual, ops.norm_modulate(y, **modulation, **rest, norm=None, provider=provider)
 

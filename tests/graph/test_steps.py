@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,38 @@ def test_the_second_call_of_a_kind_is_captured_and_later_ones_replayed() -> None
     assert len(runs) == 2
     model.weight.fill_(3)  # in place: the replay reads it
     assert torch.equal(call(graphs, model, torch.ones(2))[0], torch.full((2,), 6.0)) and len(runs) == 2
+
+
+def test_a_thread_runs_one_call_as_it_is_before_it_captures_and_replays_at_once() -> None:
+    graphs, model = StepGraphs(), Model()
+    reasons: list[str | None] = []
+
+    def work(calls: int) -> None:
+        reasons.extend(call(graphs, model, torch.ones(2))[1] for _ in range(calls))
+
+    for calls in (1, 2, 2):
+        thread = threading.Thread(target=work, args=(calls,))
+        thread.start()
+        thread.join()
+    assert reasons == [FIRST_CALL, FIRST_CALL, None, None, None] and len(runs) == 3
+
+
+def test_threads_do_not_take_a_kind_of_calls_from_each_other() -> None:
+    graphs, model = StepGraphs(), Model()
+    for _ in range(2):
+        call(graphs, model, torch.ones(2))
+    reasons: list[str | None] = []
+
+    def patched() -> Iterator[nn.Module]:
+        """Another thread comes in the middle of a comparison."""
+        thread = threading.Thread(target=lambda: reasons.append(call(graphs, model, torch.ones(2))[1]))
+        thread.start()
+        thread.join()
+        yield from ()
+
+    step = StepCall(*tree_flatten(((torch.ones(2),), {})))
+    reasons.append(graphs.check_guards(step, graphs.snapshot(model, ()), patched()))
+    assert reasons == [None, None]
 
 
 def test_the_next_call_computes_with_the_new_value_of_an_attribute() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,6 +184,19 @@ def test_gradients_are_those_of_the_source() -> None:
         grads.append([value.grad for value in arguments.values()])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("body", ["n = self.norm2(x)", "n = self.norm2(x) * (1 + scale) + shift"])
+def test_a_residual_whose_norm_is_called_as_a_module_needs_no_dtype(body: str) -> None:
+    """As Liger's norms are where a model is trained: the way was proven with the op's own norm."""
+    module, names = block("x, y, scale, shift", f"x = x + y\n{body}\nreturn x, n"), "x, y, scale, shift"
+    (site,) = rewritten(module).sites
+    arguments = leaves(names)
+    given = tuple(arguments[name] for name in names.split(", ") if name in ("x", "y") or name in body)
+    way = site.way(module, given, site.signature(module, given))
+    assert way is not None and way.calls_norm is None and "residual_dtype" not in way.options
+    result = site.call_op(module, site.operands(module, given), replace(way, calls_norm="same"), None)
+    torch.testing.assert_close(result, module(**arguments))
 
 
 def test_blocks_of_one_kind_make_one_graph_of_the_compiler() -> None:
