@@ -483,8 +483,11 @@ def test_the_environment_switches_auto_off(
     monkeypatch.setenv("DIFFKERN_HUB", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = inject_optimized_kernels(model, config=KernelConfig({"norm": "org/x"}, hub="auto"))
-    assert providers(report) == {} and any("switched off by DIFFKERN_HUB=0" in site.reason for site in report.skipped)
+        named = inject_optimized_kernels(model, config=KernelConfig({"norm": "org/x"}, hub="auto"))
+        auto = inject_optimized_kernels(model, config=KernelConfig(hub="auto"))
+    for report in (named, auto):
+        assert providers(report) == {}
+        assert any("switched off by DIFFKERN_HUB=0" in site.reason for site in report.skipped)
     assert hub.requests == []
 
 
