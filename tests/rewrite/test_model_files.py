@@ -207,7 +207,8 @@ def test_a_helper_that_reads_another_global_of_its_file_is_called() -> None:
 
 
 def test_attention_to_two_texts_by_one_query_is_no_rotation() -> None:
-    body = "q = self.rms_norm(self.proj(x))\na = attend(q, scale)\nb = attend(q, y)\nreturn self.norm(a + b) * (1 + scale)"
+    body = "q = self.rms_norm(self.proj(x))\na = attend(q, scale)\nb = attend(q, y)\n"
+    body += "return self.norm(a + b) * (1 + scale)"
     module = _block(NAMES, body, "def attend(q, k):\n    for _ in range(2):\n        q = q * k\n    return q\n\n")
     assert "query and key norm, rotation" not in rules(rewritten(module))
 
