@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("DIFFKERN_MEASURE", "0")  # what a test finds must not depend on how fast the machine is
+    os.environ.setdefault("DIFFKERN_CHOICES", "0")  # nor on what another test found, or leave anything behind
     config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm GPU; runs only if the -m expression names it")
     config.addinivalue_line("markers", "sanitize: runs each kernel path once, briefly enough for compute-sanitizer")
 

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from diffkern.rewrite.reference import CastsLifted, clone_for_verification, floa
 from diffkern.rewrite.rotation import FORMS, NORMS
 from diffkern.rewrite.site import FusedSite, Way
 from diffkern.rewrite.source import LOCK
+from diffkern.verify import choices
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
 from diffkern.verify.gain import costs, reason_without_gain
 from diffkern.verify.gradients import with_gradients
@@ -88,6 +90,10 @@ class SiteVerifier:
         first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         if sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)) > _LARGEST_WEIGHED:
             return ""  # time goes into memory traffic, of which the op has less; copies would take too much
+        key = _timed(site, module, first, replayed)
+        known = choices.recall(first.device, *key)
+        if known is not None:
+            return known
         copies = Copy(leaves).call
 
         def fused() -> Any:
@@ -99,7 +105,9 @@ class SiteVerifier:
                 found = costs((fused, lambda: site.original(module, *copies)), first.device)
         except (RuntimeError, ValueError, TypeError):
             return ""  # want of memory, or operands that the op refuses: the call itself says so
-        return reason_without_gain(found[0], found[1], replayed)
+        reason = reason_without_gain(found[0], found[1], replayed)
+        choices.remember(first.device, reason, *key)
+        return reason
 
     def prove_gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
         """Proves the gradients of what is proven without them; returns why they keep no contract, or ""."""
@@ -253,6 +261,16 @@ def _ways_of_rotation(options: dict[str, Any], exact: bool) -> Iterator[Way]:
         return
     for arithmetic in ("float32", "float64", "input"):
         yield Way({**options, "arithmetic": arithmetic}, "same" if exact else None)
+
+
+def _timed(site: FusedSite, module: nn.Module, leaf: Tensor, replayed: bool) -> tuple[Hashable, ...]:
+    """What is timed: who computes which expression, on operands of about which size, and which time counts."""
+    op = site.plan.rule.op
+    provider = select(op, leaf.device, (leaf.dtype,), site.provider).provider
+    text = hashlib.sha256(site.plan.text.encode()).hexdigest()[:16]
+    size = f"2^{leaf.numel().bit_length() - 1} numbers"
+    name = type(module).__qualname__
+    return "site", op, name, text, provider, str(leaf.dtype), size, "as replays" if replayed else "as calls"
 
 
 def _refusal(site: FusedSite, leaves: tuple[Any, ...], reason: str) -> Measurement:

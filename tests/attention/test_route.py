@@ -6,12 +6,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from diffkern.attention import BACKENDS, AttentionCall, Backend, Route, Trial
+from diffkern.attention import route as route_module
+from diffkern.verify import choices
 
 Make = Callable[..., AttentionCall]
 
@@ -183,6 +186,22 @@ def test_auto_takes_the_fastest(make_call: Make) -> None:
     route = Route([backend(slow, "slow")], auto=True, strict=True, observer=(heard := Heard()))
     assert torch.equal(route(make_call(), stock), stock(make_call()))
     assert dict(route.stock_calls) == {"measured to be the best": 1} and heard.choices == ["the stock attention"]
+
+
+def test_auto_takes_tomorrow_what_it_takes_today(
+    make_call: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(choices.VARIABLE, str(tmp_path))
+    times = iter([3.0, 2.0, 1.0])
+    monkeypatch.setattr(route_module, "seconds", lambda compute, call: next(times))
+    for _ in range(2):
+        route = Route([backend(stock, "one"), backend(stock, "two")], auto=True)
+        route(make_call(), stock)
+        assert dict(route.chosen) == {"two": 1}
+        choices._known.clear()  # as in another process
+    route = Route([backend(lambda call: stock(replace(call, scale=0.36)), "two")], auto=True)
+    route(make_call(), stock)
+    assert not route.chosen, "it is proven all the same"
 
 
 def test_auto_never_takes_a_wrong_one(make_call: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, use_provider
 from diffkern.rewrite import Rewriter, verify
+from diffkern.verify import choices
 from diffkern.verify.gain import Cost, costs, reason_without_gain
 from tests.rewrite.modules import block, leaves
 
@@ -117,6 +119,23 @@ def test_nothing_is_timed_where_gradients_are_wanted_or_a_provider_was_named(mon
         unmeasured: Any = Rewriter().rewrite(module)
         unmeasured.function(module, **leaves(NAMES))
     assert clock.asked == 0 and all(site.fused_calls for site in (*named.sites, *unmeasured.sites))
+
+
+@pytest.mark.parametrize("gains", [False, True])
+def test_what_was_timed_once_is_not_timed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gains: bool) -> None:
+    monkeypatch.setenv(choices.VARIABLE, str(tmp_path))
+    clock = Given(monkeypatch, small=gains, large=gains)
+    module = block(NAMES, BODY)
+    for _ in range(3):
+        found: Any = Rewriter(replayed=False).rewrite(module)
+        with torch.no_grad():
+            torch.testing.assert_close(found.function(module, **leaves(NAMES)), module(**leaves(NAMES)))
+        assert clock.asked == 2 and [site.fused_calls for site in found.sites] == [int(gains)] * 2
+        choices._known.clear()  # as in another process
+    with torch.no_grad():  # another number counts there
+        found = Rewriter(replayed=True).rewrite(module)
+        found.function(module, **leaves(NAMES))
+    assert clock.asked == 4
 
 
 def test_an_injection_times_unless_it_is_strict_or_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
