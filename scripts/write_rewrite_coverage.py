@@ -267,7 +267,7 @@ def model_table() -> str:
 
     from scripts.check_models.convolutional import AUTOENCODERS, LEFT, NOT_FUSED, UNETS
     from scripts.check_models.denoisers import DENOISERS
-    from scripts.check_models.rewritten import CALLED_OTHERWISE, RewrittenModel, batch_of_two, run
+    from scripts.check_models.rewritten import CALLED_OTHERWISE, LEFT_AS_WRITTEN, RewrittenModel, batch_of_two, run
 
     lines = ["| model | class | fused calls of one forward |", "|---|---|---|"]
     left: dict[tuple[str, str, str], None] = {}
@@ -277,11 +277,14 @@ def model_table() -> str:
         rewritten.force_original()
         run(model, batch_of_two(denoiser, torch.float32))
         rewritten.fuse()
-        calls = rewritten.expected_calls(name)
+        calls = rewritten.expected_fused(name)
         text = "; ".join(f"{rule}: {calls[rule]}" for rule in sorted(calls))
         if name in CALLED_OTHERWISE:
             rule, more, why = CALLED_OTHERWISE[name]
             text += f" ({more:+d} {rule}: {why})"
+        if name in LEFT_AS_WRITTEN:
+            rule, fewer, why = LEFT_AS_WRITTEN[name]
+            text += f" (-{fewer} {rule}: {why})"
         lines.append(f"| {name} | `{denoiser.cls}` | {text} |")
         left.update({(*place, why): None for place, why in rewritten.left.items()})
     lines += ["", "| convolutional model | class | sites | what stays |", "|---|---|---|---|"]

@@ -100,7 +100,10 @@ def _normed(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | No
         return None
     assert isinstance(node, ast.Call)
     _, match = peel(scope, node.func, match)
-    operands = {**match.operands, name: Operand(node.args[0], views)}
+    x = node.args[0]
+    if is_cast(x) and ast.unparse(x).endswith((".float()", ".to(torch.float32)")):
+        x = x.func.value  # type: ignore[attr-defined]  # kernels read any dtype, and compute in float32
+    operands = {**match.operands, name: Operand(x, views)}
     modules = {**match.modules, f"{name[0]}_norm{name[1:]}": module}
     return replace(match.step(node), operands=operands, modules=modules)
 

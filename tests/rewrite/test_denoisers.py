@@ -71,7 +71,7 @@ def test_forced_to_its_original_expressions_a_denoiser_gives_the_bits_of_stock(c
 
 
 def test_each_site_of_a_denoiser_is_fused_and_the_result_as_close_to_float64_as_stock(case: Case) -> None:
-    assert case.rewritten.fused_calls() == case.rewritten.expected_calls(case.name), case.rewritten.reasons()
+    assert case.rewritten.fused_calls() == case.rewritten.expected_fused(case.name), case.rewritten.reasons()
     reference = run_in_float64(case.denoiser, case.model, case.arguments)
     allowed = 1.2 * (case.stock - reference).norm() + 1e-6 * reference.norm()
     assert (case.fused - reference).norm() <= allowed
