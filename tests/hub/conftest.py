@@ -92,8 +92,8 @@ def process(hub: LoopbackHub, tmp_path: Path) -> Run:
     return start
 
 
-def result(process: subprocess.Popen[str]) -> str:
+def result(process: subprocess.Popen[str], seconds: float = 120) -> str:
     """Waits for a process, which must succeed; returns what it printed."""
-    out, error = process.communicate(timeout=120)
+    out, error = process.communicate(timeout=seconds)
     assert process.returncode == 0, error
     return out.strip()
