@@ -87,10 +87,8 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Prove every fused site of a model, and compare the whole model: stock, injected, exact, restored."""
-    import torch
-
     from diffkern.bench.models import DENOISERS
-    from diffkern.inspection import ModelError, load_model, verify_model
+    from diffkern.inspection import ModelError, load_model, read_inputs, verify_model
 
     where, kind = device_of("verify", device), _dtype("verify", dtype)
     if numerics not in ("fast", "exact", "fp8"):
@@ -98,12 +96,10 @@ def verify(
     try:
         arguments = DENOISERS[model].step(where, kind) if model in DENOISERS else None
         if inputs is not None:
-            arguments = torch.load(inputs, map_location=where, weights_only=True)
+            arguments = read_inputs(inputs, where)
         loaded = load_model(model, where, kind, layers)
     except ModelError as error:
         fail("verify", error, 2)
-    except Exception as error:  # torch.load raises whatever it meets in a file
-        fail("verify", f"--inputs: {say_why(error)}", 2)
     try:
         result = verify_model(loaded, arguments, numerics, float64)
     except (RuntimeError, TypeError) as error:

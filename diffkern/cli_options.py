@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -62,6 +64,30 @@ def device_of(command: str, name: str) -> torch.device:
     return device
 
 
+def require_writable(command: str, **options: Path | None) -> None:
+    """Ends the program before it measures anything if it could not write a result; makes the folders of files.
+
+    Args:
+        command: For the message.
+        options: The files, by the names of their options; None and ``-``, the standard output, are none.
+    """
+    for name, path in options.items():
+        if path is not None and str(path) != "-" and (reason := unwritable(path)):
+            fail(command, f"--{name} {path}: {reason}", 2)
+
+
+def unwritable(path: Path) -> str | None:
+    """Why a file cannot be written, or None; makes its folder."""
+    if path.is_dir():
+        return "is a folder: name a file in it"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    return "cannot be written: the file is read-only" if path.exists() and not os.access(path, os.W_OK) else None
+
+
 def say_why(error: Exception) -> str:
     """An error for people: a missing file is "not found", and has no number."""
     if isinstance(error, FileNotFoundError) and error.filename:
@@ -72,4 +98,4 @@ def say_why(error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().partition("\n")[0] or type(error).__name__

@@ -71,6 +71,23 @@ def load_model(
     return made
 
 
+def read_inputs(path: Path, device: torch.device) -> dict[str, Any]:
+    """Reads the keyword arguments of a call, a dict that ``torch.save`` wrote.
+
+    Raises:
+        ModelError: there is no such file, or something else in it.
+    """
+    try:
+        inputs = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise ModelError(f"--inputs {path}: not found") from None
+    except Exception as error:  # torch.load raises whatever it meets in a file
+        raise ModelError(f"--inputs {path} is no file of tensors by torch.save, or holds more than these") from error
+    if not isinstance(inputs, dict) or not all(isinstance(name, str) for name in inputs):
+        raise ModelError(f"--inputs {path} holds no dict of keyword arguments, but {type(inputs).__name__}")
+    return inputs
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

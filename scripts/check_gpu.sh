@@ -67,7 +67,7 @@ print(json.dumps(describe_environment(torch.device('cuda', torch.cuda.current_de
       cat "$out/bench.log"
       ;;
     ops)
-      step ops "$python" -m diffkern.cli bench ops --output "$out"
+      step ops "$python" -m diffkern.cli bench ops --json "$out/ops.json" --plot "$out/ops.png"
       cat "$out/ops.log"
       ;;
     attention)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diffkern.cli_options import EXIT_CODES, Device, JsonFile, Quiet, device_of, epilog, fail, say_why
+from diffkern.cli_options import EXIT_CODES, Device, JsonFile, Quiet, device_of, epilog, fail, require_writable, say_why
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,22 +20,23 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure on 
 Plot = Annotated[Path | None, typer.Option(help="Draw the arms as bars into this PNG; needs matplotlib.")]
 
 
-def _console(output: Path | None) -> Console:
+def _console(output: Path | None, width: int = 160) -> Console:
     """Where tables go: nowhere, if the JSON goes to the standard output."""
     from rich.console import Console
 
-    return Console(width=160 if not Console().is_terminal else None, quiet=str(output) == "-")
+    return Console(width=width if not Console().is_terminal else None, quiet=str(output) == "-")
 
 
 @app.command(
     "ops",
     short_help="Time every op against its byte floor and its rivals.",
-    epilog=epilog("bench ops", "bench ops --op rms_norm --op rope"),
+    epilog=epilog("bench ops", "bench ops --op rms_norm --op rope --json ops.json"),
 )
 def bench_ops(
     only: Annotated[list[str] | None, typer.Option("--op", help="Only this op; may be repeated.")] = None,
-    output: Annotated[Path, typer.Option(help="Directory for the JSON file and the plot.")] = Path("benchmarks"),
     repetitions: Annotated[int, typer.Option(min=5, help="Timed calls per arm.")] = 40,
+    output: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw times over floors into this PNG; needs matplotlib.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Time every op on this GPU against its byte floor and its rivals."""
@@ -45,14 +46,18 @@ def bench_ops(
         fail("bench ops", "torch sees no CUDA or ROCm GPU here, and on a CPU there is no byte floor")
     from diffkern.bench import ops
 
+    require_writable("bench ops", json=output, plot=plot)
     device = torch.device("cuda", torch.cuda.current_device())
-    from rich.console import Console
-
-    console = Console(width=200)
-    results = ops.run(device, only or (), repetitions, say=lambda case: typer.echo(case, err=True))
-    console.print(ops.table(results, f"{torch.cuda.get_device_name(device)}, bfloat16, us (times the floor)"))
-    for path in ops.save(results, device, output):
-        typer.echo(f"wrote {path}")
+    card = torch.cuda.get_device_name(device)
+    try:
+        results = ops.run(device, only or (), repetitions, say=lambda case: typer.echo(case, err=True))
+    except ValueError as error:
+        fail("bench ops", error, 2)
+    _console(output, 200).print(ops.table(results, f"{card}, bfloat16, us (times the floor)"))
+    if output is not None:
+        ops.save(results, device, output)
+    if plot is not None:
+        ops.plot(results, card, plot)
 
 
 @app.command(
@@ -78,6 +83,7 @@ def bench_step(
     for name in model or ():
         if name not in DENOISERS:
             fail("bench step", f"model {name!r} is not known: choose from {', '.join(DENOISERS)}", 2)
+    require_writable("bench step", json=output, plot=plot)
     chosen = _arms("bench step", arm) or steps.default_arms()
     where = device_of("bench step", device)
     console = _console(output)
@@ -125,6 +131,7 @@ def bench_pipeline(
     from diffkern.bench.environment import describe_device, describe_environment
     from diffkern.bench.steps import default_arms
 
+    require_writable("bench pipeline", json=output, plot=plot)
     chosen = _arms("bench pipeline", arm) or default_arms()
     where = device_of("bench pipeline", device)
     call = {"prompt": prompt, "num_inference_steps": steps, "height": height, "width": width, "num_frames": frames}
@@ -191,6 +198,7 @@ def bench_attention(
     from diffkern.bench.environment import describe_device, describe_environment
     from diffkern.bench.results import write_json
 
+    require_writable("bench attention", json=output)
     where = device_of("bench attention", device)
     try:
         kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]

@@ -78,10 +78,14 @@ def run(
         only: Names of ops; empty for all.
         repetitions: Timed calls per arm.
         say: Told the name of each case before it runs.
+
+    Raises:
+        ValueError: none of the ops is among the cases.
     """
-    results = []
+    results, seen = [], {}
     for build in cases(device):
         case = build()
+        seen[case.op] = True
         if only and case.op not in only:
             continue
         say(f"{case.op} {case.label}")
@@ -91,6 +95,8 @@ def run(
             calls: dict[str, Call] = {"copy": partial(torch.empty_like(half).copy_, half), **_arms(case, device)}
             times = time_calls(calls, device, repetitions)
         results.append(OpResult(case.op, case.label, case.bytes, times.pop("copy"), times))
+    if not results:
+        raise ValueError(f"--op {' '.join(only)}: choose from {', '.join(seen)}")
     return results
 
 
@@ -157,23 +163,18 @@ def table(results: Sequence[OpResult], title: str) -> Table:
     return rendered
 
 
-def save(results: Sequence[OpResult], device: torch.device, directory: Path) -> tuple[Path, Path]:
-    """Writes ``ops_<card>.json`` and ``ops_<card>.png`` to a directory and returns their paths."""
-    environment = describe_environment(device)
-    card = "_".join(str(environment["device"]).lower().split())
-    json_path, plot_path = directory / f"ops_{card}.json", directory / f"ops_{card}.png"
+def save(results: Sequence[OpResult], device: torch.device, path: Path) -> None:
+    """Writes all times as JSON, with what they were measured on."""
     content = {
-        "environment": environment,
+        "environment": describe_environment(device),
         "dtype": "bfloat16",
         "host_us": host_times(device),
         "ops": [result.to_dict() for result in results],
     }
-    write_json(json_path, content)
-    _plot(results, str(environment["device"]), plot_path)
-    return json_path, plot_path
+    write_json(path, content)
 
 
-def _plot(results: Sequence[OpResult], card: str, path: Path) -> None:
+def plot(results: Sequence[OpResult], card: str, path: Path) -> None:
     """Draws the ratio to the byte floor of every case: diffkern, the compiler, and the eager chain."""
     import matplotlib
 

@@ -13,7 +13,7 @@ import typer
 
 from diffkern.cli_options import EXIT_CODES, Json, Quiet, epilog, say_why
 from diffkern.hub.lock import LockedKernel, LockFile
-from diffkern.hub.policy import LOCK_FILE, HubError, Policy, switched_off
+from diffkern.hub.policy import LOCK_FILE, HubError, InputError, Policy, switched_off
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,14 +52,14 @@ def lock(
         references = [KernelReference.parse(text) for text in kernels or ()]
         local = next((reference for reference in references if reference.is_local), None)
         if local is not None:
-            raise HubError(f"{local} is a path of this machine: only repositories of the Hub are pinned")
+            raise InputError(f"{local} is a path of this machine: only repositories of the Hub are pinned")
         references += [reference for reference in settings.references() if not reference.is_local]
         if settings.hub == "auto":
             references += [KernelReference.parse(text) for ops in DEFAULTS.values() for text in ops.values()]
         if config is None and not kernels:
             references = [KernelReference(entry.repository, entry.revision) for entry in locked.kernels]
         if not references:
-            raise HubError("nothing to lock: name kernels of the Hub, or a configuration that does")
+            raise InputError("nothing to lock: name kernels of the Hub, or a configuration that does")
         wanted = dict.fromkeys(replace(reference, name="") for reference in references)
         found = [_with_own_digests(ask_hub(reference, policy), all_variants) for reference in wanted]
         locked.updated(found).write(path)
@@ -129,35 +129,22 @@ def verify(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, quiet: Qu
 def write_package(
     output: Annotated[Path, typer.Argument(help="A new directory.")],
     repo_id: Annotated[str, typer.Option("--repo-id", help="The repository it is for: org/repo.")],
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write diffkern's kernels as a kernel repository: every build on this machine, Triton kernels, and the sources."""
     from diffkern.build import BuildError, ToolchainError
-    from diffkern.hub.package import PackageError, package
+    from diffkern.hub.package import package
 
-    with _reasons("package", PackageError, BuildError, ToolchainError):
+    with _reasons("package", BuildError, ToolchainError):
         written = package(output, repo_id)
-    typer.echo(f"{written.directory}: version {written.version}")
+    rows: list[_Row] = []
+    lines = [f"{written.directory}: version {written.version}"]
     for variant in written.variants:
         tag = written.platforms.get(variant)
-        typer.echo(f"  build/{variant}{'' if tag is None else f': {tag.describe()}'}")
-
-
-@app.command(epilog=epilog("hub upload ./out --private"))
-def upload(
-    directory: Annotated[Path, typer.Argument(help="What `diffkern hub package` wrote.")],
-    repo_id: Annotated[
-        str | None, typer.Option("--repo-id", help="Another repository than it was written for.")
-    ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Create it as a private one.")] = False,
-) -> None:
-    """Upload a kernel repository with huggingface_hub; `hf auth login` first."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    from diffkern.hub.package import PackageError
-    from diffkern.hub.upload import upload as send
-
-    with _reasons("upload", PackageError, HfHubHTTPError):
-        typer.echo(f"uploaded: {send(directory, repo_id, private=private)}")
+        rows.append({"build": variant, "platform": None if tag is None else tag.name})
+        lines.append(f"  build/{variant}{'' if tag is None else f': {tag.describe()}'}")
+    _show(as_json, rows, [*lines, f"to publish it, after `hf auth login`: {written.upload_command}"])
 
 
 @contextlib.contextmanager
@@ -171,8 +158,7 @@ def _reasons(command: str, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except expected as error:
         typer.echo(f"diffkern hub {command}: {say_why(error)}", err=True)
-        missing = isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
-        raise typer.Exit(2 if missing else 1) from None
+        raise typer.Exit(2 if isinstance(error, (InputError, ValueError, FileNotFoundError)) else 1) from None
 
 
 _Row = dict[str, object]

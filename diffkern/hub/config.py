@@ -235,9 +235,16 @@ class KernelConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> KernelConfig:
-        """Reads a file, as TOML if its name ends so, as JSON otherwise."""
+        """Reads a file, as TOML if its name ends so, as JSON otherwise.
+
+        Raises:
+            ValueError: there is no configuration in it; the message names the file.
+        """
         text = Path(path).read_text(encoding="utf-8")
-        return cls.from_toml(text) if str(path).endswith(".toml") else cls.from_json(text)
+        try:
+            return cls.from_toml(text) if str(path).endswith(".toml") else cls.from_json(text)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def normalised(value: Any, where: str) -> Value:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diffkern.hub.policy import HubError
+from diffkern.hub.policy import InputError
 from diffkern.hub.reference import KernelReference
 
 _FORMAT = 1
@@ -71,17 +71,18 @@ class LockFile:
         """Reads a lock file.
 
         Raises:
-            HubError: it is none, or one of a newer diffkern.
+            InputError: it is none, or one of a newer diffkern.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["version"] != _FORMAT:
-                raise HubError(f"{path} has format {data['version']}, and this diffkern reads {_FORMAT}: update it")
+                raise InputError(f"{path} has format {data['version']}, and this diffkern reads {_FORMAT}: update it")
             return cls(tuple(LockedKernel.from_dict(entry) for entry in data["kernels"]))
         except FileNotFoundError as error:
-            raise HubError(f"{path}: not found: write it with `diffkern hub lock`") from error
+            raise InputError(f"{path}: not found: write it with `diffkern hub lock`") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise HubError(f"{path} is no lock file of diffkern ({error}): write it with `diffkern hub lock`") from None
+            reason = f"{path} is no lock file of diffkern ({error}): write it with `diffkern hub lock`"
+            raise InputError(reason) from None
 
     def write(self, path: Path) -> None:
         """Writes the file at once, so that no reader sees half of it."""

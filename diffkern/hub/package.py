@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from diffkern.build.installed import Build, find_builds, read_build
 from diffkern.build.layout import KERNEL_NAME, KERNEL_VERSION, metadata_of
 from diffkern.build.platform_tag import PlatformTag, platform_tag
 from diffkern.build.sources import source_directory
+from diffkern.hub.policy import HubError, InputError
+from diffkern.hub.reference import is_repository
 from diffkern.providers import eager, triton
 from diffkern.providers.signatures import SIGNATURES, without_defaults
 
@@ -80,25 +83,31 @@ def add_op_namespace_prefix(name: str) -> str:
 '''
 
 
-class PackageError(RuntimeError):
-    """The repository cannot be written. The message says why."""
-
-
 @dataclass(frozen=True)
 class Package:
     """A kernel repository on this machine.
 
     Attributes:
         directory: Where it is.
+        repository: The repository of the Hub that it is for.
         version: Its version, ``v<version>`` being its branch on the Hub.
         variants: Names of its builds.
         platforms: What the library of each compiled build needs; those beyond the Hub's tag run on newer systems alone.
     """
 
     directory: Path
+    repository: str
     version: int
     variants: tuple[str, ...]
     platforms: Mapping[str, PlatformTag] = field(default_factory=dict)
+
+    @property
+    def upload_command(self) -> str:
+        """What puts it on the branch of its version, where builds of other platforms stay."""
+        # What an older build of the same name had besides must not stay behind: its digest would not hold.
+        stale = " ".join(f"--delete 'build/{variant}/**'" for variant in self.variants)
+        what = f"{self.repository} {shlex.quote(str(self.directory))} . --type kernel --revision v{self.version}"
+        return f"hf upload {what} --exclude '**/__pycache__/**' {stale}"
 
 
 def package(
@@ -114,12 +123,12 @@ def package(
         version: Version of the interface: to be raised with every change of it.
 
     Raises:
-        PackageError: ``output`` is not empty, ``repository`` is no name of one, or a build is not of these sources.
+        InputError: ``output`` is not empty, or ``repository`` is no name of one.
     """
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repository) is None:
-        raise PackageError(f"{repository!r} is no repository: write 'org/repo'")
+    if not is_repository(repository):
+        raise InputError(f"{repository!r} is no repository: write 'org/repo'")
     if output.exists() and any(output.iterdir()):
-        raise PackageError(f"{output} is not empty: name a new directory")
+        raise InputError(f"{output} is not empty: name a new directory")
     sources = source_directory()
     chosen = _up_to_date_builds() if builds is None else list(builds)
     _write_sources(output, sources, repository, version)
@@ -131,7 +140,9 @@ def package(
             platforms[name] = tag
     for name, backend in TRITON_VARIANTS.items():
         _write_triton(output / "build" / name, sources, backend, version)
-    return Package(output, version, tuple(sorted(path.name for path in (output / "build").iterdir())), platforms)
+    return Package(
+        output, repository, version, tuple(sorted(path.name for path in (output / "build").iterdir())), platforms
+    )
 
 
 def _up_to_date_builds() -> list[Build]:
@@ -217,7 +228,7 @@ def _copy_modules(source: Path, target: Path) -> None:
         text = re.sub(r"(?m)^(\s*)from diffkern\.providers\.(triton|eager)\.", r"\1from ..\2.", text)
         foreign = re.search(r"(?m)^\s*(?:from|import) diffkern.*$", text)
         if foreign is not None:
-            raise PackageError(f"{path} imports what a kernel has not got: {foreign[0].strip()}")
+            raise HubError(f"{path} imports what a kernel has not got: {foreign[0].strip()}")
         (target / path.name).write_text(text, encoding="utf-8")
 
 

@@ -20,6 +20,10 @@ class HubError(RuntimeError):
     """A kernel cannot be had. The message is a reason that a user can act on."""
 
 
+class InputError(HubError):
+    """What the user named is wrong: a kernel, a repository, or a file that is missing or something else."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """What a configuration allows.

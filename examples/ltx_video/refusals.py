@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 import typer
 from generation import Offload, Video
+
+from diffkern.cli_options import unwritable
 
 SPATIAL_COMPRESSION = 32
 TEMPORAL_COMPRESSION = 8
@@ -63,18 +64,11 @@ def check_files(files: Mapping[str, tuple[Path | None, str]]) -> None:
     """
     given = [(option, path, ending) for option, (path, ending) in files.items() if path is not None]
     for option, path, ending in given:
-        if path.is_dir():
-            raise typer.BadParameter(f"{option} {path} is a folder: name a file in it.")
-        if path.suffix.lower() != ending:
+        if path.suffix.lower() != ending and not path.is_dir():
             raise typer.BadParameter(f"{option} {path} does not end in {ending}: use {path.with_suffix(ending)}.")
     for option, path, _ in given:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            raise typer.BadParameter(f"{option} {path} cannot be written: {error.strerror}.") from error
-        if path.exists() and not os.access(path, os.W_OK):
-            raise typer.BadParameter(f"{option} {path} cannot be written: the file is read-only.")
+        if reason := unwritable(path):
+            raise typer.BadParameter(f"{option} {path} {reason}.")
 
 
 def check_folder(option: str, folder: Path | None) -> None:

@@ -81,23 +81,27 @@ def test_lock_what_a_configuration_names(published: LoopbackHub, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "code", "said"),
     [
-        (["lock"], "nothing to lock"),
-        (["lock", "stranger/norms"], r"not of a publisher"),
-        (["lock", "org/nothing"], "answered 404"),
-        (["lock", "org"], "names no kernel"),
-        (["lock", "./kernel:Layer"], "./kernel:Layer is a path of this machine"),
-        (["lock", "--config", "missing.toml"], "missing.toml: not found"),
-        (["download"], "diffkern.lock: not found"),
-        (["list", "--json"], "diffkern.lock: not found"),
-        (["package", "out", "--repo-id", "nothing"], "is no repository"),
-        (["upload", "."], "is no kernel repository"),
+        (["lock"], 2, "nothing to lock"),
+        (["lock", "stranger/norms"], 1, r"not of a publisher"),
+        (["lock", "org/nothing"], 1, "answered 404"),
+        (["lock", "org"], 2, "names no kernel"),
+        (["lock", "./kernel:Layer"], 2, "./kernel:Layer is a path of this machine"),
+        (["lock", "--config", "missing.toml"], 2, "missing.toml: not found"),
+        (["lock", "--config", "broken.lock"], 2, "broken.lock: Expecting"),
+        (["download"], 2, "diffkern.lock: not found"),
+        (["list", "--json"], 2, "diffkern.lock: not found"),
+        (["verify", "--lock", "broken.lock"], 2, "broken.lock is no lock file of diffkern"),
+        (["package", "out", "--repo-id", "nothing"], 2, "is no repository"),
     ],
 )
-def test_a_failure_is_one_line_with_the_reason(published: LoopbackHub, arguments: list[str], said: str) -> None:
+def test_a_failure_is_one_line_with_the_reason(
+    published: LoopbackHub, arguments: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.lock").write_text("no lock")
     out = run(*arguments)
-    assert out.exit_code == (2 if "not found" in said or "no kernel repository" in said else 1)
+    assert out.exit_code == code, out.output
     assert out.output.startswith(f"diffkern hub {arguments[0]}: ") and said in out.output
     assert len(out.output.strip().splitlines()) == 1
 
@@ -109,7 +113,7 @@ def test_a_configuration_without_kernels_of_the_hub_does_not_update_the_others(
     asked = len(published.requests)
     (tmp_path / "local.toml").write_text('[rules]\nrms_norm = "./kernel"\n')
     out = run("lock", "--config", "local.toml")
-    assert out.exit_code == 1 and "nothing to lock" in out.output
+    assert out.exit_code == 2 and "nothing to lock" in out.output
     assert len(published.requests) == asked
 
 

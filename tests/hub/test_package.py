@@ -7,7 +7,10 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,8 @@ import torch
 from diffkern import inject_optimized_kernels
 from diffkern.build import Build, Variant, build_kernels
 from diffkern.build.installed import find_builds
-from diffkern.hub.package import TRITON_VARIANTS, Package, PackageError, package
-from diffkern.hub.upload import read_package, upload
+from diffkern.hub.package import TRITON_VARIANTS, Package, package
+from diffkern.hub.policy import InputError
 from diffkern.providers import triton as triton_provider
 from tests.hub.conftest import ROOT, Run, result
 from tests.hub.server import Files, LoopbackHub
@@ -117,14 +120,12 @@ def test_the_card_names_every_function_and_layer(repository: Package) -> None:
 
 
 def test_what_cannot_be_packaged_says_why(tmp_path: Path, cpu_build: Build) -> None:
-    with pytest.raises(PackageError, match="'diffkern' is no repository"):
+    with pytest.raises(InputError, match="'diffkern' is no repository"):
         package(tmp_path / "a", "diffkern", builds=[cpu_build])
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "file").touch()
-    with pytest.raises(PackageError, match="is not empty"):
+    with pytest.raises(InputError, match="is not empty"):
         package(tmp_path / "b", "me/diffkern", builds=[cpu_build])
-    with pytest.raises(PackageError, match="is no kernel repository"):
-        read_package(tmp_path / "b")
 
 
 # --- from a path ---------------------------------------------------------------------------------------------
@@ -283,52 +284,27 @@ def test_a_library_that_does_not_load_is_a_reason(hub: LoopbackHub, repository: 
 # --- to the Hub ----------------------------------------------------------------------------------------------
 
 
-def test_upload_puts_everything_on_the_branch_of_its_version(
-    hub: LoopbackHub, repository: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setenv("HF_TOKEN", "hf_token")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    hub.organisations["me"] = True
-    commit = upload(repository.directory)
-    there = hub.repositories["me/diffkern"]
-    assert there.branches["v1"] == commit
-    assert there.commits[commit] == files(repository.directory)
-    assert hub.objects  # the library went by its digest
-    # Another version is another branch; the first one stays.
-    second = upload(repository.directory, "me/other")
-    assert hub.repositories["me/other"].branches["v1"] == second
-
-
-def test_what_was_uploaded_is_what_kernels_loads(
-    hub: LoopbackHub, repository: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
+def test_the_command_that_is_printed_publishes_what_others_load(hub: LoopbackHub, repository: Package) -> None:
+    """It replaces the files of its builds, keeps other builds on the branch, and makes the branch if there is none."""
     from diffkern.ops import rms_norm
 
-    monkeypatch.setenv("HF_TOKEN", "hf_token")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     hub.organisations["me"] = True
-    upload(repository.directory)
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(rms_norm(x, provider="me/diffkern@v1"), torch.nn.functional.rms_norm(x, (8,), eps=1e-6))
-
-
-def test_a_second_upload_replaces_the_files_of_its_builds_and_keeps_the_others(
-    hub: LoopbackHub, repository: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setenv("HF_TOKEN", "hf_token")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     there = hub.repository("me/diffkern")
     there.commit({}, branch="main")
     old = f"build/{CPU_VARIANT}/old.py"
     there.commit({old: b"", "build/torch-metal/__init__.py": b"", "build/torch-metal/metadata.json": b"{}"}, "v1")
-    commit = upload(repository.directory)
-    assert old not in there.commits[commit] and "build/torch-metal/__init__.py" in there.commits[commit]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_token", "HF_HUB_DISABLE_XET": "1", "PATH": path}
+    run = partial(subprocess.run, shell=True, check=True, capture_output=True, env=os.environ | settings)
+    run(repository.upload_command)
+    kept = {"build/torch-metal/__init__.py", "build/torch-metal/metadata.json"}
+    assert there.commits[there.branches["v1"]].keys() - kept == files(repository.directory).keys()
+    assert hub.objects  # the library went by its digest
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(rms_norm(x, provider="me/diffkern@v1"), torch.nn.functional.rms_norm(x, (8,), eps=1e-6))
+    run(replace(repository, repository="me/other").upload_command)
+    other = hub.repositories["me/other"]
+    assert other.commits[other.branches["v1"]] == files(repository.directory)
 
 
 def test_a_build_of_the_sources_at_hand_is_made_if_there_is_none(
