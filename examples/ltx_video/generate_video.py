@@ -6,7 +6,7 @@
 
 The first line runs the small LTX-Video of the folder ``tiny``, which draws coloured shapes on the move. The second
 loads LTX-Video, from the Hugging Face Hub unless ``--model`` names a folder. The third builds the pipeline in memory
-with random weights and downloads nothing.
+with random weights and downloads nothing. Under ``torchrun`` several GPUs share the work, see ``ranks.py``.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from generation import (
     shortened,
     write_videos,
 )
+from ranks import ContextParallel, split_videos, start, stop
 from refusals import (
     check_files,
     check_folder,
@@ -56,14 +57,14 @@ HUB_MODEL = "Lightricks/LTX-Video"
 TINY_MODEL = Path(__file__).parent / "tiny"
 
 #: A pipe or a file has no width of its own; the tables need this much.
-console = Console(width=None if sys.stdout.isatty() else 100)
+WIDTH = None if sys.stdout.isatty() else 100
 
 
 @dataclass(frozen=True)
 class Defaults:
     """What a kind of model generates unless told otherwise."""
 
-    prompt: str
+    prompts: tuple[str, ...]
     negative_prompt: str
     num_frames: int
     height: int
@@ -73,7 +74,7 @@ class Defaults:
 
 
 LTX_VIDEO = Defaults(
-    prompt="A lighthouse on a cliff in a storm, waves breaking on the rocks, gulls in the wind, film grain",
+    prompts=("A lighthouse on a cliff in a storm, waves breaking on the rocks, gulls in the wind, film grain",),
     negative_prompt="worst quality, inconsistent motion, blurry, jittery, distorted",
     num_frames=161,
     height=512,
@@ -81,7 +82,7 @@ LTX_VIDEO = Defaults(
     steps=50,
     guidance_scale=4.5,
 )
-TINY = Defaults("a red circle moving right on a white background", "", 25, 128, 128, 20, 3.0)
+TINY = Defaults(("a red circle moving right on a white background",), "", 25, 128, 128, 20, 3.0)
 RANDOM_TINY = replace(LTX_VIDEO, num_frames=17, height=192, width=192, steps=8)
 
 
@@ -104,7 +105,9 @@ def main(
         Size | None,
         typer.Option(help="Build the pipeline with random weights instead; downloads nothing."),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="What the video shows.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="What the video shows; may be repeated, for a video each.")
+    ] = None,
     negative_prompt: Annotated[str | None, typer.Option(help="What it does not show.")] = None,
     num_frames: Annotated[
         int | None, typer.Option(min=1, help="Of the form 8 k + 1. Default: 161, or 25 for --tiny.")
@@ -142,6 +145,9 @@ def main(
     baseline: Annotated[
         bool, typer.Option(help="Run the stock pipeline first, for the speed-up and the error.")
     ] = True,
+    context_parallel: Annotated[
+        ContextParallel | None, typer.Option(help="Under torchrun: split each video over the ranks, not the prompts.")
+    ] = None,
     offload: Annotated[Offload, typer.Option(help="Keep weights on the CPU until needed.")] = Offload.NONE,
     dtype: Annotated[Dtype, typer.Option(help="auto: bfloat16 on a GPU, float32 on a CPU.")] = Dtype.AUTO,
     output: Annotated[Path, typer.Option(help="The mp4 to write.")] = Path("outputs/ltx_video.mp4"),
@@ -159,7 +165,7 @@ def main(
         raise typer.BadParameter("--model names another model than --tiny and --random-weights: choose one.")
     defaults = TINY if tiny else RANDOM_TINY if random_weights is Size.TINY else LTX_VIDEO
     given = {
-        "prompt": prompt,
+        "prompts": tuple(prompt) if prompt else None,
         "negative_prompt": negative_prompt,
         "num_frames": num_frames,
         "height": height,
@@ -169,11 +175,12 @@ def main(
     }
     chosen = {**asdict(defaults), **{name: value for name, value in given.items() if value is not None}}
     video = Video(**chosen, seed=seed, batch_size=batch_size)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = str(TINY_MODEL) if tiny else model or HUB_MODEL
     check_video(video)
     if random_weights is None:
         check_model(model)
+    ranks = start(len(video.prompts), context_parallel)
+    device, console = ranks.device, Console(width=WIDTH, quiet=not ranks.first)
     check_placement(offload, device)
     check_video_writer()
     wanted = Arm(
@@ -188,8 +195,9 @@ def main(
     pipe = load_pipeline(model, random_weights, device, dtype.on(device), seed, console)
     check_schedule(video, pipe.scheduler)
     place(pipe, offload, device)
+    split_videos(pipe, ranks)
     pipe.set_progress_bar_config(disable=True)
-    setting = Setting(pipe, device, video, console)
+    setting = Setting(pipe, ranks, video, console)
 
     measured: list[results.ArmResult] = []
     generations: dict[Arm, Generation] = {}
@@ -217,7 +225,8 @@ def main(
                     report = injection.to_dict()
                     console.print(injection)
                 if profile is not None and arm in (STOCK, wanted):
-                    trace = profile / f"{arm.name.replace(' + ', '_')}.json.gz"
+                    rank = "" if ranks.first else f"_rank{ranks.number}"
+                    trace = profile / f"{arm.name.replace(' + ', '_')}{rank}.json.gz"
                     recorded[arm.name] = profile_arm(setting, trace)
         except ArmUnavailableError as error:
             if not compare:
@@ -230,8 +239,11 @@ def main(
         generations[arm] = generation
 
     shown_arm = wanted if wanted in generations else next(iter(generations))
-    shown = generations[shown_arm]
-    videos = write_videos(shown.frames, output)
+    frames = ranks.gather(generations[shown_arm].frames, batch_size)
+    stop(ranks)
+    if not ranks.first:
+        return
+    videos = write_videos(frames, output)
     written = [*videos]
     description = describe_run(setting)
     console.print(description, highlight=False)
@@ -309,7 +321,7 @@ def describe_run(setting: Setting) -> str:
     dtype, video = str(setting.pipe.transformer.dtype).removeprefix("torch."), setting.video
     return (
         f"{describe_device(setting.device)}, {dtype}, {video.width}x{video.height}, "
-        f"{video.num_frames} frames, {video.steps} steps, batch {video.batch_size}"
+        f"{video.num_frames} frames, {video.steps} steps, batch {video.batch_size}{setting.ranks.describe()}"
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import typer
+from ranks import Ranks
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -64,7 +65,7 @@ class Dtype(str, Enum):
 class Video:
     """What to generate."""
 
-    prompt: str
+    prompts: tuple[str, ...]
     negative_prompt: str
     num_frames: int
     height: int
@@ -77,7 +78,7 @@ class Video:
 
 @dataclass(frozen=True)
 class Generation:
-    """One call of the pipeline: its result, on the CPU, and what it took."""
+    """The videos of this rank's prompts, on the CPU, and what they took."""
 
     latents: torch.Tensor
     frames: torch.Tensor
@@ -87,12 +88,17 @@ class Generation:
 
 @dataclass(frozen=True)
 class Setting:
-    """A pipeline on its device, what it shall generate, and where to say how far it is."""
+    """A pipeline on the device of its rank, what it shall generate, and where to say how far it is."""
 
     pipe: LTXPipeline
-    device: torch.device
+    ranks: Ranks
     video: Video
     console: Console
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pipeline runs."""
+        return self.ranks.device
 
 
 # --- the pipeline ---------------------------------------------------------------------------------------
@@ -157,7 +163,8 @@ def run_arm(
     ) as progress:
 
         def run(setting: Setting, description: str) -> Generation:
-            task = progress.add_task(f"{arm.name}: {description}", total=setting.video.steps)
+            calls = len(setting.ranks.share(setting.video.prompts))
+            task = progress.add_task(f"{arm.name}: {description}", total=setting.video.steps * calls)
             return generate(setting, on_step=lambda _: progress.advance(task))
 
         for index in range(warmup_iterations):
@@ -179,22 +186,45 @@ def run_arm(
 
 
 def shortened(setting: Setting) -> Setting:
-    """The setting with the few steps of a warm-up."""
-    return replace(setting, video=replace(setting.video, steps=min(setting.video.steps, WARMUP_STEPS)))
+    """The setting with the few steps of a warm-up, for one prompt of each rank."""
+    video = setting.video
+    prompts = video.prompts[: 1 if setting.ranks.split else setting.ranks.count]
+    return replace(setting, video=replace(video, prompts=prompts, steps=min(video.steps, WARMUP_STEPS)))
 
 
 def generate(setting: Setting, on_step: Callable[[int], object] = lambda step: None) -> Generation:
-    """Calls the pipeline once.
+    """Calls the pipeline once for each prompt of this rank.
 
-    The noise is drawn on the CPU, so that a seed means the same video on every machine. The latents are
-    those that the last step leaves, before they are decoded.
+    The noise is drawn on the CPU, by a seed for each prompt, so that a seed means the same video on every machine and
+    on every number of ranks. The latents are those that the last step leaves, before they are decoded.
 
     Args:
         setting: What to call, and with what.
         on_step: Called with the number of each step when it has been launched.
     """
-    video, device = setting.video, setting.device
-    clock = measure.StepClock(device)
+    start = setting.ranks.wait()
+    calls = [
+        _call(setting, prompt, setting.video.seed + number, on_step)
+        for number, prompt in setting.ranks.share(setting.video.prompts)
+    ]
+    seconds = setting.ranks.wait() - start
+    latents, frames, rates = zip(*calls, strict=True)
+    rate = None if None in rates else sum(rates) / len(rates)
+    result = Generation(torch.cat(latents).float().cpu(), torch.cat(frames).float().cpu(), seconds, rate)
+    if not bool(result.frames.isfinite().all()):
+        raise FloatingPointError(
+            "the frames are not finite numbers: try --dtype bfloat16 or float32, "
+            "and report it if --no-optimized-kernels gives finite ones."
+        )
+    return result
+
+
+def _call(
+    setting: Setting, prompt: str, seed: int, on_step: Callable[[int], object]
+) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    """The final latents and the frames of one call, and its steps per second."""
+    video = setting.video
+    clock = measure.StepClock(setting.device)
     latents: dict[str, torch.Tensor] = {}
 
     def on_step_end(_pipe: Any, step: int, _timestep: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -203,28 +233,20 @@ def generate(setting: Setting, on_step: Callable[[int], object] = lambda step: N
         on_step(step)
         return {}
 
-    start = measure.wall_clock(device)
-    output = setting.pipe(
-        prompt=[video.prompt] * video.batch_size,
+    frames = setting.pipe(
+        prompt=[prompt] * video.batch_size,
         negative_prompt=[video.negative_prompt] * video.batch_size,
         num_frames=video.num_frames,
         height=video.height,
         width=video.width,
         num_inference_steps=video.steps,
         guidance_scale=video.guidance_scale,
-        generator=torch.Generator("cpu").manual_seed(video.seed),
+        generator=torch.Generator("cpu").manual_seed(seed),
         callback_on_step_end=on_step_end,
         callback_on_step_end_tensor_inputs=["latents"],
         output_type="pt",
-    )
-    seconds = measure.wall_clock(device) - start
-    frames = output.frames.float().cpu()
-    if not bool(frames.isfinite().all()):
-        raise FloatingPointError(
-            "the frames are not finite numbers: try --dtype bfloat16 or float32, "
-            "and report it if --no-optimized-kernels gives finite ones."
-        )
-    return Generation(latents["final"].float().cpu(), frames, seconds, clock.intervals_per_second())
+    ).frames
+    return latents["final"], frames, clock.intervals_per_second()
 
 
 def profile_arm(setting: Setting, trace: Path) -> Profile:

@@ -2,75 +2,77 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
 import runpy
-import socket
 import sys
 from pathlib import Path
 
+import imageio.v3 as imageio
+import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 # What a rank imports is imported once, before it is forked.
 from diffusers import ContextParallelConfig, LTXPipeline  # noqa: F401
 
-from diffkern.bench.measure import relative_error
+from tests.ranks import NEEDS_RANKS, on_ranks
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "example_several_gpus.py"
-SMALL = ["--steps", "2", "--size", "64", "--frames", "9"]
+FOLDER = Path(__file__).parents[2] / "examples" / "ltx_video"
+SMALL = ["--tiny", "--steps", "2", "--height", "64", "--width", "64", "--num-frames", "9"]
+SMALL += ["--no-baseline", "--warmup-iterations", "0"]
 PROMPTS = ["--prompt", "a red circle moving right", "--prompt", "a blue square moving left"]
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or not dist.is_available() or not hasattr(os, "fork"),
-    reason="ranks are forked, which a process that has used a GPU cannot be",
-)
+pytestmark = NEEDS_RANKS
 
 
-def _rank(number: int, ranks: int, port: int, options: list[str], log: Path) -> None:
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    torch.accelerator.device_count = lambda: 1  # diffusers divides by it, and here it is 0
-    sys.argv = [str(SCRIPT), *options]
-    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-
-
-def draw(folder: Path, ranks: int, *options: str) -> tuple[list[torch.Tensor], str]:
+def draw(folder: Path, ranks: int, *options: str) -> tuple[list[Path], str]:
     """The videos that so many ranks draw, and what rank 0 printed."""
-    folder.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    given = [*SMALL, *options, "--output", str(folder)]
-    logs = [folder / f"rank_{number}.txt" for number in range(ranks)]
-    processes = [fork.Process(target=_rank, args=(n, ranks, port, given, log)) for n, log in enumerate(logs)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=240)
-    said = "\n".join(log.read_text() for log in logs)
-    assert [process.exitcode for process in processes] == [0] * ranks, said
-    return [torch.load(path) for path in sorted(folder.glob("*.pt"))], logs[0].read_text()
+
+    def generate() -> None:
+        sys.argv = ["generate_video.py", *SMALL, *options, "--output", str(folder / "out.mp4")]
+        sys.path.insert(0, str(FOLDER))
+        runpy.run_path(str(FOLDER / "generate_video.py"), run_name="__main__")
+
+    said = on_ranks(generate, ranks, folder)
+    return sorted(folder.glob("*.mp4")), " ".join(said.split())
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The videos of one process."""
-    return draw(tmp_path_factory.mktemp("alone") / "videos", 1, *PROMPTS)[0]
+    return draw(tmp_path_factory.mktemp("alone"), 1, *PROMPTS)[0]
 
 
 @pytest.mark.exhaustive
-def test_two_ranks_that_share_the_prompts_draw_the_videos_of_one(alone: list[torch.Tensor], tmp_path: Path) -> None:
-    shared, said = draw(tmp_path / "shared", 2, *PROMPTS)
-    assert [torch.equal(ours, theirs) for ours, theirs in zip(shared, alone, strict=True)] == [True, True]
-    assert "ran fused" in said and "2 ranks on cpu, prompts split" in said
+def test_two_ranks_that_share_the_prompts_draw_the_videos_of_one(alone: list[Path], tmp_path: Path) -> None:
+    shared, said = draw(tmp_path, 2, *PROMPTS)
+    assert [path.name for path in shared] == ["out_0.mp4", "out_1.mp4"]
+    assert [path.read_bytes() for path in shared] == [path.read_bytes() for path in alone]
+    assert "ran fused" in said and "2 ranks, prompts split" in said
+    assert "ran fused" not in (tmp_path / "rank_1.txt").read_text(), "rank 0 reports"
 
 
-def test_a_video_that_is_split_over_two_ranks_is_that_of_one(alone: list[torch.Tensor], tmp_path: Path) -> None:
-    [split], said = draw(tmp_path / "split", 2, *PROMPTS[:2], "--context-parallel", "ulysses")
-    assert relative_error(split, alone[0]) < 1e-4
-    assert "ran fused" in said and "2 ranks on cpu, ulysses" in said
+def test_a_video_that_is_split_over_two_ranks_is_that_of_one(alone: list[Path], tmp_path: Path) -> None:
+    [split], said = draw(tmp_path, 2, *PROMPTS[:2], "--context-parallel", "ulysses")
+    ours, theirs = (imageio.imread(path, plugin="FFMPEG").astype(np.int16) for path in (split, alone[0]))
+    assert np.abs(ours - theirs).max() <= 1, "of 255: rounded otherwise at most"
+    assert "ran fused" in said and "2 ranks, each video split by ulysses" in said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "said"),
+    [
+        (1, ["--context-parallel", "ulysses"], "start it with torchrun"),
+        (2, ["--context-parallel", "ring"], "use ulysses"),
+        (2, [], "1 --prompt for 2 ranks: name one for each"),
+    ],
+)
+def test_work_that_the_ranks_cannot_divide_is_refused(
+    tmp_path: Path, ranks: int, options: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer import BadParameter
+
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    from ranks import ContextParallel, start
+
+    with pytest.raises(BadParameter, match=said):
+        start(1, ContextParallel(options[1]) if options else None)
