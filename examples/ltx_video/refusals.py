@@ -64,7 +64,9 @@ def check_files(files: Mapping[str, tuple[Path | None, str]]) -> None:
     """
     given = [(option, path, ending) for option, (path, ending) in files.items() if path is not None]
     for option, path, ending in given:
-        if path.suffix.lower() != ending and not path.is_dir():
+        if path.is_dir():
+            raise typer.BadParameter(f"{option} {path} {unwritable(path)}.")
+        if path.suffix.lower() != ending:
             raise typer.BadParameter(f"{option} {path} does not end in {ending}: use {path.with_suffix(ending)}.")
     for option, path, _ in given:
         if reason := unwritable(path):
