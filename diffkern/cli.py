@@ -62,7 +62,7 @@ def inspect(
         loaded = load_model(model, torch.device("meta"), kind)
         report = plan(loaded, numerics=numerics)
         if card:
-            report.notes.append(expected_gain(model, loaded, kind, card))
+            report.expected = expected_gain(model, loaded, kind, card)
         said = report.explain(explain) if explain else str(report)
     except (ModelError, ValueError) as error:
         fail("inspect", error, 2)

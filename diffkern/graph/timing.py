@@ -105,6 +105,8 @@ class Trial:
         tries: Calls that were to be replayed while that was tried.
         obstacle: Why the last of them was not.
         signature: That of the call of its blocks, where only these are captured.
+        step: The fastest of the calls as they are, once it is known.
+        replay: The fastest of the replays, likewise.
     """
 
     stage: Stage | None = None
@@ -115,6 +117,8 @@ class Trial:
     tries: int = 0
     obstacle: str = "something changed before each of them"
     signature: Hashable = None
+    step: StepTime | None = None
+    replay: StepTime | None = None
 
     def advance(self) -> Stage:
         """What the next call is for, by the clocks that have been read so far."""
@@ -127,12 +131,12 @@ class Trial:
             return Stage.WARM_UP
         if len(self.as_is) < TIMED_CALLS:
             return Stage.TIMED
-        now = _read(self.as_is)
+        now = self.step = self.step or _read(self.as_is)
         if now is None:
             return Stage.UNREAD
         if reason := reason_not_to_capture(now):
             return self.give_up(reason)
-        replayed = _read(self.replays[:TIMED_CALLS]) if len(self.replays) >= TIMED_CALLS else None
+        replayed = self.replay = _read(self.replays[:TIMED_CALLS]) if len(self.replays) >= TIMED_CALLS else None
         if replayed is None:
             self.tries += 1
             if self.tries <= MAX_TRIES or len(self.replays) >= TIMED_CALLS:

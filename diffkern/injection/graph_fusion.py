@@ -278,7 +278,7 @@ class GraphFusion(Fusion):
         shape = "x".join(map(str, call.tensors[0].shape))
         site = state.site
         site.waiting = site.waiting and trial.stage is not Stage.REPLAY
-        notes.graph_decided(state.report, site.path or type(module).__name__, shape, trial.reason)
+        notes.graph_decided(state.report, site.path or type(module).__name__, shape, trial)
         _log.info("%s, input %s: %s", site.path or type(module).__name__, shape, trial.reason)
 
     def _state(self, module: nn.Module) -> PatchState | None:

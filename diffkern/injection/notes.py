@@ -9,6 +9,7 @@ import warnings
 
 import torch
 
+from diffkern.graph.timing import Stage, Trial
 from diffkern.injection.report import find_report
 
 
@@ -37,11 +38,14 @@ def traced(report: str) -> str:
     return report
 
 
-def graph_decided(report: str, path: str, shape: str, reason: str) -> None:
+def graph_decided(report: str, path: str, shape: str, trial: Trial) -> None:
     """Says what was measured of the steps of a model, and what they are now: the latest of each shape."""
     found, start = find_report(report), f"{path}, input {shape}: "
-    if found is not None:
-        found.notes[:] = [note for note in found.notes if not note.startswith(start)] + [start + reason]
+    if found is None:
+        return
+    found.notes[:] = [note for note in found.notes if not note.startswith(start)] + [start + trial.reason]
+    if trial.step is not None:
+        found.steps[f"a step of {path} ({shape})"] = trial.step, trial.replay if trial.stage is Stage.REPLAY else None
 
 
 #: What was said aloud, by report, which may be gone by then.

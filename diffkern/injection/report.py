@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from diffkern.graph.timing import StepTime
 from diffkern.injection.counts import CountRecord, Counts
 from diffkern.verify.measures import Measurement
 
@@ -117,6 +118,9 @@ class InjectionReport:
         already: Modules that an earlier injection had patched, under the same contract.
         caveat: What of ``numerics`` there is no form of in this model, or "".
         traced: Whether a graph of ``torch.compile`` holds patched modules: their calls in it are not counted.
+        expected: What the injection is expected to gain, where somebody estimated it.
+        steps: What was timed of the steps of a model, by its path and the shape of its input: as they are, and as a
+            CUDA graph where they became one.
     """
 
     target: str
@@ -129,6 +133,8 @@ class InjectionReport:
     already: int = 0
     caveat: str = ""
     traced: bool = False
+    expected: str = ""
+    steps: dict[str, tuple[StepTime, StepTime | None]] = field(default_factory=dict)
     _accepted: list[Site] = field(default_factory=list, repr=False)
     _rejected: list[Site] = field(default_factory=list, repr=False)
     _undo: Callable[[Sequence[Site]], int] | None = field(default=None, repr=False, compare=False)
@@ -223,6 +229,8 @@ class InjectionReport:
             "dry_run": self.dry_run,
             "verified": self.verified,
             "summary": self.summary(),
+            "gain": self.gain(),
+            "next": self.next_step(),
             "seconds": self.seconds,
             "patched": [site.to_dict() for site in self.patched],
             "skipped": [site.to_dict() for site in self.skipped],
@@ -251,6 +259,18 @@ class InjectionReport:
         if self.failed:
             parts.append(f"{len(self.failed)} failed")
         return "; ".join([", ".join(parts), *self._remarks(patched), *self._contract(patched)])
+
+    def gain(self) -> str:
+        """Returns what was measured of the gain so far, else what is expected, or ""."""
+        from diffkern.injection.advice import gain
+
+        return gain(self)
+
+    def next_step(self) -> str:
+        """Returns what to do next, or ""."""
+        from diffkern.injection.advice import next_step
+
+        return next_step(self)
 
     def _runs(self, patched: Sequence[Site]) -> str:
         """What of the patched sites ran fused, and what stock, so far."""

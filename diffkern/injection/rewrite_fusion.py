@@ -167,6 +167,11 @@ class RewriteFusion(Fusion):
         sites = [site for site in self._sites() if site.ways and not any(site.ways.values())]
         return {str(site): next(iter(site.reasons.values())) for site in sites}
 
+    @property
+    def timed_sites(self) -> list[FusedSite]:
+        """The sites that ran on a GPU and were timed there: on a CPU, times say too little."""
+        return [site for site in self._sites() if any(size[0].type != "cpu" for size in site.gains)]
+
     def _sites(self, rewritten: Rewritten | None = None) -> list[FusedSite]:
         forward = rewritten or next(iter(self._forwards.values()), self.rewritten)
         return [site for site in forward.sites if site.plan.index not in forward.guard.disabled]

@@ -42,6 +42,9 @@ class Drawing:
         """Yields the parts, for the width there is."""
         report = self.report
         yield Text(report.summary(), style="bold")
+        for what, said in (("gain", report.gain()), ("next", report.next_step())):
+            if said:
+                yield Text(f"{what}: {said}")
         states = (
             ("planned" if report.dry_run else "patched", report.active),
             ("skipped", report.skipped),

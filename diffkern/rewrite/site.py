@@ -28,6 +28,7 @@ from diffkern.rewrite.facts import (
 )
 from diffkern.rewrite.plan import SitePlan
 from diffkern.rewrite.rotation import call_qk_norm_rope
+from diffkern.verify.gain import Cost
 from diffkern.verify.measures import Measurement
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -84,6 +85,7 @@ class FusedSite:
         on_new_size: Called with the site, the module and the leaves at the first call of a size; returns why the op is
             not worth it, or "". None where times are not measured.
         gains: What it returned, by device, dtype and the power of two below the size.
+        cost: What the op and the original expression took when they were timed last, where the op gains.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class FusedSite:
         self.room = 0
         self.on_new_size: Any = None
         self.gains: dict[Any, str] = {}
+        self.cost: tuple[Cost, Cost] | None = None
         self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._norm_path = plan.modules.get("norm")

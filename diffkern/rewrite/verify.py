@@ -32,7 +32,7 @@ from diffkern.rewrite.site import FusedSite, Way
 from diffkern.rewrite.source import LOCK
 from diffkern.verify import choices
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
-from diffkern.verify.gain import costs, reason_without_gain
+from diffkern.verify.gain import costs, costs_of, reason_without_gain, text_of
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.isolation import Copy
 from diffkern.verify.measures import Measurement, error_beside, relative_error
@@ -90,23 +90,24 @@ class SiteVerifier:
         first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
         if sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)) > _LARGEST_WEIGHED:
             return ""  # time goes into memory traffic, of which the op has less; copies would take too much
-        key = _timed(site, module, first, replayed)
-        known = choices.recall(first.device, *key)
-        if known is not None:
-            return known
-        copies = Copy(leaves).call
+        key = _timed(site, module, first)
+        found = costs_of(choices.recall(first.device, *key) or "")
+        if found is None:
+            copies = Copy(leaves).call
 
-        def fused() -> Any:
-            way = site.ways[site.signature(module, copies)]
-            return None if way is None else site.compute(module, copies, way, site.provider)
+            def fused() -> Any:
+                way = site.ways[site.signature(module, copies)]
+                return None if way is None else site.compute(module, copies, way, site.provider)
 
-        try:
-            with LOCK, torch.no_grad(), preserved(first.device):
-                found = costs((fused, lambda: site.original(module, *copies)), first.device)
-        except (RuntimeError, ValueError, TypeError):
-            return ""  # want of memory, or operands that the op refuses: the call itself says so
+            try:
+                with LOCK, torch.no_grad(), preserved(first.device):
+                    found = costs((fused, lambda: site.original(module, *copies)), first.device)
+            except (RuntimeError, ValueError, TypeError):
+                return ""  # want of memory, or operands that the op refuses: the call itself says so
+            choices.remember(first.device, text_of(found), *key)
         reason = reason_without_gain(found[0], found[1], replayed)
-        choices.remember(first.device, reason, *key)
+        if not reason:
+            site.cost = found[0], found[1]
         return reason
 
     def prove_gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
@@ -263,14 +264,14 @@ def _ways_of_rotation(options: dict[str, Any], exact: bool) -> Iterator[Way]:
         yield Way({**options, "arithmetic": arithmetic}, "same" if exact else None)
 
 
-def _timed(site: FusedSite, module: nn.Module, leaf: Tensor, replayed: bool) -> tuple[Hashable, ...]:
-    """What is timed: who computes which expression, on operands of about which size, and which time counts."""
+def _timed(site: FusedSite, module: nn.Module, leaf: Tensor) -> tuple[Hashable, ...]:
+    """What is timed: who computes which expression, on operands of about which size."""
     op = site.plan.rule.op
     provider = select(op, leaf.device, (leaf.dtype,), site.provider).provider
     text = hashlib.sha256(site.plan.text.encode()).hexdigest()[:16]
     size = f"2^{leaf.numel().bit_length() - 1} numbers"
     name = type(module).__qualname__
-    return "site", op, name, text, provider, str(leaf.dtype), size, "as replays" if replayed else "as calls"
+    return "site", op, name, text, provider, str(leaf.dtype), size
 
 
 def _refusal(site: FusedSite, leaves: tuple[Any, ...], reason: str) -> Measurement:

@@ -36,6 +36,20 @@ class Cost:
         return f"{self.device:.1f} us{host}"
 
 
+def text_of(found: Sequence[Cost]) -> str:
+    """Two costs as they are kept on disk."""
+    return " ".join(f"{value:.2f}" for cost in found for value in (cost.host, cost.device))
+
+
+def costs_of(text: str) -> list[Cost] | None:
+    """The two costs of :func:`text_of`; None for any other text."""
+    try:
+        values = [float(part) for part in text.split()]
+    except ValueError:
+        return None
+    return [Cost(*values[:2]), Cost(*values[2:])] if len(values) == 4 else None
+
+
 def reason_without_gain(fused: Cost, stock: Cost, replayed: bool) -> str:
     """Why a fused computation is not worth it, with both costs; "" if it is.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.injection.models import ltx_inputs, run, tiny_ltx
 
 
 def headline(report: object) -> str:
-    return " ".join(str(report).split("\nstate ")[0].split())
+    return " ".join(re.split(r"\n(?:gain:|next:|state) ", str(report))[0].split())
 
 
 @pytest.fixture
