@@ -141,6 +141,9 @@ def _of_attention(
 
     With tokens before heads; and with heads before tokens, views of the former, where the expression cannot tell.
     """
+    if not site.plan.modules:  # a concatenation of heads, whose size means nothing
+        yield _drawn(site, module, 64, "heads first", _TABLES[0], device, dtype)
+        return
     copy = clone_for_verification(module, list(site.plan.modules.values()))
     norm = child_of(module, next(iter(site.plan.modules.values())))
     if norm is None or not site.norms:
@@ -178,7 +181,7 @@ def _drawn(
     roles = site.plan.roles
     heads = getattr(module, "heads", None) or getattr(module, "num_heads", None)
     heads = heads if type(heads) is int else 3
-    tokens = [ROWS // 8 + i for i in range(sum(name.startswith("q_norm") for name in site.plan.modules))]
+    tokens = [ROWS // 8 + i for i in range(sum(name.startswith("q_norm") for name in site.plan.modules) or len(roles))]
     whole = len(tokens) > 1 and "q0" not in roles  # both streams are parts of one leaf, of which the other is as long
 
     def stream(count: int) -> Tensor:

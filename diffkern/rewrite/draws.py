@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffkern.rewrite.site import memory_order
+from diffkern.rewrite.layout import memory_order
 from diffkern.verify.contract import ROWS
 
 #: Elements of a random leaf at most: a proof must not cost what a step costs.

@@ -27,6 +27,8 @@ from diffkern.rewrite.variants import activate_in_branches, decide_branches, dro
 #: Names in rewritten functions: what decides which sites are on, what runs if none may, and what concatenates in the
 #: memory of a site's result.
 ENTER, STOCK, JOIN = "_enter", "_stock", "_join"
+#: What fails, or answers something else, with a tensor whose dimensions lie in another order in memory.
+_OF_ORDER = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous", "data_ptr"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +189,8 @@ class _Planner:
                 continue
             for match in rule.shape.match(scope, node, Match()):
                 reason = _misfit(scope, match)
+                if reason is None and "stream_dim" in match.options and _is_viewed(effects, scope.flow, node):
+                    reason = "what reads it takes views that need heads before tokens in memory"
                 if reason is None:
                     found = self._place(rule, scope, placer, node, match)
                     if found is None:
@@ -254,6 +258,17 @@ def _misfit(scope: Scope, match: Match) -> str | None:
         if any(_is_product(flow, match.operands[name].node) for name in names):
             return ""  # a * b + c * d is a rotation or an interpolation, and r + g * y another match
     return None
+
+
+def _is_viewed(effects: Effects, flow: Flow, root: ast.expr) -> bool:
+    """Whether a result, or a view of it, is asked for its order in memory, which is that of the streams."""
+    sides = frozenset(root.elts if isinstance(root, ast.Tuple) else [root])
+    for node in flow.nodes:
+        if isinstance(node, ast.Attribute) and node.attr in _OF_ORDER and sides & effects.storage(node.value):
+            base = node.value.func if isinstance(node.value, ast.Call) else None
+            if not (isinstance(base, ast.Attribute) and base.attr == "contiguous"):
+                return True
+    return False
 
 
 def _halves(flow: Flow, match: Match) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Queries and keys of attention: their norms, the rotation behind them and the join of two streams, as one shape.
+"""Queries and keys of attention: their norms, the rotation behind them and the join of two streams, as shapes.
 
 ``query = rotate(norm_q(query), tables)`` and the same for the key are two statements. While a rule is tried they are
 one, ``query, key = ...``, whose value the shape matches.
@@ -72,6 +72,23 @@ class QueryKey:
                 return None
             found = after
         return found
+
+
+@dataclass(frozen=True)
+class Joined:
+    """``torch.cat([text, image], dim=2)`` in a processor: streams with heads before tokens, whatever they are.
+
+    The operands are ``q0``, ``q1`` and so on. Values are joined so, and queries and keys without norms. With tokens
+    before heads a concatenation copies whole rows already, and stays as it is written.
+    """
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        found = concatenated(node)
+        is_processor = scope.flow.tree.args.args[0].arg != scope.facts.receiver
+        if found is not None and is_processor and len(found[0]) > 1 and found[1] in (2, -2):
+            operands = {f"q{i}": Operand(part) for i, part in enumerate(found[0])}
+            yield replace(match.step(node), operands=operands, options={"stream_dim": found[1]})
 
 
 def _stream(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:

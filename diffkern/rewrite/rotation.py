@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from diffkern import ops
 from diffkern.cache.rotary import rotary_tables
 from diffkern.rewrite.facts import child_of, read_norm
+from diffkern.rewrite.layout import concatenate, order_of_rows, permuted, restored
 
 if TYPE_CHECKING:
     from diffkern.rewrite.site import FusedSite, Way
@@ -124,10 +125,15 @@ def part_of(table: Tensor | None, like: Tensor, dim: int, start: int) -> Tensor 
 
 def call_qk_norm_rope(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> tuple[Tensor, Tensor]:
-    """Calls the op of queries and keys: of two streams the one that joins them, where it can."""
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Calls the op of queries and keys: of two streams the one that joins them, where it can.
+
+    Of streams that are joined as they are there is one result.
+    """
     options = dict(way.options)
-    form, dim = options.pop("form"), options.pop("stream_dim", None)
+    form, dim, in_order = options.pop("form"), options.pop("stream_dim", None), options.pop("in_order", True)
+    if "k0" not in operands:
+        return concatenate(list(operands.values()), dim, in_order)
     options["pairing"] = form.pairing
     queries, keys, tables, start = [], [], [], 0
     norms: list[dict[str, Any]] = []
@@ -158,10 +164,17 @@ def call_qk_norm_rope(
             for name, plural in (("weight", "weights"), ("bias", "biases"))
         }
         cos, sin = ([pairs[0][which] for pairs in tables] for which in (0, 1))
-        return ops.joint_qk_norm_rope(
+        order = order_of_rows(queries) if in_order else None
+        if order is not None:  # kernels write row-major results
+            dim = order.index(dim % len(order))
+            queries, keys, cos, sin = [
+                [None if x is None else permuted(x, order) for x in both] for both in (queries, keys, cos, sin)
+            ]
+        joint = ops.joint_qk_norm_rope(
             (queries[0], queries[1]), (keys[0], keys[1]), cos=(cos[0], cos[1]), sin=(sin[0], sin[1]), dim=dim,
             **kinds[0], **parameters, **options, provider=provider,
         )  # fmt: skip
+        return joint if order is None else (restored(joint[0], order), restored(joint[1], order))
     results = []
     for q, k, ((cos, sin), (cos_k, sin_k)), norm in zip(queries, keys, tables, norms, strict=True):
         of_k: dict[str, Any] = {} if shared else {"cos_k": cos_k, "sin_k": sin_k}
@@ -170,7 +183,8 @@ def call_qk_norm_rope(
             flat[0], flat[1], cos=cos, sin=sin, **of_k, **norm, across_heads=heads, **options, provider=provider
         )
         results.append([y.view_as(x) for y, x in zip(both, (q, k), strict=True)])
-    one, other = [torch.cat(parts, dim) if dim is not None else parts[0] for parts in zip(*results, strict=True)]
+    sides = zip(*results, strict=True)
+    one, other = [parts[0] if dim is None else concatenate(parts, dim, in_order) for parts in sides]
     return one, other
 
 

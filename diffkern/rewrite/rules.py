@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
 from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Rotation, Shape, Sum
-from diffkern.rewrite.query_key import JOINED_FIRST, JOINED_LAST, NORMED, ROTATED, QueryKey
+from diffkern.rewrite.query_key import JOINED_FIRST, JOINED_LAST, NORMED, ROTATED, Joined, QueryKey
 
 _GATES = frozenset({"tanh", "sigmoid"})
 _GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
@@ -64,6 +64,7 @@ RULES = (
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_LAST)),
     Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(ROTATED)),
     Rule("query and key norm", "qk_norm_rope", QueryKey(NORMED)),
+    Rule("concatenation of heads", "qk_norm_rope", Joined()),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),
     Rule(

@@ -26,6 +26,7 @@ from diffkern.rewrite.facts import (
     parameter_of,
     read_norm,
 )
+from diffkern.rewrite.layout import memory_order
 from diffkern.rewrite.plan import SitePlan
 from diffkern.rewrite.rotation import call_qk_norm_rope
 from diffkern.verify.gain import Cost
@@ -295,13 +296,8 @@ def _named_size(number: int, leaves: tuple[Any, ...]) -> Any:
 
 def _layout(leaf: Tensor) -> Any:
     """The dtype, and the strides where they are not those of row-major order: results are laid out like operands."""
-    strides = leaf.stride()
-    return leaf.dtype if list(strides) == sorted(strides, reverse=True) else (leaf.dtype, memory_order(leaf))
-
-
-def memory_order(leaf: Tensor) -> tuple[int, ...]:
-    """The dimensions of a tensor from the outermost to the innermost in memory."""
-    return tuple(sorted(range(leaf.ndim), key=leaf.stride, reverse=True))
+    order = memory_order(leaf)
+    return leaf.dtype if order == tuple(range(leaf.ndim)) else (leaf.dtype, order)
 
 
 def _may_prove(leaves: tuple[Any, ...]) -> bool:

@@ -125,7 +125,7 @@ class SiteVerifier:
     def _gradients_of(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
         if "linear" in site.plan.modules:
             return "its gradients have no proof"
-        if self.numerics == "exact" and site.plan.rule.op == "qk_norm_rope":
+        if self.numerics == "exact" and site.norms:
             return "its backward adds in another order than stock's, which few samples show"
         known = replace(site.proofs[site.signature(module, leaves)], gradients=True)
         try:
@@ -255,13 +255,17 @@ def _without_dtypes(site: FusedSite, module: nn.Module, draw: tuple[Any, ...], w
 
 
 def _ways_of_rotation(options: dict[str, Any], exact: bool) -> Iterator[Way]:
-    """``exact`` calls the norms as the modules that they are; without a rotation it then has nothing to fuse."""
-    if options["form"].tables is None:
-        if not exact:
-            yield Way(options)
-        return
-    for arithmetic in ("float32", "float64", "input"):
-        yield Way({**options, "arithmetic": arithmetic}, "same" if exact else None)
+    """``exact`` calls the norms as the modules that they are, and wants the layout of stock.
+
+    For one stream without a rotation nothing is left then.
+    """
+    norms, joins = "same" if exact else None, "stream_dim" in options
+    arithmetics: tuple[dict[str, Any], ...] = ({},) if joins or not exact else ()
+    if options["form"].tables is not None:
+        arithmetics = tuple([{"arithmetic": name} for name in ("float32", "float64", "input")])
+    for in_order in (True, False) if exact and joins else (True,):
+        for arithmetic in arithmetics:
+            yield Way({**options, **arithmetic, "in_order": in_order}, norms)
 
 
 def _timed(site: FusedSite, module: nn.Module, leaf: Tensor) -> tuple[Hashable, ...]:

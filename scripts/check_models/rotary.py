@@ -95,7 +95,8 @@ def rotary_functions(methods: Iterable[tuple[ModuleType, type | None, FunctionTy
         sites = [site for one in plans if isinstance(one, Plan) for site in one.sites if site.rule.op == "qk_norm_rope"]
         rules = {site.rule.name: None for site in sites if any("table" in name for name in site.names)}
         name = module.__name__.rpartition(".")[2]
-        found.append(RotaryFunction(name, owner.__name__, tuple(sorted(rules)), bool(sites)))
+        norms = any(site.modules for site in sites)
+        found.append(RotaryFunction(name, owner.__name__, tuple(sorted(rules)), norms))
     return sorted(found, key=lambda one: (one.reason != "", one.module, one.name))
 
 
