@@ -1,20 +1,23 @@
-"""Linear layers of a block in fp8, and the fp8 copies of their weights.
+"""Linear layers in fp8: the fp8 copies of their weights, and inputs that are quantised once for all their readers.
 
-A weight is quantised at its first use, and the copy is kept beside the block for as long as it is valid
-(:mod:`diffkern.cache.derived`). Layers that read the same rows share one copy, and are one product.
+A weight is quantised at its first use, and the copy is kept beside its module (a block, or the layer itself) for as
+long as it is valid (:mod:`diffkern.cache.derived`). In a block, layers that read the same rows share one copy, and are
+one product; layers that are called as modules share the rows (:func:`shared_rows`).
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.pieces import plain_linear, run_layer
+from diffkern.blocks.pieces import has_plain_parameters, run_layer, untouched
 from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import layers
@@ -37,14 +40,20 @@ class RowwiseFp8(NamedTuple):
 
 def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a linear layer can be computed in fp8: torch's own, with sides that tensor cores take."""
-    if layer is None or not plain_linear(layer, device, dtype):
-        return False
+    return layer is not None and untouched(layer, nn.Linear) and unfit_weights(layer, device, dtype) is None
+
+
+def unfit_weights(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the weights of a linear layer cannot be quantised for inputs of ``dtype`` on ``device``, or None."""
+    if not has_plain_parameters(layer, device, dtype):
+        return "its weights are quantised, elsewhere, or of another dtype than its input"
     weight: Any = layer._parameters["weight"]
     rows, columns = weight.shape
     if rows % MULTIPLE or columns % MULTIPLE:
-        return False
-    # Without a count of its writes a copy could not be kept; in a graph there is none.
-    return torch.compiler.is_compiling() or version(weight) is not None
+        return f"tensor cores take sides that are multiples of {MULTIPLE}, and it has {columns} x {rows}"
+    if not torch.compiler.is_compiling() and version(weight) is None:  # in a graph nothing is kept
+        return "its weight is an inference tensor, whose writes PyTorch does not count"
+    return None
 
 
 def quantize_rowwise(x: Tensor | RowwiseFp8, provider: str | None) -> RowwiseFp8:
@@ -52,7 +61,58 @@ def quantize_rowwise(x: Tensor | RowwiseFp8, provider: str | None) -> RowwiseFp8
     return x if isinstance(x, RowwiseFp8) else RowwiseFp8(*activation_fp8(x, provider=provider))
 
 
-@dataclass(frozen=True)
+#: A key of :data:`_shared`: the tensor by its identity, and where rows of it are written in order.
+_Place = tuple[int, int, bool]
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A tensor in fp8, and the layers that have read it."""
+
+    source: weakref.ref[Tensor]
+    state: tuple[Any, ...]
+    rows: RowwiseFp8
+    readers: set[int]
+
+
+_shared: dict[_Place, _Rows] = {}
+
+
+def shared_rows(x: Tensor, reader: nn.Module, provider: str | None) -> RowwiseFp8:
+    """Quantises the input of a layer, once for all layers that read this tensor.
+
+    Rows are given again only for the same tensor, at the same address, not written since as far as PyTorch counts, and
+    **once to each reader**: a layer that comes a second time is in another step, for which the input may have been
+    written in a way that PyTorch does not count (as replays of CUDA graphs write). They go with the tensor.
+    """
+    if x.is_inference():  # which count no writes
+        return quantize_rowwise(x, provider)
+    if x.is_cuda:
+        stream, captured = torch._C._cuda_getCurrentRawStream(x.device.index), torch.cuda.is_current_stream_capturing()
+    else:
+        stream, captured = threading.get_ident(), False
+    place = id(x), stream, captured
+    state = x._version, x.data_ptr(), x.shape, x.stride(), provider
+    known = _shared.get(place)
+    if known is not None and known.source() is x and known.state == state and id(reader) not in known.readers:
+        known.readers.add(id(reader))
+        return known.rows
+    rows = quantize_rowwise(x, provider)
+    _shared[place] = _Rows(weakref.ref(x, lambda gone: _forget(place, gone)), state, rows, {id(reader)})
+    return rows
+
+
+def _forget(place: _Place, gone: weakref.ref[Tensor]) -> None:
+    known = _shared.get(place)
+    if known is not None and known.source is gone:
+        del _shared[place]
+
+
+#: So many copies in a row that were of use once: the weight is another one at every call, as offloading makes it.
+WASTED = 3
+
+
+@dataclass(eq=False)
 class _Copy:
     """Weights in fp8, one below the other, and what they were computed from.
 
@@ -61,19 +121,28 @@ class _Copy:
         values: ``[N, K]``.
         scales: Of the rows, ``[N, 1]``.
         bias: The biases of several layers, concatenated.
+        uses: How often it was read.
+        wasted: How many copies before it, in a row, were read no more than once.
     """
 
     sources: tuple[TensorFingerprint, ...]
     values: Tensor
     scales: Tensor
     bias: Tensor | None
+    uses: int = field(default=0, repr=False)
+    wasted: int = field(default=0, repr=False)
 
 
 class Fp8Weights(DerivedCache):
-    """The weights of one block in fp8."""
+    """The weights of one block, or of one layer, in fp8.
+
+    Attributes:
+        moves: Whether copies were of no use, because the weights are others at every call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.moves = False
         self._copies: dict[str, _Copy] = {}
         self._made = 0
 
@@ -89,7 +158,10 @@ class Fp8Weights(DerivedCache):
         weight = parameters["weight"]
         copy = self._copy(name, [weight], [])
         # Not the op, whose checks take half as long as the rest: nothing here has a gradient or is traced.
-        return layers.linear_rows(x.values, x.scales, copy.values, copy.scales, parameters["bias"], weight.dtype)
+        # The tensor cores make bfloat16 of such products.
+        dtype = torch.bfloat16 if x.values.is_cuda else weight.dtype
+        y = layers.linear_rows(x.values, x.scales, copy.values, copy.scales, parameters["bias"], dtype)
+        return y if dtype is weight.dtype else y.to(weight.dtype)
 
     def project(self, children: Mapping[str, Any], x: RowwiseFp8, context: RowwiseFp8) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of self-attention, whose context is ``x``: parts of the rows of one product."""
@@ -110,8 +182,12 @@ class Fp8Weights(DerivedCache):
     def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
         copy = self._copies.get(name)
         if copy is None or not match_all(copy.sources, [*weights, *biases]):
+            wasted = copy.wasted + 1 if copy is not None and copy.uses < 2 else 0
             copy = self._copies[name] = _copied(weights, biases)
+            copy.wasted = wasted
             self._made += 1
+            self.moves |= wasted >= WASTED
+        copy.uses += 1
         return copy
 
     def drop(self, prefix: str) -> None:
@@ -131,7 +207,7 @@ class Fp8Weights(DerivedCache):
 
 
 def weights_of(block: nn.Module, device: torch.device) -> Fp8Weights:
-    """The weights of a block in fp8, quantised as they are needed, and checked: to be called once in each step."""
+    """The weights of a block or a layer in fp8, quantised as needed, and checked: to be called once in each step."""
     known = memory(block)
     if "fp8" not in known:
         known["fp8"] = Fp8Weights()

@@ -56,14 +56,12 @@ from diffkern.blocks.steps import EXACT, FAST, FP8, FastSteps
 from diffkern.blocks.text import TextAttention, text_attention
 from diffkern.cache import version
 from diffkern.providers import KERNEL_DTYPES
+from diffkern.verify.contract import FP8_ALLOWANCE
 
 Tables = tuple[Tensor, Tensor]
 
 #: How reports name what could be computed in fp8 and is not.
 _ATTN1, _FF = "attn1 in fp8", "ff in fp8"
-
-#: The products are off by 3.7 % of their root mean square, and the residual, which most of the result is, by nothing.
-FP8_ALLOWANCE = 0.04
 
 
 class LTXBlock(BlockRecipe):

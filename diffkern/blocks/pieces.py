@@ -96,9 +96,12 @@ def plain_linear(module: nn.Module | None, device: torch.device, dtype: torch.dt
 
     Layers with adapters or quantised weights, offloaded and sharded ones are not.
     """
-    if not untouched(module, nn.Linear):
-        return False
-    parameters: Any = module._parameters  # type: ignore[union-attr]
+    return module is not None and untouched(module, nn.Linear) and has_plain_parameters(module, device, dtype)
+
+
+def has_plain_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the weights of a linear layer are ordinary tensors of ``dtype`` on ``device``."""
+    parameters: Any = layer._parameters
     weight = parameters.get("weight")  # either may have become a plain attribute
     if weight is None or "bias" not in parameters or weight.dtype is not dtype or not plain(weight, device):
         return False

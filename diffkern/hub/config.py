@@ -68,6 +68,9 @@ class KernelConfig:
         lock: The lock file to take commits and digests from; None means ``DIFFKERN_LOCK`` or, if there is one,
             ``diffkern.lock`` in the working directory.
         measure: Whether times are measured, and decide; None means so unless ``DIFFKERN_MEASURE=0`` is set.
+        fp8_include: With ``numerics="fp8"``, patterns on the paths of linear layers to compute in fp8 that would be
+            left alone for their size, their name or their place.
+        fp8_exclude: Patterns on the paths of linear layers to leave in their dtype, also where ``fp8_include`` fits.
 
     Raises:
         ValueError: a key or a value is none of those; the message names the nearest that is.
@@ -82,6 +85,8 @@ class KernelConfig:
     trust_remote_code: bool | tuple[str, ...] = False
     lock: str | None = None
     measure: bool | None = None
+    fp8_include: tuple[str, ...] = ()
+    fp8_exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping):
@@ -108,6 +113,11 @@ class KernelConfig:
             object.__setattr__(self, "lock", str(self.lock))
         if self.measure is not None and not isinstance(self.measure, bool):
             raise ValueError(f"measure={self.measure!r}: pass True, False, or None")
+        for name in ("fp8_include", "fp8_exclude"):
+            patterns = getattr(self, name)
+            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise ValueError(f"{name}={patterns!r}: pass a list of patterns on the paths of linear layers")
+            object.__setattr__(self, name, tuple(patterns))
 
     @property
     def measures(self) -> bool:
@@ -193,6 +203,9 @@ class KernelConfig:
             data["lock"] = self.lock
         if self.measure is not None:
             data["measure"] = self.measure
+        for name in ("fp8_include", "fp8_exclude"):
+            if getattr(self, name):
+                data[name] = list(getattr(self, name))
         return {**data, "rules": _plain(self.rules)}
 
     @classmethod
@@ -202,7 +215,7 @@ class KernelConfig:
         Raises:
             ValueError: a key is unknown, or as in the constructor.
         """
-        known = ("rules", "hub", "mode", "trust_remote_code", "lock", "measure")
+        known = ("rules", "hub", "mode", "trust_remote_code", "lock", "measure", "fp8_include", "fp8_exclude")
         if not isinstance(data, Mapping):
             raise ValueError(f"{data!r} is no configuration: that is a table of {', '.join(known)}")
         for key in data:

@@ -57,9 +57,9 @@ def inject_optimized_kernels(
             ControlNets.
         numerics: ``"fast"`` keeps the error against float64 within 1.05 times that of the stock module;
             ``"exact"`` patches only what is bit-identical to the stock module on this device;
-            ``"fp8"`` computes the large matrix products of the blocks that have such a form (see ``docs/fp8.md``)
-            in fp8, and everything else as ``"fast"``; it needs a GPU of compute capability 8.9, and memory for a
-            second copy of those weights, of half their size.
+            ``"fp8"`` computes the large linear layers in fp8 (see ``docs/fp8.md`` for which), and everything else
+            as ``"fast"``; it needs a GPU of compute capability 8.9, and memory for a second copy of those weights, of
+            half their size.
         config: Who serves what; see :class:`diffkern.KernelConfig`.
         attention: Who computes attention: the name of a backend of diffusers, a kernel on the Hub such as
             ``"org/repo@revision:function"``, or ``"auto"`` for the fastest of those installed, by measurement at

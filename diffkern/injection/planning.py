@@ -18,6 +18,8 @@ from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
 from diffkern.injection.block_fusion import BlockFusion
 from diffkern.injection.components import is_denoiser
+from diffkern.injection.fp8_fusion import OP as FP8_OP
+from diffkern.injection.fp8_fusion import Fp8Fusion, Fp8Layers, is_linear, kind_of
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
 from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
@@ -25,13 +27,15 @@ from diffkern.injection.liger import loss_fusion, with_liger
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
-from diffkern.injection.state import PatchState, patch_state, patches
+from diffkern.injection.state import STOCK, PatchState, patch_state, patches
 from diffkern.matching import full_name, match
 from diffkern.matching.genuine import replaced_function, replacement
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.providers.liger import Flags
 from diffkern.rewrite import OPS as REWRITE_OPS
+from diffkern.rewrite import Rewritten
+from diffkern.rewrite.facts import child_of
 
 #: What the headline adds where fp8 was asked for in vain.
 NO_FP8_FORM = "no module here has a form in fp8: all compute as numerics='fast'"
@@ -97,8 +101,13 @@ def plan_modules(
         for module in parallel.modules()
     }
     layers: set[str] = set()
+    linears: list[str] = []
+    fp8 = Fp8Layers(modules, config) if report.numerics == "fp8" else None
     for path, module in walk(modules):
-        matched = _match(module, rewriters, report.numerics, flags)
+        matched = _match(path, module, rewriters, report.numerics, flags, fp8)
+        if fp8 is not None and matched is None and is_linear(module):
+            linears.append(path)
+            matched = None if path.startswith(tuple(blocks)) else _match_linear(path, module, fp8)
         fusion = None if matched is None else matched.fusion
         layer = layer_name(module, fusion)
         rule_of = partial(config.rule, path, type(module).__name__, layer_name=layer)
@@ -139,7 +148,7 @@ def plan_modules(
                 options,
                 options[0].fusion.likely_dtypes(module, _dtype(component)),
                 # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
-                devices[: 1 if is_block else None],
+                devices[: 1 if is_block or options[0].fusion.op == FP8_OP else None],
             )
         )
     candidates = _drop_covered(_apply_exclusions(candidates, report), report)
@@ -148,7 +157,9 @@ def plan_modules(
         site for site in report.skipped if site.op or not any(_computes(one, site.path) for one in candidates)
     ]
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
-    config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS), layers)
+    config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS, FP8_OP), layers)
+    if fp8 is not None:
+        fp8.check(linears)
     if report.numerics == "fp8" and candidates and not any(candidate.fusion.allowance for candidate in candidates):
         report.caveat = NO_FP8_FORM
     _refuse_other_numerics(report)
@@ -207,7 +218,9 @@ class _Match:
     reason: str = ""
 
 
-def _match(module: nn.Module, rewriters: Rewriters, numerics: str, flags: Flags | None) -> _Match | None:
+def _match(
+    path: str, module: nn.Module, rewriters: Rewriters, numerics: str, flags: Flags | None, fp8: Fp8Layers | None
+) -> _Match | None:
     """Looks a module up among the recipes and the norms, and reads its forward; None if nothing is found."""
     recipe = recipe_for(full_name(type(module)))
     replaced = replacement(type(module))
@@ -233,13 +246,34 @@ def _match(module: nn.Module, rewriters: Rewriters, numerics: str, flags: Flags 
     if module._modules and replaced is None and _is_read(type(module).__module__):
         rewritten = rewriters.rewrite(module)
         if not isinstance(rewritten, str):
-            return _Match(RewriteFusion(rewriters, rewritten), "source")
+            calls_layer = fp8 is not None and _has_fp8_product(path, module, rewritten, fp8)
+            stock: dict[str, str | None] = {"linear_gelu": STOCK} if calls_layer else {}
+            if any(site.plan.rule.op not in stock for site in rewritten.sites):
+                return _Match(RewriteFusion(rewriters, rewritten, stock), "source")
     matched = match(module)
     if matched is None:
         return None
     if matched.semantics is None:
         return _Match(None, matched.how, matched.reason or "")
     return _Match(with_liger(NormFusion(matched.semantics), flags), matched.how)
+
+
+def _match_linear(path: str, module: nn.Module, fp8: Fp8Layers) -> _Match | None:
+    """Looks a linear layer up among those whose product is computed in fp8; None where nothing is to be said of it."""
+    reason = fp8.reason(path, module)
+    if reason == "":
+        return None
+    replaced = replacement(type(module))
+    if reason is None and replaced is not None:
+        reason = f"the forward of its class was replaced by {replaced}"
+    return _Match(Fp8Fusion(kind_of(path)), "table") if reason is None else _Match(None, "table", reason)
+
+
+def _has_fp8_product(path: str, module: nn.Module, rewritten: Rewritten, fp8: Fp8Layers) -> bool:
+    """Whether a site has a linear layer in it that is computed in fp8, and must be called for that."""
+    layers = [site.plan.modules["linear"] for site in rewritten.sites if site.plan.rule.op == "linear_gelu"]
+    children = [(".".join((path, *layer)).removeprefix("."), child_of(module, layer)) for layer in layers]
+    return any(child is not None and fp8.reason(name, child) is None for name, child in children)
 
 
 def _refuse_other_numerics(report: InjectionReport) -> None:
@@ -304,7 +338,8 @@ def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str
         return BY_CONFIG
     if numerics == "fp8":
         reason = fp8_unavailable_reason(device)
-        if reason is not None:
+        emulated = options[0].fusion.op == FP8_OP and set(options[0].rule.choices()) == {"eager"}
+        if reason is not None and not emulated:
             return f"{reason}: use numerics='fast' or 'exact' instead of 'fp8'"
     return None if patch_state(module) is not None else hooks.foreign_forward(module)
 

@@ -17,6 +17,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
+from diffkern.injection.fp8_fusion import OP as FP8_OP
+from diffkern.injection.fp8_fusion import kind_of
+
 if TYPE_CHECKING:
     from diffkern.injection.report import InjectionReport, Site
 
@@ -27,6 +30,8 @@ _REASONS = 2
 
 _HEADINGS = ("state", "count", "class", "provider", "match", "error / stock")
 _GAP = "  "
+#: What of the path of a layer says in which block it is, and not which layer of it.
+_IN_BLOCK = re.compile(r".*(blocks?|layers?)\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Drawing:
                 yield Padding(Text(f"{_op(group)}at {_places(group)}{_ran(group)}"), indent)
                 if rest:
                     yield Padding(Text(rest), indent)
+                if errors := _errors_by_layer(group):
+                    yield Padding(Text(errors), indent)
                 if group[0].reason:
                     yield Padding(Text(f"why: {say(group[0].reason)}"), indent)
                 for reason, count in _stock_calls(group):
@@ -142,6 +149,18 @@ def _worst(group: Iterable[Site]) -> tuple[float, float] | None:
     return max(((proof.fused, proof.stock) for proof in proofs if not math.isnan(proof.fused)), default=None)
 
 
+def _errors_by_layer(group: list[Site]) -> str:
+    """The largest error of each kind of layer whose product is in fp8: which to exclude where a result is poor."""
+    if group[0].op != FP8_OP:
+        return ""
+    kinds: dict[str, list[Site]] = {}
+    for site in group:
+        kinds.setdefault(_IN_BLOCK.sub("", site.path), []).append(site)
+    errors = {kind: worst[0] for kind, sites in kinds.items() if (worst := _worst(sites)) is not None}
+    said = [f"{kind} {error:.1%}" for kind, error in sorted(errors.items(), key=lambda item: -item[1])]
+    return f"error by layer: {', '.join(said)}" if len(said) > 1 else ""
+
+
 def _ran(group: list[Site]) -> str:
     """The calls so far of the modules of a group; nothing before the first."""
     counts = {"fused": sum(s.fused_calls for s in group), "stock": sum(s.stock_calls.total() for s in group)}
@@ -177,7 +196,7 @@ def _width(columns: Sequence[Sequence[str]]) -> int:
 
 def _places(group: list[Site]) -> str:
     """The first place of a group, block indices as ``*``, and how many others there are."""
-    places = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.path) for site in group))
+    places = list(dict.fromkeys(kind_of(site.path) for site in group))
     more = len(places) - 1
     others = f" and {more} more place{'s' if more > 1 else ''}" if more else ""
     return (places[0] or "the module itself") + others

@@ -19,9 +19,9 @@ from torch import Tensor
 from diffkern import cache, inject_optimized_kernels, restore
 from diffkern.bench.measure import relative_error
 from diffkern.blocks import fp8
-from diffkern.blocks.ltx import FP8_ALLOWANCE
 from diffkern.cache import derived, memory
 from diffkern.injection import planning
+from diffkern.verify.contract import FP8_ALLOWANCE
 from tests.injection.models import all_fused, ltx_inputs, replay_dependencies, tiny_ltx
 
 

@@ -1,0 +1,251 @@
+"""Large linear layers whose products are computed in fp8, and the rules that say which layers these are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.blocks.fp8 import MULTIPLE, shared_rows, unfit_weights, weights_of
+from diffkern.blocks.pieces import runs_fused, unfit
+from diffkern.cache import memory
+from diffkern.hub import KernelConfig
+from diffkern.injection.components import is_denoiser
+from diffkern.injection.fusion import Fusion
+from diffkern.providers import Choice, select
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.verify import gradients
+from diffkern.verify.contract import FP8_ALLOWANCE, ROWS
+from diffkern.verify.samples import clone_leaf, random_input
+
+#: The name under which configurations and reports know such layers.
+OP = "linear_fp8"
+
+#: Features of input and output from which on a product in fp8 can make up for the pass that quantises its input.
+LEAST_FEATURES = 1024
+#: Rows below which nothing can be gained: modulation and time embeddings have one for each sample.
+LEAST_ROWS = 32
+#: A part of a path that says: modulation, embedding, time, norm, router. What these compute is small, and scales or
+#: shifts all that follows.
+_DELICATE = re.compile(
+    r"norm|ada_?ln|modulation|embed|router|adapter|lora_|(^|_)(mod|emb|temb|time|timestep|gate_logits)($|_|\d)",
+    re.IGNORECASE,
+)
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Fp8Layers:
+    """Says which linear layers of the components of a pipeline are computed in fp8.
+
+    Attributes:
+        components: The modules by component name, as :func:`diffkern.injection.components.select_components` has them.
+        config: Whose ``fp8_include`` and ``fp8_exclude`` come before the rules here.
+        repeated: Paths of the blocks that a component repeats.
+    """
+
+    components: Mapping[str, nn.Module]
+    config: KernelConfig
+    repeated: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        denoisers = ((name, module) for name, module in self.components.items() if is_denoiser(name))
+        object.__setattr__(self, "repeated", frozenset(path for pair in denoisers for path in _repeated(*pair)))
+
+    def reason(self, path: str, module: nn.Module) -> str | None:
+        """Why a layer stays in its dtype; "" if it is no large layer, of which nothing is said; None if in fp8.
+
+        Args:
+            path: Where it is, from the component's name on.
+            module: What is there.
+        """
+        size, included = _size(module), any(fnmatchcase(path, pattern) for pattern in self.config.fp8_include)
+        if size is None or (not included and min(size) < LEAST_FEATURES):
+            return ""
+        if not included and "" not in self.components and not is_denoiser(path.partition(".")[0]):
+            return ""  # it runs once for an image, and not in every step
+        if any(fnmatchcase(path, pattern) for pattern in self.config.fp8_exclude):
+            return "left in its dtype by fp8_exclude"
+        rule = self.config.rule(path, type(module).__name__, OP)
+        if rule is not None and not any(rule.choices()):
+            return "left in its dtype by config"
+        if not included and (why := self._delicate(path)) is not None:
+            return f"{why}: in fp8 only if fp8_include names it"
+        if "base_layer" in module._modules:  # an adapter, which calls the layer that it is of
+            return ""
+        if type(module) is not nn.Linear:
+            return f"a {type(module).__name__} is left to the library that it is of"
+        weight = module._parameters.get("weight")
+        if weight is None or type(weight) not in (nn.Parameter, Tensor):
+            return f"its weight is a {type(weight).__name__}, which its own library computes with"
+        if weight.dtype not in _HALF:
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}; float16 and bfloat16 are quantised"
+        if any(features % MULTIPLE for features in size):
+            return f"tensor cores take sides that are multiples of {MULTIPLE}, and it has {size[0]} x {size[1]}"
+        return None
+
+    def _delicate(self, path: str) -> str | None:
+        if any(map(_DELICATE.search, path.split("."))):
+            return "a layer of a modulation, an embedding or a norm"
+        name = path.partition(".")[0] if "" not in self.components else ""
+        own = [block for block in self.repeated if not name or block.startswith(f"{name}.")]
+        if own and not any(block in self.repeated for block in _parents(path)):
+            return "a layer before or after the repeated blocks"
+        return None
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Makes sure that every pattern fits one of the linear layers that there are.
+
+        Raises:
+            ValueError: one does not.
+        """
+        for name in ("fp8_include", "fp8_exclude"):
+            for pattern in getattr(self.config, name):
+                if not any(fnmatchcase(path, pattern) for path in paths):
+                    raise ValueError(
+                        f"{name} has the pattern {pattern!r}, which fits no linear layer of this model; there are such "
+                        f"as {', '.join(map(repr, paths[:3])) or 'none'}"
+                    )
+
+
+def _size(module: nn.Module) -> tuple[int, int] | None:
+    """Features of the input and the output of whatever calls itself a linear layer."""
+    size = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return size if all(type(features) is int for features in size) else None  # type: ignore[return-value]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module calls itself a linear layer."""
+    return _size(module) is not None
+
+
+def _parents(path: str) -> Iterator[str]:
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _repeated(name: str, root: nn.Module) -> Iterator[str]:
+    """Yields the paths of modules that stand in a list of modules of one class, with parts of their own."""
+    for path, module in root.named_modules(prefix=name):
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            items = list(module.named_children())
+            if len({type(item) for _, item in items}) == 1 and all(item._modules for _, item in items):
+                yield from (f"{path}.{key}".removeprefix(".") for key, _ in items)
+
+
+def kind_of(path: str) -> str:
+    """A path with a star for each index, which layers of one kind have in common."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+@dataclass(frozen=True)
+class Fp8Fusion(Fusion):
+    """A linear layer of torch whose product is in fp8. A call is its input.
+
+    Attributes:
+        layer: Which kind of layer it is: its path, with a star for each index. Layers of one kind share a proof.
+    """
+
+    layer: str
+
+    @property
+    @override
+    def op(self) -> str:
+        return OP
+
+    @property
+    @override
+    def allowance(self) -> float:
+        return FP8_ALLOWANCE
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        return kwargs.get("input") if len(kwargs) == 1 and not args else None
+
+    @override
+    def primary_input(self, call: Tensor) -> Tensor:
+        return call
+
+    @override
+    def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
+        weight = module._parameters.get("weight")
+        return None if weight is None else weight.dtype
+
+    @override
+    def declines(self, module: nn.Module, call: Any) -> str | None:
+        x = call
+        reason = unfit(x)
+        if reason is not None:
+            return reason
+        if torch.compiler.is_compiling():
+            return None  # its graph holds the product as it is written, see compute
+        if x.dtype not in _HALF:
+            return "its input is float32; float16 and bfloat16 are quantised"
+        width = x.shape[-1] if x.ndim else 0
+        if width == 0 or x.numel() < LEAST_ROWS * width:
+            return f"its input has fewer than {LEAST_ROWS} rows, where nothing is gained"
+        if gradients.wanted(module, x):
+            return "gradients are wanted, and rounding to fp8 has none"
+        if modes_active() or transforms_active():
+            return "a mode or a transform of torch watches its operations"
+        weights = memory(module).get("fp8")
+        if weights is not None and weights.moves:
+            weights.drop("")
+            return "its weight is another one at every call, as offloading makes it: a copy in fp8 would be of no use"
+        if "forward" in module.__dict__ and not runs_fused(module):
+            return "a hook on it moves its weight at every call, and a copy in fp8 would stay on the GPU"
+        return unfit_weights(module, x.device, x.dtype)
+
+    @override
+    def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
+        return isinstance(call, Tensor) and call.ndim > 0 and call.numel() < LEAST_ROWS * call.shape[-1]
+
+    @override
+    def compute(self, module: nn.Module, call: Tensor, provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        if torch.compiler.is_compiling():  # nothing can be kept in a graph
+            parameters: Any = module._parameters
+            return F.linear(call, parameters["weight"], parameters["bias"])
+        return weights_of(module, call.device).run("weight", module, shared_rows(call, module, provider))
+
+    @override
+    def kind(self, module: nn.Module) -> Hashable:
+        return self.layer, tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        """Who quantises the input: the product is torch's."""
+        return select("activation_fp8", device, dtypes[:1], provider)
+
+    @override
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        return (self.weight_dtype(module) or whole,)
+
+    @override
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return clone_leaf(module, device)
+
+    @override
+    def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Tensor]:
+        linear: Any = module
+        return [random_input(torch.Size((ROWS, linear.in_features)), device, dtype)]
+
+    @override
+    def stock(self, module: nn.Module, call: Tensor) -> Tensor:
+        result: Tensor = type(module).forward(module, call)
+        return result
+
+    @override
+    def reference(self, module: nn.Module, call: Tensor) -> Tensor:
+        return self.stock(clone_leaf(module, call.device, torch.float64), call.double())
