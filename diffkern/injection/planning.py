@@ -160,6 +160,8 @@ def plan_modules(
     config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS, FP8_OP), layers)
     if fp8 is not None:
         fp8.check(linears)
+        once = ", ".join(name for name in modules if name and not is_denoiser(name))
+        report.notes += [f"{once}: in their dtype, since they run once for an image: fp8 is for denoisers"] * bool(once)
     if report.numerics == "fp8" and candidates and not any(candidate.fusion.allowance for candidate in candidates):
         report.caveat = NO_FP8_FORM
     _refuse_other_numerics(report)
