@@ -123,6 +123,7 @@ class LTX2Block(BlockRecipe):
     ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
     fingerprints = frozenset({"8d19f9d577c550e5"})
     versions = "diffusers 0.42"
+    calls_layers = True
 
     def __init__(self, steps: FastSteps = FAST) -> None:
         self._steps = steps

@@ -58,6 +58,7 @@ class BlockRecipe(ABC):
         covers: Other recipes, by their ops, whose modules are no sites of their own inside such a block.
         is_one_op: Whether the block is one op in the graph of ``torch.compile`` where that compiles it by itself. Its
             result must be like its first operand.
+        calls_layers: Whether linear layers inside that have a fused forward of their own are called.
         allowance: Error against float64 that is granted beyond what the contract grants, for products in fp8.
     """
 
@@ -67,6 +68,7 @@ class BlockRecipe(ABC):
     versions: str
     covers: frozenset[str] = frozenset()
     is_one_op: bool = False
+    calls_layers: bool = False
     allowance: float = 0.0
 
     def for_numerics(self, numerics: str) -> BlockRecipe | None:

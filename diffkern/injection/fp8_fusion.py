@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.fp8 import MULTIPLE, shared_rows, unfit_weights, weights_of
+from diffkern.blocks.fp8 import MULTIPLE, quantize_rowwise, shared_rows, unfit_weights, weights_of
 from diffkern.blocks.pieces import runs_fused, unfit
 from diffkern.cache import memory
 from diffkern.hub import KernelConfig
@@ -21,8 +21,9 @@ from diffkern.injection.components import is_denoiser
 from diffkern.injection.fusion import Fusion
 from diffkern.providers import Choice, select
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
-from diffkern.verify import gradients
+from diffkern.verify import choices, gradients
 from diffkern.verify.contract import FP8_ALLOWANCE, ROWS
+from diffkern.verify.gain import costs, reason_without_gain
 from diffkern.verify.samples import clone_leaf, random_input
 
 #: The name under which configurations and reports know such layers.
@@ -32,6 +33,8 @@ OP = "linear_fp8"
 LEAST_FEATURES = 1024
 #: Rows below which nothing can be gained: modulation and time embeddings have one for each sample.
 LEAST_ROWS = 32
+#: Multiplications from which on a product in fp8 is certain to gain: such are not timed.
+CERTAIN = 1 << 37
 #: A part of a path that says: modulation, embedding, time, norm, router. What these compute is small, and scales or
 #: shifts all that follows.
 _DELICATE = re.compile(
@@ -48,11 +51,13 @@ class Fp8Layers:
     Attributes:
         components: The modules by component name, as :func:`diffkern.injection.components.select_components` has them.
         config: Whose ``fp8_include`` and ``fp8_exclude`` come before the rules here.
+        replayed: Whether steps may become CUDA graphs, which decides about layers without a gain; None times none.
         repeated: Paths of the blocks that a component repeats.
     """
 
     components: Mapping[str, nn.Module]
     config: KernelConfig
+    replayed: bool | None = None
     repeated: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +95,12 @@ class Fp8Layers:
         if any(features % MULTIPLE for features in size):
             return f"tensor cores take sides that are multiples of {MULTIPLE}, and it has {size[0]} x {size[1]}"
         return None
+
+    def fusion(self, path: str) -> Fp8Fusion:
+        """How the layer at a path is computed."""
+        rule = self.config.rule(path, "Linear", OP)
+        named = rule is not None and any(choice not in (None, "auto") for choice in rule.choices())
+        return Fp8Fusion(kind_of(path), None if named else self.replayed)  # who names a provider wants it
 
     def _delicate(self, path: str) -> str | None:
         if any(map(_DELICATE.search, path.split("."))):
@@ -152,9 +163,13 @@ class Fp8Fusion(Fusion):
 
     Attributes:
         layer: Which kind of layer it is: its path, with a star for each index. Layers of one kind share a proof.
+        replayed: As in :class:`Fp8Layers`.
+        gains: Why calls take no less time in fp8, or "", by what decides that.
     """
 
     layer: str
+    replayed: bool | None = None
+    gains: dict[Hashable, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     @override
@@ -205,6 +220,43 @@ class Fp8Fusion(Fusion):
         if "forward" in module.__dict__ and not runs_fused(module):
             return "a hook on it moves its weight at every call, and a copy in fp8 would stay on the GPU"
         return unfit_weights(module, x.device, x.dtype)
+
+    @override
+    def without_gain(self, module: nn.Module, call: Tensor) -> str | None:
+        if self.replayed is None or (call.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        linear: Any = module
+        rows, sides = call.numel() // call.shape[-1], (linear.in_features, linear.out_features)
+        if rows * sides[0] * sides[1] > CERTAIN:
+            return None
+        size = call.device, call.dtype, *sides, rows.bit_length()
+        if size not in self.gains:
+            self.gains[size] = self._measured(module, call, size)
+            if self.gains[size]:
+                weights_of(module, call.device).drop("")
+        return self.gains[size] or None
+
+    def _measured(self, module: nn.Module, x: Tensor, size: tuple[Any, ...]) -> str:
+        *_, columns, depth, bits = size
+        how = "as replays" if self.replayed else "as calls"
+        provider = select("activation_fp8", x.device, (x.dtype,), None).provider
+        key = OP, provider, str(x.dtype), f"{columns} x {depth}", f"2^{bits - 1} rows", how
+        known = choices.recall(x.device, *key)
+        if known is not None:
+            return known
+        weights = weights_of(module, x.device)
+
+        def fused() -> Tensor:
+            return weights.run("weight", module, quantize_rowwise(x, None))
+
+        try:
+            with torch.no_grad():
+                found = costs((fused, lambda: self.stock(module, x)), x.device)
+        except torch.OutOfMemoryError:
+            return ""  # the call itself says so
+        reason = reason_without_gain(found[0], found[1], bool(self.replayed))
+        choices.remember(x.device, reason, *key)
+        return reason
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:

@@ -60,6 +60,11 @@ class Fusion(Protocol):
         return False
 
     @property
+    def calls_layers(self) -> bool:
+        """Whether linear layers inside of it that have a fused forward of their own are called."""
+        return not self.is_block
+
+    @property
     def covers(self) -> frozenset[str]:
         """Ops of modules that are no sites of their own inside of it."""
         return frozenset()
@@ -103,6 +108,10 @@ class Fusion(Protocol):
 
     def declines(self, module: nn.Module, call: Any) -> str | None:
         """Says why a call must run the stock forward, or None."""
+        return None
+
+    def without_gain(self, module: nn.Module, call: Any) -> str | None:
+        """Says why a proven call takes no less time fused, as a measurement at first use found; or None."""
         return None
 
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:

@@ -19,7 +19,7 @@ from diffkern.injection import hooks
 from diffkern.injection.block_fusion import BlockFusion
 from diffkern.injection.components import is_denoiser
 from diffkern.injection.fp8_fusion import OP as FP8_OP
-from diffkern.injection.fp8_fusion import Fp8Fusion, Fp8Layers, is_linear, kind_of
+from diffkern.injection.fp8_fusion import Fp8Layers, is_linear
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
 from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
@@ -102,12 +102,13 @@ def plan_modules(
     }
     layers: set[str] = set()
     linears: list[str] = []
-    fp8 = Fp8Layers(modules, config) if report.numerics == "fp8" else None
+    own_products: list[str] = []
+    fp8 = Fp8Layers(modules, config, rewriters.replayed) if report.numerics == "fp8" else None
     for path, module in walk(modules):
         matched = _match(path, module, rewriters, report.numerics, flags, fp8)
         if fp8 is not None and matched is None and is_linear(module):
             linears.append(path)
-            matched = None if path.startswith(tuple(blocks)) else _match_linear(path, module, fp8)
+            matched = None if path.startswith(tuple(own_products)) else _match_linear(path, module, fp8)
         fusion = None if matched is None else matched.fusion
         layer = layer_name(module, fusion)
         rule_of = partial(config.rule, path, type(module).__name__, layer_name=layer)
@@ -121,6 +122,7 @@ def plan_modules(
         is_block = fusion is not None and fusion.is_block
         if is_block and options:
             blocks.append(f"{path}.".removeprefix("."))
+            own_products += blocks[-1:] if fusion is not None and not fusion.calls_layers else []
         site = Site(path, full_name(type(module)), how=None if matched is None else matched.how)
         site._module = weakref.ref(module)
         seen.append(site)
@@ -268,7 +270,7 @@ def _match_linear(path: str, module: nn.Module, fp8: Fp8Layers) -> _Match | None
     replaced = replacement(type(module))
     if reason is None and replaced is not None:
         reason = f"the forward of its class was replaced by {replaced}"
-    return _Match(Fp8Fusion(kind_of(path)), "table") if reason is None else _Match(None, "table", reason)
+    return _Match(fp8.fusion(path), "table") if reason is None else _Match(None, "table", reason)
 
 
 def _has_fp8_product(path: str, module: nn.Module, rewritten: Rewritten, fp8: Fp8Layers) -> bool:

@@ -121,6 +121,8 @@ class PatchState:
             reason = self._prove(module, call)
         if reason is None and torch.is_grad_enabled() and gradients.wanted(module, fusion.primary_input(call)):
             reason = self._prove_gradients(module, call)
+        if reason is None:
+            reason = fusion.without_gain(module, call)
         if reason is not None:
             if self.strict and not fusion.allowed_in_strict(module, call):
                 raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")

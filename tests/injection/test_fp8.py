@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from diffkern import KernelConfig, forget, inject_optimized_kernels
 from diffkern.blocks import fp8
+from diffkern.cache import memory
 from diffkern.injection import fp8_fusion, planning
 from diffkern.ops import activation_fp8
 from diffkern.verify.contract import FP8_ALLOWANCE
+from diffkern.verify.gain import Cost
 from diffkern.verify.measures import relative_error
 from tests.injection.models import replay_dependencies, tiny_ltx
 from tests.pipelines.tiny import make_visible
@@ -470,6 +472,52 @@ def test_copies_of_a_model_share_no_copies_of_weights() -> None:
     assert not torch.equal(output(other, inputs), before)
     assert torch.equal(output(model, inputs), before)
     report.restore()
+
+
+@pytest.mark.usefixtures("on_this_device")
+def test_a_layer_that_gains_nothing_runs_as_it_is_written_and_keeps_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+
+    def slow(computations: Any, device: torch.device) -> list[Cost]:
+        results = [compute() for compute in computations]
+        timed.append(relative_error(results[0], results[1].double()))
+        return [Cost(3.0, 2.0), Cost(3.0, 1.0)]
+
+    monkeypatch.setattr(fp8_fusion, "costs", slow)
+    x, expected = _random()(1, 32, 64), {}
+    for cuda_graph, gains in (("auto", False), (False, True)):
+        layer = linear()
+        stock = layer(x)
+        measured = KernelConfig(measure=True)
+        report = inject_optimized_kernels(layer, numerics="fp8", config=measured, cuda_graph=cuda_graph)
+        expected[cuda_graph] = [torch.equal(layer(x), stock), torch.equal(layer(x), stock)]
+        assert expected[cuda_graph] == [not gains] * 2, "as a replay only the device counts, else the host as well"
+        assert bool(memory(layer)["fp8"].entries()) is gains
+        assert any("no gain" in reason for reason in report.calls()[""]["stock_reasons"]) is not gains
+    assert len(timed) == 2 and all(0.01 < error < 0.05 for error in timed)
+    layer = linear()
+    inject_optimized_kernels(layer, numerics="fp8", config=KernelConfig(EMULATED, measure=True))
+    assert not torch.equal(layer(x), stock) and len(timed) == 2, "who names a provider wants it"
+
+
+@pytest.mark.usefixtures("on_this_device")
+def test_layers_of_ltx2_are_in_fp8_inside_of_its_block() -> None:
+    subject = SUBJECTS["ltx2"]
+    torch.manual_seed(0)
+    model = subject.build()
+    make_visible(model)
+    model = nn.Module.to(model, torch.bfloat16).eval().requires_grad_(False)
+    inputs = subject.inputs(_random(), 1)
+    inputs = {k: v.bfloat16() if isinstance(v, Tensor) and k == "timestep" else v for k, v in inputs.items()}
+    stock, exact = output(model, inputs), in_float64(model, inputs)
+    report = inject_optimized_kernels(model, numerics="fp8", config=EMULATED)
+    y = output(model, inputs)
+    ran = {site.path.removeprefix("transformer_blocks.0.") for site in report.patched if site.fused_calls}
+    assert ran > {"attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "ff.net.2"}
+    assert not any(count["stock_pieces"] for count in report.calls().values())
+    assert relative_error(stock, exact) < relative_error(y, exact) < 0.08
+    report.restore()
+    assert torch.equal(output(model, inputs), stock)
 
 
 @pytest.mark.gpu
