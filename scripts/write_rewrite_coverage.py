@@ -326,13 +326,18 @@ def release_table() -> str:
 
 def document() -> str:
     """The text of docs/models.md."""
+    text = tables_of_source() + _BY_MODEL + model_table()
+    return text + _BY_RELEASE + release_table() if _RELEASES.is_file() else text
+
+
+def tables_of_source() -> str:
+    """Its first part, for which source is read and no model runs."""
     import diffusers
 
     candidates = [candidate for candidate in survey() if is_transformer_side(candidate)]
     head = _HEAD.format(version=diffusers.__version__)
     methods = ((module, *method) for module in modules("diffusers.models") for method in functions(module))
-    text = head + table(candidates) + _ROTARY + rotary_table(rotary_functions(methods)) + _BY_MODEL + model_table()
-    return text + _BY_RELEASE + release_table() if _RELEASES.is_file() else text
+    return head + table(candidates) + _ROTARY + rotary_table(rotary_functions(methods))
 
 
 def main() -> None:

@@ -102,6 +102,7 @@ def test_tables_by_axis_make_up_the_full_ones(dim: int, scale: tuple[float, floa
         assert all(torch.equal(again, expected[i, :, j::2]) for i in (0, 1) for j in (0, 1))
 
 
+@pytest.mark.exhaustive
 def test_inductor_computes_each_small_table_once_and_no_full_one() -> None:
     from torch._inductor.utils import run_and_get_code
 
@@ -135,6 +136,7 @@ def test_the_bits_of_the_eager_run(numerics: str) -> None:
 # --- where the tables may be others, or somebody else hears of them ----------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_coordinates_of_its_own_are_read_in_full() -> None:
     model, fast, graphs = compiled()
     inputs = arguments(video_coords=torch.rand(2, 3, 60))
@@ -172,7 +174,7 @@ def test_who_hears_of_the_tables_has_its_effect(who: str) -> None:
     assert all(len(tables) == 1 for tables in graphs.tables())
 
 
-@pytest.mark.parametrize("what", ["block", "attention"])
+@pytest.mark.parametrize("what", ["block", pytest.param("attention", marks=pytest.mark.exhaustive)])
 def test_stock_code_takes_the_same_tables(what: str) -> None:
     model, graphs = tiny_ltx(layers=3), Graphs()
     stock = step(model, arguments())
@@ -228,6 +230,7 @@ def test_tables_that_leave_a_graph(where: str) -> None:
     assert len(graphs) > 1
 
 
+@pytest.mark.exhaustive
 def test_training_in_a_graph_has_the_gradients_of_the_eager_run() -> None:
     gradients = []
     for compile_it in (False, True):

@@ -176,6 +176,7 @@ def test_with_gradients_enabled_nothing_is_in_8_bits_and_the_report_says_so(devi
     assert report.calls()["transformer_blocks.0"]["stock_pieces"] == {"attn1 in fp8": 1, "ff in fp8": 1}
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_runs_as_fast_and_the_report_says_so(device: str) -> None:
     model = model_on(device, layers=2)
     results = []

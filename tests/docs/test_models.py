@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from scripts.write_rewrite_coverage import document
+from scripts.write_rewrite_coverage import document, tables_of_source
+
+WRITTEN = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-@pytest.mark.slow
-def test_the_tables_of_models_are_current() -> None:
+def test_the_tables_of_what_the_source_holds_are_current() -> None:
     """After a change of rules: python scripts/write_rewrite_coverage.py"""
-    written = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert document() == written
+    assert WRITTEN.read_text(encoding="utf-8").startswith(tables_of_source())
+
+
+@pytest.mark.exhaustive
+def test_the_tables_of_models_are_current() -> None:
+    """They are made by running every tiny model, which takes minutes."""
+    assert document() == WRITTEN.read_text(encoding="utf-8")

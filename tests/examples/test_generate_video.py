@@ -164,6 +164,7 @@ def test_a_download_is_said_before_it_starts_and_a_missing_model_says_what_to_gi
     assert output.index("downloaded now") < output.index("could not load")
 
 
+@pytest.mark.exhaustive
 def test_a_comparison_runs_every_arm_that_can_and_says_why_not_of_the_others(
     script: ModuleType, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_optimizer_steps_along_orthogonal_matrices_with_the_directions_of_th
         assert (in_their_bases - torch.diag_embed(values)).abs().max() < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_a_short_training_saves_an_ordinary_pipeline_and_says_how_it_went(tmp_path: Path) -> None:
     from diffusers import LTXPipeline
 

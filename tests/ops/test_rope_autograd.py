@@ -33,7 +33,7 @@ def test_gradients_of_rope_are_right_in_float64(pairing: str, device: str) -> No
         tables = leaves(list(angles(*shape, device=device, dtype=F64)))
         options: dict[str, Any] = {"pairing": pairing, "rotary_dim": {8: 8, 4: 8, 6: 6, 3: 6}[shape[-1]]}
         assert torch.autograd.gradcheck(lambda x, c, s, o=options: rope(x, c, s, **o), (x, *tables))
-        assert torch.autograd.gradgradcheck(lambda x, c, s, o=options: rope(x, c, s, **o), (x, *tables))
+        assert torch.autograd.gradgradcheck(lambda x, c, s, o=options: rope(x, c, s, **o), (x, *tables), fast_mode=True)
     tables = leaves(list(angles(2, 1, 8, device=device, dtype=F64)))
     assert torch.autograd.gradcheck(lambda x, c, s: rope(x, c, s, tokens=(1, 2), pairing=pairing), (x, *tables))
 
@@ -70,10 +70,12 @@ def test_gradients_of_rope_3d_reach_the_tables(order: str, device: str) -> None:
         for place in ({"grid": (2, 3)}, {"coords": positions}, {"coords": positions.expand(2, -1, -1)}):
             for pairing in ("interleaved", "half"):
                 call = _rope_of_two_axes(**options, **place, pairing=pairing)
-                assert torch.autograd.gradcheck(call, (x, *cos, *sin))
+                assert torch.autograd.gradcheck(call, (x, *cos, *sin), fast_mode=True)
     swapped = x.transpose(1, 2).detach().requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x, *t: rope_3d(x, t[:2], t[2:], grid=(2, 3), seq_dim=2, order=order, front_pad=4), (swapped, *cos, *sin)
+        lambda x, *t: rope_3d(x, t[:2], t[2:], grid=(2, 3), seq_dim=2, order=order, front_pad=4),
+        (swapped, *cos, *sin),
+        fast_mode=True,
     )
 
 
@@ -93,14 +95,19 @@ def test_gradients_of_qk_norm_rope_are_right_in_float64(norm: str | None, across
         )  # fmt: skip
 
     assert torch.autograd.gradcheck(call, (q, k, *tables, *weights))
-    assert torch.autograd.gradcheck(lambda *args: call(*args, pairing="half"), (q, k, *tables, *weights))
-    assert torch.autograd.gradgradcheck(call, (q, k, *tables, *weights), atol=1e-4)
+    assert torch.autograd.gradcheck(
+        lambda *args: call(*args, pairing="half"), (q, k, *tables, *weights), fast_mode=True
+    )
+    assert torch.autograd.gradgradcheck(call, (q, k, *tables, *weights), fast_mode=True)
     partial = [table[:2].detach().requires_grad_() for table in tables]
-    assert torch.autograd.gradcheck(lambda *args: call(*args, tokens=(1, 2)), (q, k, *partial, *weights))
+    assert torch.autograd.gradcheck(
+        lambda *args: call(*args, tokens=(1, 2)), (q, k, *partial, *weights), fast_mode=True
+    )
     axes = [leaves(tables) for tables in axis_tables((3,), (2,), device, F64)]
     assert torch.autograd.gradcheck(
         lambda q, k, c, s: call(q, k, [c], [s], grid=(3,)),
         (q, k, *axes[0], *axes[1]),  # type: ignore[arg-type]
+        fast_mode=True,
     )
 
 

@@ -95,6 +95,7 @@ def package() -> None:
         pytest.skip("liger-kernel is not installed")
 
 
+@pytest.mark.exhaustive
 def test_the_cases_pass_in_the_interpreter(package: None, triton: ModuleType) -> None:
     _run("cpu", 19)
 
