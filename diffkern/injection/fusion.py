@@ -65,6 +65,11 @@ class Fusion(Protocol):
         return not self.is_block
 
     @property
+    def is_model(self) -> bool:
+        """Whether a call of it is one of the whole model, in which rotary tables are made once."""
+        return False
+
+    @property
     def covers(self) -> frozenset[str]:
         """Ops of modules that are no sites of their own inside of it."""
         return frozenset()

@@ -78,6 +78,11 @@ class GraphFusion(Fusion):
 
     @property
     @override
+    def is_model(self) -> bool:
+        return True
+
+    @property
+    @override
     def proves_itself(self) -> bool:
         """There is nothing to prove: a graph repeats the kernels of the call that it was captured from."""
         return True

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.cache import forget
+from diffkern.cache.rotary import one_model_call
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks, notes
 from diffkern.injection.counts import CallCounts
@@ -326,6 +327,9 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: PatchState | None = getattr(self, ATTRIBUTE, None)
     if state is None:  # restored, and a caller kept this method
         return type(self).forward(self, *args, **kwargs)
+    if state.fusion.is_model and not torch.compiler.is_compiling():
+        with one_model_call():
+            return _run_patch(state, self, args, kwargs)
     return _run_patch(state, self, args, kwargs)
 
 

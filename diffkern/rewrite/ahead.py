@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
 from diffkern.rewrite.reference import clone_for_verification
+from diffkern.rewrite.rotation import streams_of
 from diffkern.rewrite.site import FusedSite
 from diffkern.verify.contract import ROWS
 from diffkern.verify.samples import sample_shape
@@ -31,8 +32,7 @@ def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype:
             site.way(module, rotated, site.signature(module, rotated))
         return
     if site.plan.rule.op == "qk_norm_rope":
-        for given in _of_attention(site, module, device, dtype):
-            site.way(module, given, site.signature(module, given))
+        _prove_attention(site, module, device, dtype)
         return
     for shape, modulations in _shapes(site, module):
         for modulation in dict.fromkeys((dtype, torch.float32)):
@@ -91,8 +91,7 @@ def _leaves(
 def _rotated(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     """Queries, keys and tables, with tokens before heads in memory as projections give them, and dense."""
     generator = torch.Generator("cpu").manual_seed(4)
-    tokens, head_dim = ROWS // 2, getattr(module, "head_dim", None)
-    head_dim = head_dim if type(head_dim) is int else 64
+    tokens, head_dim = ROWS // 2, _head_dim(module)
     heads_first = site.plan.options["unsqueeze_dim"] == 1
 
     def random(*shape: int) -> Tensor:
@@ -105,6 +104,11 @@ def _rotated(site: FusedSite, module: nn.Module, device: torch.device, dtype: to
         found = {"q": q.contiguous() if dense else q, "k": k.contiguous() if dense else k}
         found |= {"cos": random(2, tokens, head_dim), "sin": random(2, tokens, head_dim)}
         yield tuple([found[role] for role in site.plan.roles])
+
+
+def _head_dim(module: nn.Module) -> int:
+    found = getattr(module, "head_dim", None)
+    return found if type(found) is int else 64
 
 
 class _Tables(NamedTuple):
@@ -134,23 +138,24 @@ _TABLES = (
 )
 
 
-def _of_attention(
-    site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[Any, ...]]:
-    """Queries, keys and tables for which the expression of the source gives results of as many elements.
+def _prove_attention(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Proves queries, keys and tables for which the expression of the source gives results of as many elements.
 
     With tokens before heads; and with heads before tokens, views of the former, where the expression cannot tell.
     """
-    if not site.plan.modules:  # a concatenation of heads, whose size means nothing
-        yield _drawn(site, module, 64, "heads first", _TABLES[0], device, dtype)
+    size, roles = _head_dim(module), site.plan.roles
+    if "k0" not in site.plan.names:  # a concatenation of heads
+        leaves = _drawn(site, module, size, "heads first", _TABLES[0], device, dtype)
+        site.way(module, leaves, site.signature(module, leaves))
         return
     copy = clone_for_verification(module, list(site.plan.modules.values()))
-    norm = child_of(module, next(iter(site.plan.modules.values())))
-    if norm is None or not site.norms:
+    norm = child_of(module, next(iter(site.plan.modules.values()), ()))
+    if site.plan.modules and (norm is None or not site.norms):
         return
-    size = sample_shape(next(iter(site.norms.values())), norm, 1)[-1]
+    if site.norms and norm is not None:
+        size = sample_shape(next(iter(site.norms.values())), norm, 1)[-1]
     tells = "stream_dim" in site.plan.options or any("table" in name for name in site.plan.names)
-    for layout in ("heads together", "tokens first", "heads first"):
+    for layout in ("heads together", "tokens first", "heads first")[0 if site.norms else 1 :]:
         for tables in _TABLES:
             leaves = _drawn(site, module, size, layout, tables, device, dtype)
             try:
@@ -158,13 +163,19 @@ def _of_attention(
                     results = site.original(copy, *leaves)
             except Exception:  # of shapes that do not fit together, in whatever words
                 continue
-            queries = [leaf for leaf, role in zip(leaves, site.plan.roles, strict=True) if role in ("q0", "q1")]
-            expected = sum(x.numel() for x in queries)
-            if isinstance(results, tuple) and all(isinstance(y, Tensor) and y.numel() == expected for y in results):
-                yield leaves
-                if tells:
-                    return
+            expected = sum(x.numel() for x, role in zip(leaves, roles, strict=True) if role in ("q0", "q1"))
+            if not isinstance(results, tuple) or any(
+                not isinstance(y, Tensor) or y.numel() != expected for y in results
+            ):
+                continue
+            signature = site.signature(module, leaves)
+            found = site.way(module, leaves, signature)
+            if tells and site.norms:
+                return
+            if found is not None or site.norms:
                 break
+            for known in (site.ways, site.reasons, site.proofs):  # drawn for tables of another form
+                known.pop(signature, None)
 
 
 def _drawn(
@@ -181,7 +192,7 @@ def _drawn(
     roles = site.plan.roles
     heads = getattr(module, "heads", None) or getattr(module, "num_heads", None)
     heads = heads if type(heads) is int else 3
-    tokens = [ROWS // 8 + i for i in range(sum(name.startswith("q_norm") for name in site.plan.modules) or len(roles))]
+    tokens = [ROWS // 8 + i for i in range(streams_of(site.plan.names))]
     whole = len(tokens) > 1 and "q0" not in roles  # both streams are parts of one leaf, of which the other is as long
 
     def stream(count: int) -> Tensor:

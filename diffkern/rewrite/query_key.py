@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,11 @@ from diffkern.rewrite.match import Match, Operand, Scope, is_cast, norm_call, pe
 
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
-#: streams and no rotation.
-KINDS = JOINED_FIRST, JOINED_LAST, ROTATED, NORMED = "joined first", "joined last", "rotated", "normed"
+#: streams and no rotation; no streams and no norms.
+KINDS = "joined first", "joined last", "rotated", "normed", "turned"
+JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, TURNED = KINDS
+#: What the names of functions say that rotate: by its shape alone any function of two arguments might.
+_ROTATES = re.compile("rotary|rope|rotate")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class QueryKey:
         if self.kind == NORMED:
             found = _normed(scope, node, match, f"{name}0")
             return found if found is None or name == "q" or _of_query_and_key(scope, found) else None
+        if self.kind == TURNED:
+            return _turned(scope, node, match, name)
         if self.kind == ROTATED:
             return _stream(scope, node, match, f"{name}0") if is_rotation(scope, node) else None
         if self.kind == JOINED_FIRST:
@@ -75,6 +81,26 @@ class QueryKey:
 
 
 @dataclass(frozen=True)
+class TurnedTogether:
+    """``query, key = rotate(query, key, ...)`` in a processor, with the operands of a :class:`QueryKey`."""
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        statement = scope.flow.statement.get(node)
+        if not isinstance(statement, ast.Assign) or statement.value is not node or not _is_processor(scope):
+            return
+        (target,) = statement.targets[:1]
+        if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or not is_rotation(scope, node):
+            return
+        assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if len(node.args) > 2 and _ROTATES.search(node.func.id):
+            q, k, *_ = node.args
+            for name in "qk":
+                match = _with_tables(scope, node, match, name, 2)
+            yield replace(match, operands={"q0": Operand(q), "k0": Operand(k), **match.operands})
+
+
+@dataclass(frozen=True)
 class Joined:
     """``torch.cat([text, image], dim=2)`` in a processor: streams with heads before tokens, whatever they are.
 
@@ -85,10 +111,24 @@ class Joined:
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
         found = concatenated(node)
-        is_processor = scope.flow.tree.args.args[0].arg != scope.facts.receiver
-        if found is not None and is_processor and len(found[0]) > 1 and found[1] in (2, -2):
+        if found is not None and _is_processor(scope) and len(found[0]) > 1 and found[1] in (2, -2):
             operands = {f"q{i}": Operand(part) for i, part in enumerate(found[0])}
             yield replace(match.step(node), operands=operands, options={"stream_dim": found[1]})
+
+
+def _is_processor(scope: Scope) -> bool:
+    return scope.flow.tree.args.args[0].arg != scope.facts.receiver
+
+
+def _turned(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
+    """The match of ``rotate(x, ...)`` in a processor, whatever ``x`` is."""
+    if not is_rotation(scope, node) or not _is_processor(scope):
+        return None
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    if not _ROTATES.search(node.func.id):
+        return None
+    match = _with_tables(scope, node, match, name)
+    return replace(match, operands={f"{name}0": Operand(node.args[0]), **match.operands})
 
 
 def _stream(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
@@ -100,13 +140,14 @@ def _stream(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | No
     return _normed(scope, node, match, name)
 
 
-def _with_tables(scope: Scope, call: ast.Call, match: Match, name: str) -> Match:
-    """The match with a rotation, and its tables as operands."""
-    arguments = [*call.args[1:], *[keyword.value for keyword in call.keywords]]
+def _with_tables(scope: Scope, call: ast.Call, match: Match, name: str, first: int = 1) -> Match:
+    """The match with a rotation, and its arguments from the first table on as operands."""
+    arguments = [*call.args[first:], *[keyword.value for keyword in call.keywords]]
     tables = [part.value if isinstance(part, ast.Starred) else part for part in arguments]
     tables = [part for part in tables if _reads_local(scope, part)]
     operands = {f"{name}_table{i}": Operand(part) for i, part in enumerate(tables)}
-    return replace(match.step(call), operands={**match.operands, **operands})
+    step = match if call in match.steps else match.step(call)
+    return replace(step, operands={**match.operands, **operands})
 
 
 def _normed(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
@@ -225,7 +266,7 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
         if not _is_of(scope, value, kind):
             return None
         calls.append(value)
-    if kind in (JOINED_FIRST, ROTATED) and len({ast.unparse(call.func) for call in calls}) != 1:  # type: ignore[attr-defined]
+    if kind in (JOINED_FIRST, ROTATED, TURNED) and len({ast.unparse(call.func) for call in calls}) != 1:  # type: ignore[attr-defined]
         return None
     names = [target.id for target in targets]  # type: ignore[attr-defined]
     read = {node.id for node in ast.walk(other.value) if isinstance(node, ast.Name)}

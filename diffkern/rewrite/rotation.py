@@ -6,7 +6,7 @@ expression computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import ops
-from diffkern.cache.rotary import rotary_tables
+from diffkern.cache.rotary import ANGLES, rotary_tables
 from diffkern.rewrite.facts import child_of, read_norm
 from diffkern.rewrite.layout import concatenate, order_of_rows, permuted, restored
 
@@ -52,6 +52,8 @@ TABLES: Mapping[str, Callable[[list[Tensor]], Tables]] = {
     "complex numbers": _complex,
     "2x2 matrices": _matrices,
 }
+#: Those that may have a column for each element that is rotated, of which a head may have more.
+_FULL = ("cosines and sines", ANGLES)
 #: 2x2 matrices that need not rotate, whose tables are kept for the other sites of one call of the model.
 ANY_MATRICES = "any 2x2 matrices"
 
@@ -61,24 +63,28 @@ class Form:
     """One way of calling the op.
 
     Attributes:
-        tables: One of :data:`TABLES`, or :data:`ANY_MATRICES`; None for norms without a rotation.
+        tables: One of :data:`TABLES`, :data:`ANY_MATRICES` or :data:`ANGLES`; None for norms without a rotation.
         heads_dim: Where the tables lack the dimension of the heads, counted from the end; None if they do not.
         pairing: As in :func:`diffkern.ops.rope`.
         across_heads: Whether the norm is one over all heads.
+        heads_first: Whether heads come before tokens, where that matters: in a norm over all of them.
+        partial: Whether the columns of the tables say how many elements of a head are rotated, the first ones.
     """
 
     tables: str | None = None
     heads_dim: int | None = None
     pairing: str = "interleaved"
     across_heads: bool = False
+    heads_first: bool = False
+    partial: bool = False
 
     def of(self, tables: list[Tensor]) -> Tables | tuple[None, None]:
         """Cosines and sines that broadcast against queries or keys."""
         if self.tables is None or not tables:
             return None, None
-        if self.tables == ANY_MATRICES:
+        if self.tables in (ANY_MATRICES, ANGLES):
             (table,) = tables
-            cos, sin = rotary_tables(table, self.pairing)
+            cos, sin = rotary_tables(table, self.pairing if self.tables == ANY_MATRICES else ANGLES)
         else:
             cos, sin = TABLES[self.tables](tables)
         if self.heads_dim is not None:
@@ -89,11 +95,12 @@ class Form:
 #: The forms that are tried, in this order.
 FORMS = tuple(
     [
-        Form(tables, heads_dim, pairing, across_heads)
-        for across_heads in (False, True)
-        for tables in (*TABLES, ANY_MATRICES)
+        Form(tables, heads_dim, pairing, *norm, partial)
+        for norm in ((False, False), (True, False), (True, True))
+        for tables in (*TABLES, ANY_MATRICES, ANGLES)
         for pairing in ("interleaved", "half")
         for heads_dim in (None, -2, -3)
+        for partial in ((True, False) if tables in _FULL and not norm[0] else (False,))
     ]
 )
 NORMS = (Form(), Form(across_heads=True))
@@ -104,6 +111,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for part in value for tensor in tensors_in(part)]
     return [value] if isinstance(value, Tensor) else []
+
+
+def streams_of(names: Iterable[str]) -> int:
+    """How many streams there are among operands with these names."""
+    return sum([1 for name in names if name[0] == "q" and name[1:].isdigit()])
 
 
 def tables_of(operands: Mapping[str, Any], name: str) -> list[Tensor]:
@@ -137,27 +149,36 @@ def call_qk_norm_rope(
     options["pairing"] = form.pairing
     queries, keys, tables, start = [], [], [], 0
     norms: list[dict[str, Any]] = []
-    for i in range(sum(name.startswith("q_norm") for name in site.plan.modules)):
+    shared = all([value is operands[f"k{name[1:]}"] for name, value in operands.items() if _is_table_of_q(name)])
+    sides = "q" if shared else "qk"
+    for i in range(streams_of(operands)):
         q, k = operands[f"q{i}"], operands[f"k{i}"]
-        pairs = [form.of([*tables_of(operands, side), *tables_of(operands, f"{side}{i}")]) for side in "qk"]
+        pairs = [form.of([*tables_of(operands, side), *tables_of(operands, f"{side}{i}")]) for side in sides]
+        pairs = pairs if len(pairs) == 2 else 2 * pairs
         if "q_table0" in operands and dim is not None:  # of all streams
             pairs = [(part_of(cos, q, dim, start), part_of(sin, q, dim, start)) for cos, sin in pairs]
             start += q.shape[dim]
+        if form.heads_first:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            pairs = [(_tokens_first(cos), _tokens_first(sin)) for cos, sin in pairs]
+        cos = pairs[0][0]
+        if form.partial and cos is not None and cos.shape[-1] != q.shape[-1]:
+            options["rotary_dim"] = cos.shape[-1]
         tables.append(pairs)
         flat = [x.flatten(-2) if form.across_heads else x for x in (q, k)]
-        named = None if way.calls_norm else _norms_of(site, module, i, flat)
-        if named is None:
+        has_norms = f"q_norm{i}" in site.plan.modules
+        named = _norms_of(site, module, i, flat) if has_norms and not way.calls_norm else None
+        if named is None and has_norms:
             called = [child_of(module, site.plan.modules[f"{side}_norm{i}"]) for side in "qk"]
             q, k = [norm(y).view_as(x) for norm, y, x in zip(called, flat, (q, k), strict=True)]  # type: ignore[misc]
         norms.append(named or {"norm": None})
         queries.append(q)
         keys.append(k)
-    shared = all([value is operands[f"k{name[1:]}"] for name, value in operands.items() if _is_table_of_q(name)])
     kinds: list[dict[str, Any]] = [
         {name: value for name, value in norm.items() if name in ("norm", "eps")} for norm in norms
     ]
     heads = queries[0].shape[-2] if form.across_heads and norms[0]["norm"] else None
-    if len(queries) == 2 and shared and heads is None and kinds[0] == kinds[1]:
+    if len(queries) == 2 and shared and heads is None and kinds[0] == kinds[1] and "rotary_dim" not in options:
         parameters: dict[str, Any] = {
             f"{side}_{plural}": tuple([norm.get(f"{side}_{name}") for norm in norms])
             for side in "qk"
@@ -182,10 +203,15 @@ def call_qk_norm_rope(
         both = ops.qk_norm_rope(
             flat[0], flat[1], cos=cos, sin=sin, **of_k, **norm, across_heads=heads, **options, provider=provider
         )
-        results.append([y.view_as(x) for y, x in zip(both, (q, k), strict=True)])
-    sides = zip(*results, strict=True)
-    one, other = [parts[0] if dim is None else concatenate(parts, dim, in_order) for parts in sides]
+        by_head = [y.view_as(x) for y, x in zip(both, (q, k), strict=True)]
+        results.append([y.transpose(1, 2) for y in by_head] if form.heads_first else by_head)
+    of_both = zip(*results, strict=True)
+    one, other = [parts[0] if dim is None else concatenate(parts, dim, in_order) for parts in of_both]
     return one, other
+
+
+def _tokens_first(table: Tensor | None) -> Tensor | None:
+    return None if table is None else permuted(table, (0, 2, 1, 3))
 
 
 def _is_table_of_q(name: str) -> bool:

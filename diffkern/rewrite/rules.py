@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
 from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Rotation, Shape, Sum
-from diffkern.rewrite.query_key import JOINED_FIRST, JOINED_LAST, NORMED, ROTATED, Joined, QueryKey
+from diffkern.rewrite.query_key import (
+    JOINED_FIRST,
+    JOINED_LAST,
+    NORMED,
+    ROTATED,
+    TURNED,
+    Joined,
+    QueryKey,
+    TurnedTogether,
+)
 
 _GATES = frozenset({"tanh", "sigmoid"})
 _GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
@@ -64,6 +73,8 @@ RULES = (
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_LAST)),
     Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(ROTATED)),
     Rule("query and key norm", "qk_norm_rope", QueryKey(NORMED)),
+    Rule("rotation of query and key", "qk_norm_rope", QueryKey(TURNED)),
+    Rule("rotation of query and key", "qk_norm_rope", TurnedTogether()),
     Rule("concatenation of heads", "qk_norm_rope", Joined()),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),

@@ -25,8 +25,7 @@ CALLED_OTHERWISE = {
 
 #: Where a site runs, and its op does not: model -> (rule, calls, why).
 LEFT_AS_WRITTEN = {
-    "anyflow": ("query and key norm, rotation", 2, "its tables, the norm over all heads, have no form yet"),
-    "ernie_image": ("query and key norm, rotation", 2, "its helper takes angles, not cosines"),
+    "allegro": ("rotation of query and key", 2, "positions choose the rows of its tables"),
 }
 
 #: The op whose sites stand in attention processors.

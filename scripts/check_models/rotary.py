@@ -17,26 +17,13 @@ _NO_ROTATION = re.compile("embed$|embedder|get_|store_")
 
 #: Why functions that rotate have no rotation that is fused, and what the proof refuses of what looks like one.
 REASONS = {
-    "AllegroAttnProcessor2_0": "no norm of queries and keys",
-    "MiniMaxMusic3AttnProcessor": "no norm of queries and keys",
-    "OmniGenAttnProcessor2_0": "no norm of queries and keys",
+    "AllegroAttnProcessor2_0": "three axes, each a part of the head, with tables that positions choose rows of",
     "StableAudioAttnProcessor2_0": "a part of each head is cut out and rotated",
-    "StableAudio3SelfAttnProcessor": "differential attention: one statement normalises or rotates two queries",
-    "SAMEAttnProcessor": "differential attention: one statement normalises or rotates two queries",
-    "AceStepAttnProcessor2_0": "a variable decides whether it rotates: attention to text does not",
     "AnimaTextConditionerAttnProcessor": "tables of the keys are unpacked between the two rotations",
     "EasyAnimateAttnProcessor2_0": "streams are joined first, and a part of the join is rotated",
-    "FluxIPAdapterAttnProcessor": "the adapter reads the queries before they are rotated",
-    "HiDreamAttnProcessor": "the shape of the tables decides how many elements of a head are rotated",
-    "JoyImageAttnProcessor": "its helper takes queries and keys at once",
-    "JoyImageEditPlusAttnProcessor": "its helper takes queries and keys at once",
+    "FluxIPAdapterAttnProcessor": "a processor that is a module runs its own call",
     "MotifVideoCrossAttnProcessor2_0": "queries alone are rotated",
-    "SanaLinearAttnProcessor3_0": "an activation stands between norm and rotation",
-    "WanAnimate2AttnProcessor": "it rotates in branches that an argument decides, behind the norms",
-    "SanaWMLTX2RefinerAttnProcessor": "keys are kept as they are before the rotation, too",
-    "ErnieImageSingleStreamAttnProcessor": "its helper takes angles, not cosines",
-    "AnyFlowAttnProcessor": "a norm over all heads with heads before tokens has no form yet",
-    "AnyFlowCausalAttnProcessor": "a norm over all heads with heads before tokens has no form yet",
+    "WanAnimate2AttnProcessor": "it rotates each sample by the sizes of its own grid",
 }
 
 

@@ -1,0 +1,225 @@
+"""Spellings of the rotation of queries and keys: without norms, both at once, by angles, of a part of each head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffkern import inject_optimized_kernels, restore
+from diffkern.cache import rotary
+from diffkern.rewrite import Rewriter, Rewritten, prove_ahead
+from diffkern.rewrite.reference import CastsLifted, to_float64
+from scripts.check_models.denoisers import DENOISERS
+from scripts.check_models.rewritten import batch_of_two
+from scripts.check_models.rewritten import run as run_model
+from tests.rewrite.test_processors import TorchOps
+
+TOKENS, HEADS, HEAD_DIM = 70, 2, 16
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    one, other = x.chunk(2, dim=-1)
+    return torch.cat((-other, one), dim=-1)
+
+
+def apply_rotary(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = table
+    return (x.float() * cos + _rotate_half(x.float()) * sin).type_as(x)
+
+
+def apply_rotary_to_both(q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return apply_rotary(q, table), apply_rotary(k, table)
+
+
+def apply_rotary_by_angles(x: Tensor, angles: Tensor) -> Tensor:
+    columns = angles.shape[-1]
+    angles = angles[:, None]
+    turned = (x[..., :columns] * angles.cos() + _rotate_half(x[..., :columns]) * angles.sin()).to(x.dtype)
+    return torch.cat((turned, x[..., columns:]), dim=-1)
+
+
+def apply_rotary_complex(x: Tensor, table: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.to(torch.float64).unflatten(3, (-1, 2)))
+    return torch.view_as_real(pairs * table).flatten(3, 4).type_as(x)
+
+
+class Alone:
+    """Rotates queries and keys that no norm has seen, with heads before tokens."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        query = apply_rotary(query, table)
+        key = apply_rotary(key, table)
+        return torch.stack([query, key])
+
+
+class AtOnce:
+    """Has one call for both, if there is a table."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any = None) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        if table is not None:
+            query, key = apply_rotary_to_both(query, key, table)
+        return torch.stack([query, key])
+
+
+class ByAngles:
+    """Has angles, which may be fewer than a head has elements."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.norm_q(attn.to_q(x).unflatten(2, (HEADS, -1)))
+        key = attn.norm_k(attn.to_k(x).unflatten(2, (HEADS, -1)))
+        query = apply_rotary_by_angles(query, table)
+        key = apply_rotary_by_angles(key, table)
+        return torch.stack([query, key])
+
+
+class AcrossHeads:
+    """Normalises all heads together, and rotates with heads before tokens."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.norm_q(attn.to_q(x)).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.norm_k(attn.to_k(x)).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        query = apply_rotary_complex(query, table)
+        key = apply_rotary_complex(key, table)
+        return torch.stack([query, key])
+
+
+class Attention(nn.Module):
+    """Two projections, two norms and a processor."""
+
+    def __init__(self, processor: Any) -> None:
+        super().__init__()
+        width = HEADS * HEAD_DIM
+        normed = width if isinstance(processor, AcrossHeads) else HEAD_DIM
+        self.to_q, self.to_k = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm_q, self.norm_k = nn.RMSNorm(normed, eps=1e-6), nn.RMSNorm(normed, eps=1e-6)
+        self.head_dim, self.processor = HEAD_DIM, processor
+
+    def forward(self, x: Tensor, table: Any = None) -> Tensor:
+        result: Tensor = self.processor(self, x, table)
+        return result
+
+
+ANGLES = torch.linspace(0, 3, TOKENS * HEAD_DIM).view(TOKENS, HEAD_DIM)
+PAIR = (ANGLES.cos(), ANGLES.sin())
+COMPLEX = torch.polar(torch.ones(TOKENS, HEAD_DIM // 2, dtype=torch.float64), ANGLES[:, ::2].double())
+CASES: dict[str, tuple[Any, Any, str]] = {
+    "alone": (Alone, PAIR, "rotation of query and key"),
+    "at once": (AtOnce, PAIR, "rotation of query and key"),
+    "by angles": (ByAngles, ANGLES, "query and key norm, rotation"),
+    "by angles, a part": (ByAngles, ANGLES[:, : HEAD_DIM // 2], "query and key norm, rotation"),
+    "across heads": (AcrossHeads, COMPLEX, "query and key norm, rotation"),
+}
+
+
+def attention(kind: str, numerics: str = "fast") -> tuple[Attention, Rewritten]:
+    torch.manual_seed(0)
+    module = Attention(CASES[kind][0]()).bfloat16().requires_grad_(False)
+    found = Rewriter(numerics).rewrite(module)
+    assert isinstance(found, Rewritten)
+    return module, found
+
+
+def arguments(kind: str) -> tuple[Tensor, Any]:
+    return torch.randn(2, TOKENS, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(1)).bfloat16(), CASES[kind][
+        1
+    ]
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_spelling_of_the_rotation_is_one_site_as_close_to_float64_as_stock(kind: str) -> None:
+    module, found = attention(kind)
+    given = arguments(kind)
+    wide = Attention(module.processor).double().requires_grad_(False)
+    wide.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        stock = module(*given).double()
+        with CastsLifted():
+            reference = wide(*map(to_float64, given))
+        module.forward = found.function.__get__(module)
+        fused = module(*given).double()
+    assert [(site.plan.rule.name, site.fused_calls) for site in found.sites] == [(CASES[kind][2], 1)], [
+        site.reasons for site in found.sites
+    ]
+    assert (fused - reference).norm() <= 1.05 * (stock - reference).norm()
+    with torch.no_grad(), TorchOps() as seen:
+        module(*given)
+    assert sum("qk_norm_rope" in name for name in seen.names) == 1 and "aten::mul" not in seen.names
+    found.guard.force_original()
+    with torch.no_grad():
+        assert torch.equal(module(*given).double(), stock)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_exact_numerics_give_the_bits_of_a_spelling(kind: str) -> None:
+    module, found = attention(kind, "exact")
+    with torch.no_grad():
+        stock = module(*arguments(kind))
+        module.forward = found.function.__get__(module)
+        assert torch.equal(module(*arguments(kind)), stock)
+
+
+def test_a_call_without_tables_is_not_rotated() -> None:
+    module, found = attention("at once")
+    x, _ = arguments("at once")
+    stock = module(x)
+    module.forward = found.function.__get__(module)
+    assert torch.equal(module(x), stock) and not any(site.fused_calls for site in found.sites)
+
+
+@pytest.mark.parametrize("kind", ["alone", "at once"])
+def test_a_rotation_without_norms_is_proven_ahead_for_heads_before_tokens(kind: str) -> None:
+    """Tokens before heads are tried first, where a table would be read along the heads: that says nothing."""
+    module, found = attention(kind)
+    for site in found.sites:
+        prove_ahead(site, module, torch.device("cpu"), torch.bfloat16)
+        site.on_new_signature = None
+        assert not site.reasons
+    module.forward = found.function.__get__(module)
+    module(*arguments(kind))
+    assert [site.fused_calls for site in found.sites] == [1]
+
+
+def test_tables_of_the_whole_head_and_of_a_part_share_a_proof() -> None:
+    """A table as wide as half a head could be one of pairs: what a proof for whole heads chose must not read it so."""
+    module, found = attention("by angles")
+    x, angles = arguments("by angles")
+    part = angles[:, : HEAD_DIM // 2].contiguous()
+    stock = module(x, part)
+    module.forward = found.function.__get__(module)
+    module(x, angles)
+    torch.testing.assert_close(module(x, part), stock, rtol=2e-2, atol=2e-2)
+    assert [(site.fused_calls, len(site.ways)) for site in found.sites] == [(2, 1)]
+
+
+@pytest.mark.parametrize("name", ["hidream", "ernie_image"])
+def test_tables_are_made_once_in_a_call_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made, compute = DENOISERS[name].build().requires_grad_(False), [], rotary._compute
+    given = batch_of_two(DENOISERS[name], torch.float32)
+    stock = run_model(model, given)
+    inject_optimized_kernels(model, cuda_graph=True)  # which is how a model is told from its blocks
+    run_model(model, given)
+    monkeypatch.setattr(rotary, "_compute", lambda *args: made.append(args) or compute(*args))
+    torch.testing.assert_close(run_model(model, given), stock, rtol=1e-4, atol=1e-5)
+    assert len(made) == len({id(matrices) for matrices, _ in made}) > 0
+    before = len(made)
+    run_model(model, given)
+    assert len(made) == 2 * before
+    restore(model)
+
+
+def test_a_capture_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay makes the tables that the capture made; with those of an earlier run it would not see new matrices."""
+    matrices = torch.randn(4, 8, 2, 2)
+    with rotary.one_model_call():
+        outside = rotary.rotary_tables(matrices, "half")
+        assert rotary.rotary_tables(matrices, "half") is outside
+        monkeypatch.setattr(rotary, "_is_capturing", lambda device: True)
+        inside = rotary.rotary_tables(matrices, "half")
+        assert inside is not outside and rotary.rotary_tables(matrices, "half") is inside
