@@ -4,20 +4,18 @@ Each adapter says which arguments its interface has room for. Whether the kernel
 believed but measured (:mod:`diffkern.hub.contract`). The interfaces are those of
 
 * diffkern's own kernels: all ops, by their own schema;
-* kernels-community/activation (CUDA, ROCm, Metal, CPU): ``silu(out, x)``, ``gelu_and_mul(out, x)`` and the like;
-* kernels-community/rmsnorm (XPU, CPU): ``apply_rms_norm(input, weight, eps)``;
-* kernels-community/mlx-rmsnorm (Metal): ``rmsnorm_forward(x, weight, epsilon)``;
-* kernels-community/layer-norm (CUDA): ``dropout_add_ln_fwd(input, gamma, beta, ...)``;
-* kernels-community/rotary (CUDA, XPU, CPU): ``apply_rotary(x1, x2, cos, sin, out1, out2, conj)``;
-* ``apply_rotary_transformers(q, k, cos, sin, unsqueeze_dim)``, as rotary, aiter-rope and liger-kernels have it;
-* liger-kernels (CUDA, ROCm, XPU): its layers, and ``LigerSiLUMulFunction`` beside them;
-* layers that take one tensor, as all of these and liger-kernels have them: they read ``weight``, ``bias``, ``eps``
-  and ``variance_epsilon`` from the module they sit on.
+* layers, which ``kernels`` itself binds to modules: they take one tensor and read ``weight``, ``bias``, ``eps`` and
+  ``variance_epsilon`` from the module they sit on. kernels-community's activation (CUDA, ROCm, Metal, CPU), layer-norm
+  (CUDA), liger-kernels (CUDA, ROCm, XPU), mlx-rmsnorm (Metal) and rmsnorm (XPU, CPU) have such;
+* ``apply_rms_norm(input, weight, eps)``, of rmsnorm;
+* ``apply_rotary(x1, x2, cos, sin, out1, out2, conj)`` and ``apply_rotary_transformers(q, k, cos, sin, unsqueeze_dim)``,
+  as rotary (CUDA, XPU, CPU), aiter-rope (ROCm) and liger-kernels have them.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +64,7 @@ def adapters(module: ModuleType, namespace: str, name: str) -> tuple[list[Adapte
     makers: list[Callable[[], list[Adapter]]] = [
         lambda: _own_ops(namespace),
         *(partial(make, module) for make in _INTERFACES),
-        lambda: _norm_layers(module),
+        lambda: _named_layers(module),
     ]
     found: list[Adapter] = []
     raised: dict[str, None] = {}
@@ -127,22 +125,15 @@ def _own_ops(namespace: str) -> list[Adapter]:
 
 
 def _apply_rms_norm(module: ModuleType) -> list[Adapter]:
+    """``apply_rms_norm(x, weight, eps)``, which has no room for more."""
     function = getattr(module, "apply_rms_norm", None)
-    return [] if function is None else [_rms_norm("apply_rms_norm", function)]
-
-
-def _rmsnorm_forward(module: ModuleType) -> list[Adapter]:
-    function = getattr(module, "rmsnorm_forward", None)
-    return [] if function is None else [_rms_norm("rmsnorm_forward", function)]
-
-
-def _rms_norm(interface: str, function: Callable[[Tensor, Tensor, float], Tensor]) -> Adapter:
-    """``function(x, weight, eps)``, which has no room for more."""
+    if function is None:
+        return []
 
     def call(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         return _norm_result(function(x.contiguous(), weight.contiguous(), rest[1]), x, rest[-1])
 
-    return Adapter("rms_norm", interface, call, _declines_rms_norm)
+    return [Adapter("rms_norm", "apply_rms_norm", call, _declines_rms_norm)]
 
 
 def _declines_rms_norm(args: Sequence[Any]) -> str | None:
@@ -166,144 +157,6 @@ def _norm_result(y: Tensor, x: Tensor, preserve_strides: bool) -> Tensor:
 def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
     out = torch.empty_like(x, dtype=y.dtype)
     return y if y.stride() == out.stride() else out.copy_(y)
-
-
-def _dropout_add_ln(module: ModuleType) -> list[Adapter]:
-    function = getattr(module, "dropout_add_ln_fwd", None)
-    if function is None:
-        return []
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_rms_norm: bool, preserve: bool) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        nothing = (None, None, None, None)  # rowscale, colscale, x0_subset, z_subset
-        out = function(
-            rows, weight.contiguous(), None if bias is None else bias.contiguous(), *nothing, 0.0, eps, 1.0,
-            rows.shape[0], None, False, is_rms_norm,
-        )  # fmt: skip
-        return _norm_result(out[0].view(x.shape), x, preserve)
-
-    def rms_norm(x: Tensor, weight: Tensor, bias: None, eps: float, *rest: Any) -> Tensor:
-        return run(x, weight, None, eps, True, rest[-1])
-
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Any, preserve: bool) -> Tensor:
-        return run(x, weight, bias, eps, False, preserve)
-
-    def unsuited(x: Tensor) -> str | None:
-        size = x.shape[-1]
-        fits = size % 8 == 0 and 0 < size <= 8192 and x.numel()
-        return None if fits else f"it takes rows of up to 8192 elements by eights, and not {size}"
-
-    def declines_rms_norm(args: Sequence[Any]) -> str | None:
-        return _declines_rms_norm(args) or unsuited(args[0])
-
-    def declines_layer_norm(args: Sequence[Any]) -> str | None:
-        x, weight, bias, _, out_dtype, _ = args
-        if weight is None:
-            return "it needs a weight"
-        if bias is not None and bias.dtype != weight.dtype:
-            return "its bias has the dtype of the weight"
-        return _declines_out_dtype(x, out_dtype) or unsuited(x)
-
-    return [
-        Adapter("rms_norm", "dropout_add_ln_fwd", rms_norm, declines_rms_norm),
-        Adapter("layer_norm", "dropout_add_ln_fwd", layer_norm, declines_layer_norm),
-    ]
-
-
-# --- activations -------------------------------------------------------------------------------------------
-
-_UNARY = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "silu": "silu", "quick_gelu": "gelu_quick"}
-#: Activation of the first half of a packed tensor times its second half, and the other way round.
-_GATE_FIRST = {"gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "silu": "silu_and_mul"}
-_GATE_LAST = {"silu": "mul_and_silu"}
-
-
-def _activation(module: ModuleType) -> list[Adapter]:
-    functions = {name: getattr(module, other, None) for name, other in _UNARY.items()}
-    if not any(_takes(function, "out", "x") for function in functions.values()):
-        return []
-
-    def call(x: Tensor, function: str) -> Tensor:
-        dense = x.contiguous()
-        out = torch.empty_like(dense)
-        functions[function](out, dense)  # type: ignore[misc]
-        return _laid_out_like(x, out)
-
-    def declines(args: Sequence[Any]) -> str | None:
-        return None if _takes(functions.get(args[1]), "out", "x") else f"it has no {args[1]}"
-
-    return [Adapter("activation", "silu(out, x) and others", call, declines)]
-
-
-def _glu(module: ModuleType) -> list[Adapter]:
-    first = {name: getattr(module, other, None) for name, other in _GATE_FIRST.items()}
-    last = {name: getattr(module, other, None) for name, other in _GATE_LAST.items()}
-    if not any(_takes(function, "out", "x") for function in (*first.values(), *last.values())):
-        return []
-
-    def call(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
-        packed = _packed(gate, value)
-        table = first if packed is not None else last
-        both = packed if packed is not None else _packed(value, gate)
-        assert both is not None
-        out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        table[function](out, both)  # type: ignore[misc]
-        return _laid_out_like(value, out)
-
-    def declines(args: Sequence[Any]) -> str | None:
-        value, gate, function, _ = args
-        if _packed(gate, value) is not None:
-            return None if _takes(first.get(function), "out", "x") else f"it has no {function} of the first half"
-        if _packed(value, gate) is not None:
-            return None if _takes(last.get(function), "out", "x") else f"it has no {function} of the second half"
-        return "value and gate are not the halves of one packed tensor"
-
-    return [Adapter("glu", "silu_and_mul(out, x) and others", call, declines)]
-
-
-def _packed(first: Tensor, second: Tensor) -> Tensor | None:
-    """The contiguous tensor whose halves along the last dimension these are, or None."""
-    size = first.shape[-1]
-    if first.shape != second.shape or first.dtype != second.dtype or first.stride() != second.stride():
-        return None
-    if not first.numel() or second.data_ptr() - first.data_ptr() != size * first.element_size():
-        return None
-    shape = (*first.shape[:-1], 2 * size)
-    strides = torch.empty(shape, device="meta").stride()
-    if any(a != b for a, b, n in zip(first.stride(), strides, first.shape, strict=True) if n > 1):
-        return None
-    return first.as_strided(shape, strides)
-
-
-def _takes(function: Any, *names: str) -> bool:
-    """Whether a function begins with parameters of these names."""
-    if not callable(function):
-        return False
-    try:
-        parameters = tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return False
-    return parameters[: len(names)] == names
-
-
-def _liger_glu(module: ModuleType) -> list[Adapter]:
-    """``Function.apply(gate, value)``, beside the layers of liger-kernels, of two dense tensors."""
-    layers = getattr(module, "layers", None)
-    names = {"silu": "LigerSiLUMulFunction", "gelu_tanh": "LigerGELUMulFunction"}
-    functions = {name: getattr(layers, other) for name, other in names.items() if hasattr(layers, other)}
-    if not functions:
-        return []
-
-    def call(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
-        return _laid_out_like(value, functions[function].apply(gate.contiguous(), value.contiguous()))
-
-    def declines(args: Sequence[Any]) -> str | None:
-        value, gate, function, _ = args
-        if function not in functions:
-            return f"it has no {function}"
-        return None if (value.dtype, value.shape) == (gate.dtype, gate.shape) else "value and gate are of one kind"
-
-    return [Adapter("glu", "LigerSiLUMulFunction and others", call, declines)]
 
 
 # --- rotary embedding --------------------------------------------------------------------------------------
@@ -334,6 +187,17 @@ def _declines_rope(args: Sequence[Any]) -> str | None:
     if cos.dtype != x.dtype or sin.dtype != x.dtype:
         return f"its tables have the dtype of the input, {x.dtype}"
     return None
+
+
+def _takes(function: Any, *names: str) -> bool:
+    """Whether a function begins with parameters of these names."""
+    if not callable(function):
+        return False
+    try:
+        parameters = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return False
+    return parameters[: len(names)] == names
 
 
 def _pairs(x: Tensor, half: bool) -> tuple[Tensor, Tensor]:
@@ -396,9 +260,11 @@ def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
         return []
     forward: Callable[[Any, Tensor], Tensor] = layer.forward
     gate_last = layer.__name__.startswith("Mul")
+    # In half precision no measurement tells the forms of GELU apart.
+    stated = _FUNCTIONS.get(layer.__name__.removesuffix("AndMul").removeprefix("MulAnd").lower())
 
     def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *rest: Any) -> Tensor:
-        return _norm_result(forward(_holder(weight, bias, eps, x), x), x, rest[-1])
+        return _norm_result(forward(_holder(weight, bias, eps, x), x.contiguous()), x, rest[-1])
 
     def declines_rms_norm(args: Sequence[Any]) -> str | None:
         x, _, bias, _, offset, _, out_dtype, clamp_eps, _ = args
@@ -407,10 +273,13 @@ def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
         return _declines_out_dtype(x, out_dtype)
 
     def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *rest: Any) -> Tensor:
-        return _norm_result(forward(_holder(weight, bias, eps, x), x), x, rest[-1])
+        return _norm_result(forward(_holder(weight, bias, eps, x), x.contiguous()), x, rest[-1])
 
     def activation(x: Tensor, function: str) -> Tensor:
         return _laid_out_like(x, forward(SimpleNamespace(), x))
+
+    def declines_function(args: Sequence[Any]) -> str | None:
+        return None if stated in (None, args[-1]) else f"it computes {stated} and not {args[-1]}"
 
     def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
         packed = _packed(value, gate) if gate_last else _packed(gate, value)
@@ -419,25 +288,41 @@ def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
     def declines_glu(args: Sequence[Any]) -> str | None:
         value, gate = args[:2]
         packed = _packed(value, gate) if gate_last else _packed(gate, value)
-        return None if packed is not None else "value and gate are not the halves of one packed tensor"
+        if packed is None:
+            return "value and gate are not the halves of one packed tensor"
+        return declines_function(args[:3])
 
     return [
         Adapter("rms_norm", layer.__name__, rms_norm, declines_rms_norm),
         Adapter("layer_norm", layer.__name__, layer_norm, lambda args: _declines_out_dtype(args[0], args[4])),
-        Adapter("activation", layer.__name__, activation, lambda args: None),
+        Adapter("activation", layer.__name__, activation, declines_function),
         Adapter("glu", layer.__name__, glu, declines_glu),
     ]
 
 
-def _norm_layers(module: ModuleType) -> list[Adapter]:
-    """The layers of a kernel that are called norms, each as the norm that it is called."""
+def _named_layers(module: ModuleType) -> list[Adapter]:
+    """The layers of a kernel whose names say what they compute; whether they do is measured."""
     found: list[Adapter] = []
-    for suffix, op in (("RMSNorm", "rms_norm"), ("LayerNorm", "layer_norm")):
-        for name in layer_names(module):
-            layer = layer_of(module, name)
-            if layer is not None and name.endswith(suffix) and callable(layer.forward):
-                found += [adapter for adapter in _layer(layer) if adapter.op == op]
+    for name in layer_names(module):
+        layer = layer_of(module, name)
+        op = next((op for pattern, op in _NAMES if pattern.fullmatch(name)), None)
+        if layer is not None and layer.__init__ is torch.nn.Module.__init__ and op is not None:
+            found += [adapter for adapter in _layer(layer) if adapter.op == op]
     return found
+
+
+def _packed(first: Tensor, second: Tensor) -> Tensor | None:
+    """The contiguous tensor whose halves along the last dimension these are, or None."""
+    size = first.shape[-1]
+    if first.shape != second.shape or first.dtype != second.dtype or first.stride() != second.stride():
+        return None
+    if not first.numel() or second.data_ptr() - first.data_ptr() != size * first.element_size():
+        return None
+    shape = (*first.shape[:-1], 2 * size)
+    strides = torch.empty(shape, device="meta").stride()
+    if any(a != b for a, b, n in zip(first.stride(), strides, first.shape, strict=True) if n > 1):
+        return None
+    return first.as_strided(shape, strides)
 
 
 def _holder(weight: Tensor | None, bias: Tensor | None, eps: float, x: Tensor) -> SimpleNamespace:
@@ -448,13 +333,13 @@ def _holder(weight: Tensor | None, bias: Tensor | None, eps: float, x: Tensor) -
     )
 
 
-_INTERFACES: tuple[Callable[[ModuleType], list[Adapter]], ...] = (
-    _apply_rms_norm,
-    _rmsnorm_forward,
-    _dropout_add_ln,
-    _activation,
-    _glu,
-    _liger_glu,
-    _apply_rotary,
-    _rotary_transformers,
+#: What the names of layers say, in the words that kernels on the Hub have.
+_NAMES = (
+    (re.compile(r"\w*RMSNorm"), "rms_norm"),
+    (re.compile(r"\w*LayerNorm"), "layer_norm"),
+    (re.compile(r"(Silu|Gelu|GeluTanh)AndMul|MulAndSilu"), "glu"),
+    (re.compile(r"Si[Ll][Uu]|Gelu|GeluTanh|QuickGELU"), "activation"),
 )
+_FUNCTIONS = {"silu": "silu", "gelu": "gelu", "gelutanh": "gelu_tanh", "quickgelu": "quick_gelu"}
+
+_INTERFACES: tuple[Callable[[ModuleType], list[Adapter]], ...] = (_apply_rms_norm, _apply_rotary, _rotary_transformers)

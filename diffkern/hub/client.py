@@ -1,11 +1,11 @@
-"""The few questions that diffkern asks the Hub, with patience, and its refusals as reasons."""
+"""The few questions that diffkern asks the Hub, and its refusals as reasons."""
 
 from __future__ import annotations
 
 import errno
 import glob
 import os
-import time
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,10 +14,6 @@ from diffkern.hub.policy import HubError
 
 T = TypeVar("T")
 
-#: Seconds before each further try, unless the Hub says how long to wait.
-WAITS = (0.5, 2.0, 5.0)
-#: The longest wait that the Hub may ask for.
-LONGEST_WAIT = 30.0
 _BUSY = (429, 500, 502, 503, 504)
 _HIDDEN = (401, 403, 404)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
@@ -104,7 +100,6 @@ def download(repository: str, commit: str, variant: str, files: Sequence[str]) -
             lambda api: api.snapshot_download(
                 repository, repo_type="kernel", revision=commit, allow_patterns=paths, cache_dir=cache_directory()
             ),
-            tries=2,  # huggingface_hub tries every file several times by itself
         )
     except OSError as error:
         if not _is_of_the_disk(error):
@@ -121,38 +116,27 @@ class _Missing(HubError):
     """There is no such thing on the Hub, or not for this user."""
 
 
-def _ask(repository: str, question: Callable[[Any], T], tries: int = 4) -> T:
-    """Asks, again if the Hub is busy or the answer breaks off, and turns a refusal into a reason."""
+def _ask(repository: str, question: Callable[[Any], T]) -> T:
+    """Asks the Hub, and turns a refusal into a reason. How often a file is tried is for huggingface_hub to say."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    api = HfApi(library_name="diffkern")
     where = f"{repository} at {endpoint()}"
-    for attempt, wait in enumerate((*WAITS[: tries - 1], None)):
-        try:
-            return question(api)
-        except OfflineModeIsEnabled as error:
-            raise Unreachable(f"{where} cannot be asked: huggingface_hub is in offline mode") from error
-        except Exception as error:
-            answer = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
-            if answer is None:  # no connection, a broken one, a file shorter than announced ...
-                if _is_of_the_disk(error):
-                    raise
-                if wait is None or _is_refused(error):
-                    raise Unreachable(f"{where} cannot be reached ({_summary(error)})") from error
-                time.sleep(wait)
-                continue
-            status = getattr(answer.response, "status_code", None)
-            if status in _HIDDEN:
-                raise _Missing(_refused(where, status)) from error
-            if status not in _BUSY:
-                raise Unreachable(f"{where} cannot be had ({_summary(answer)})") from error
-            if answer is not error:  # huggingface_hub has been patient already, with each file
-                raise Unreachable(f"{where} is busy: it went on answering {status}") from error
-            if wait is None:
-                raise Unreachable(f"{where} is busy: it answered {status} {attempt + 1} times") from error
-            time.sleep(_asked_wait(answer.response, wait))
-    raise AssertionError("unreachable")
+    try:
+        return question(HfApi(library_name="diffkern"))
+    except OfflineModeIsEnabled as error:
+        raise Unreachable(f"{where} cannot be asked: huggingface_hub is in offline mode") from error
+    except Exception as error:
+        if _is_of_the_disk(error):
+            raise
+        answer = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
+        if answer is None:  # no connection, a broken one, a file shorter than announced ...
+            raise Unreachable(f"{where} cannot be reached ({_summary(error)})") from error
+        status = getattr(answer.response, "status_code", None)
+        if status in _HIDDEN:
+            raise _Missing(_refused(where, status)) from error
+        busy = f"is busy: it answered {status}" if status in _BUSY else f"cannot be had ({_summary(answer)})"
+        raise Unreachable(f"{where} {busy}") from error
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -176,19 +160,6 @@ def _refused(where: str, status: int | None) -> str:
     )
 
 
-def _is_refused(error: BaseException) -> bool:
-    """Whether no server listens at the other end, or no such name exists: waiting a few seconds will not change it."""
-    words = f"{type(error).__name__} {error} {error.__cause__!r} {error.__context__!r}"
-    return any(sign in words for sign in ("Connection refused", "Name or service not known", "getaddrinfo", "No route"))
-
-
-def _asked_wait(response: Any, wait: float) -> float:
-    try:
-        return min(float(response.headers["Retry-After"]), LONGEST_WAIT)
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return wait
-
-
 def _summary(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    first = re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -72,6 +72,20 @@ def declared(directory: Path) -> dict[str, str]:
         return {}
 
 
+def of_cache(directory: Path) -> dict[str, str]:
+    """The digests of a build in the cache of huggingface_hub: those of the Hub, by which it names what it downloads.
+
+    Its metadata adds the digests of files that are missing, or no links, as on systems that have none.
+    """
+    found = {}
+    for name, entry in _entries(directory):
+        digest = os.path.basename(os.readlink(entry.path)) if entry.is_symlink() else ""
+        kind = {40: "git", 64: "sha256"}.get(len(digest))
+        if kind is not None:
+            found[name] = f"{kind}:{digest}"
+    return {**declared(directory), **found}
+
+
 def _entries(directory: Path, below: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Everything in a folder and in the folders inside of it, by path; links are not followed."""
     with os.scandir(directory / below) as entries:

@@ -1,7 +1,7 @@
 """From a reference to a directory: which commit, which build, and the files of it, checked.
 
-A commit comes from the lock file; else from what this machine found out before; else from the Hub; and where that
-cannot be reached, from the cache. One process of a machine asks, the others wait for its answer.
+A commit comes from the lock file; else from the Hub, which is asked once in a process; and where that cannot be
+reached, from the cache. Which build suits this machine is for ``kernels`` to say.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffkern.hub import client, digests, record
+from diffkern.hub import client, digests
 from diffkern.hub.client import Unreachable
 from diffkern.hub.lock import LockedKernel, LockFile
 from diffkern.hub.policy import HubError, Policy
@@ -55,10 +55,9 @@ def find(reference: KernelReference, policy: Policy, backend: str | None) -> Fou
     """
     if reference.is_local:
         return _find_local(reference, backend)
-    with record.alone():
-        kernel, origin = pin(reference, policy)
-        variant = choose_variant(kernel.variants, backend, f"{reference} ({kernel.commit[:7]})")
-        return Found(fetch(kernel, variant), kernel.commit, origin)
+    kernel, origin = pin(reference, policy)
+    variant = choose_variant(kernel.variants, backend, f"{reference} ({kernel.commit[:7]})")
+    return Found(fetch(kernel, variant), kernel.commit, origin)
 
 
 def pin(reference: KernelReference, policy: Policy) -> tuple[LockedKernel, str]:
@@ -108,7 +107,7 @@ def fetch(kernel: LockedKernel, variant: str) -> Path:
     wrong = _damage(directory, expected)
     if wrong is None:
         return directory
-    if all((directory / name).exists() for name in expected):
+    if not wrong.endswith("is missing"):
         where = client.repository_directory(kernel.repository)
         raise HubError(f"{directory}: {wrong}. Find out who changed it; then delete {where} and download it again")
     if client.is_offline():
@@ -175,24 +174,21 @@ def choose_variant(names: Iterable[str], backend: str | None, what: str) -> str:
     raise HubError(f"no build of {what} suits {_this_machine()}: {'; '.join(rejected[:4]) or 'it has none'}{more}")
 
 
+#: What the Hub answered in this process, by its address, the repository and the revision.
+_answers: dict[tuple[str, str, str], LockedKernel] = {}
+
+
 def _pin_without_lock(reference: KernelReference, policy: Policy) -> tuple[LockedKernel, str]:
-    """As :func:`pin`, by what this machine knows or the Hub says."""
-    repository, revision = reference.source, reference.revision
-    remembered = record.recall(client.endpoint(), repository, revision)
-    usable = remembered is not None and (remembered[0].trusted or policy.trusts(repository))
-    if remembered is not None and usable:
-        kernel, age = remembered
-        if age < record.LIFETIME or reference.is_commit or client.is_offline():
-            return kernel, f"found {_ago(age)}"
-    try:
-        kernel = ask_hub(reference, policy)
-    except Unreachable as error:
-        if remembered is not None and usable:
-            return remembered[0], f"found {_ago(remembered[1])}; now {error}"
-        kernel = _from_cache(reference, error)
-        _warn_unchecked(reference, policy, error)
-        return kernel, f"from the cache; {error}"
-    record.note(client.endpoint(), kernel)
+    """As :func:`pin`, by what the Hub says, or the cache where it cannot be reached."""
+    key = client.endpoint(), reference.source, reference.revision
+    kernel = _answers.get(key)
+    if kernel is None or not (kernel.trusted or policy.trusts(kernel.repository)):
+        try:
+            kernel = _answers[key] = ask_hub(reference, policy)
+        except Unreachable as error:
+            kernel = _from_cache(reference, error)
+            _warn_unchecked(reference, policy, error)
+            return kernel, f"from the cache; {error}"
     return kernel, "found on the Hub"
 
 
@@ -217,7 +213,7 @@ def _from_cache(reference: KernelReference, error: HubError) -> LockedKernel:
         raise Unreachable(f"{error}; and in the cache {client.cache_directory()}, {missing}") from error
     if commit not in there:
         raise Unreachable(f"{error}; and it is not in the cache {client.cache_directory()}") from error
-    builds = {path.name: digests.declared(path) for path in there[commit].iterdir() if path.is_dir()}
+    builds = {path.name: digests.of_cache(path) for path in there[commit].iterdir() if path.is_dir()}
     return LockedKernel(reference.source, reference.revision, commit, False, builds)
 
 
@@ -257,14 +253,12 @@ def _find_local(reference: KernelReference, backend: str | None) -> Found:
 
 
 def _damage(directory: Path, expected: Mapping[str, str]) -> str | None:
-    """As :func:`diffkern.hub.digests.damage`; where no digest is known, only what every build has."""
-    if expected:
-        return digests.damage(directory, expected)
-    missing = [name for name in ("metadata.json", "__init__.py") if not (directory / name).is_file()]
-    package = any(directory.glob("*/__init__.py"))
-    if missing == ["__init__.py"] and package:
-        return None
-    return f"{missing[0]} is missing" if missing else None
+    """As :func:`diffkern.hub.digests.damage`, and whether what every build has is there."""
+    if not (directory / "metadata.json").is_file():
+        return "metadata.json is missing"
+    if not (directory / "__init__.py").is_file() and not any(directory.glob("*/__init__.py")):
+        return "__init__.py is missing"
+    return digests.damage(directory, expected) if expected else None
 
 
 def _untrusted(reference: KernelReference) -> str:
@@ -282,8 +276,3 @@ def _this_machine() -> str:
     toolkit = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     toolkit = toolkit if torch.version.cuda or torch.version.hip else "no CUDA or ROCm"
     return f"torch {torch.__version__} with {toolkit} on {platform.machine()} {platform.system().lower()}"
-
-
-def _ago(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return "just now" if minutes == 0 else f"{minutes} minutes ago" if minutes < 120 else f"{minutes // 60} hours ago"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diffkern.hub import loader
+from diffkern.hub import loader, resolve
 from diffkern.providers import hub as hub_provider
 from diffkern.providers import registry
 from tests.hub.server import LoopbackHub
@@ -31,7 +31,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("diffkern.hub.client.WAITS", (0.01, 0.02, 0.05))
     with LoopbackHub() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE
@@ -44,6 +43,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub
 def new_process() -> None:
     """Forgets what this process has loaded, as if it were a new one."""
     loader._loaded.clear()
+    resolve._answers.clear()
     hub_provider._layers.clear()
     hub_provider._providers.clear()
     hub_provider._providers[hub_provider.NAME] = hub_provider.PROVIDER

@@ -64,48 +64,53 @@ RMSNORM = """
         return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(input.dtype)
 """
 
-#: As kernels-community/mlx-rmsnorm: rounds before the weight.
+#: As the layers of kernels-community/mlx-rmsnorm: rounds before the weight.
 MLX_RMSNORM = """
     import torch
 
-    def rmsnorm_forward(x, weight, epsilon=1e-5):
-        wide = x.float()
-        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
-        return (weight.view(-1) * normed).to(x.dtype)
+    class RMSNorm(torch.nn.Module):
+        def forward(self, x):
+            wide = x.float()
+            normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+            return (self.weight.view(-1) * normed).to(x.dtype)
 """
 
-#: As kernels-community/layer-norm.
+#: As the layers of kernels-community/layer-norm: without a bias.
 LAYER_NORM = """
     import torch
 
-    def dropout_add_ln_fwd(input, gamma, beta, rowscale, colscale, x0_subset, z_subset, dropout_p, epsilon,
-                           rowscale_const, z_numrows, gen, residual_in_fp32, is_rms_norm):
-        assert input.dim() == 2 and input.is_contiguous() and dropout_p == 0
-        wide = input.float()
-        if not is_rms_norm:
+    class LayerNorm(torch.nn.Module):
+        def forward(self, hidden_states):
+            assert hidden_states.is_contiguous()
+            wide = hidden_states.float()
             wide = wide - wide.mean(-1, keepdim=True)
-        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * gamma.float()
-        return [(y if beta is None else y + beta.float()).to(input.dtype), input]
+            y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * self.weight.float()
+            return y.to(hidden_states.dtype)
 """
 
-#: As kernels-community/activation.
+#: As the layers of kernels-community/activation.
 ACTIVATION = """
     import torch
     import torch.nn.functional as F
 
-    def silu(out, x): return out.copy_(F.silu(x))
-    def gelu(out, x): return out.copy_(F.gelu(x))
-    def gelu_tanh(out, x): return out.copy_(F.gelu(x, approximate="tanh"))
-    def gelu_quick(out, x): return out.copy_((x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype))
-    def silu_and_mul(out, x):
-        assert x.is_contiguous()
-        return out.copy_(F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
-    def mul_and_silu(out, x):
-        return out.copy_(x.chunk(2, -1)[0] * F.silu(x.chunk(2, -1)[1]))
-    def gelu_and_mul(out, x):
-        return out.copy_(F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
-    def gelu_tanh_and_mul(out, x):
-        return out.copy_(F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1])
+    class Silu(torch.nn.Module):
+        def forward(self, x): return F.silu(x)
+    class Gelu(torch.nn.Module):
+        def forward(self, x): return F.gelu(x)
+    class GeluTanh(torch.nn.Module):
+        def forward(self, x): return F.gelu(x, approximate="tanh")
+    class QuickGELU(torch.nn.Module):
+        def forward(self, x): return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
+    class SiluAndMul(torch.nn.Module):
+        def forward(self, x):
+            assert x.is_contiguous()
+            return F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+    class MulAndSilu(torch.nn.Module):
+        def forward(self, x): return x.chunk(2, -1)[0] * F.silu(x.chunk(2, -1)[1])
+    class GeluAndMul(torch.nn.Module):
+        def forward(self, x): return F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+    class GeluTanhAndMul(torch.nn.Module):
+        def forward(self, x): return F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1]
 """
 
 #: As kernels-community/rotary.
@@ -137,12 +142,6 @@ LIGER_LAYERS = """
     import torch
     import torch.nn as nn
     import torch.nn.functional as F
-
-    class LigerSiLUMulFunction(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, a, b):
-            assert a.is_contiguous() and b.is_contiguous()
-            return F.silu(a.float()).to(b.dtype) * b
 
     class LigerRMSNorm(nn.Module):
         weight: nn.Parameter

@@ -289,7 +289,7 @@ def test_a_provider_that_fails_in_training_is_kept_from_training_alone() -> None
 def test_a_gated_unit_of_two_layers_is_not_said_to_be_served_by_a_kernel_for_halves(hub: LoopbackHub) -> None:
     """Values and gates of Llama come from two layers, those of Phi 3 from one."""
     build = pytest.importorskip("tests.transformers.models", exc_type=ImportError).build
-    hub.repository("org/act").commit(kernel(kernels.ACTIVATION), "v1")
+    hub.repository("org/act").commit(kernel("", kernels.ACTIVATION), "v1")
     for name, packed in (("phi3", True), ("llama", False)):
         report = inject_optimized_kernels(build(name), config={"glu": "org/act"})
         sites = [site for site in report.patched if site.op == "glu"]
