@@ -232,14 +232,6 @@ class KernelConfig:
         """Reads JSON text."""
         return cls.from_dict(json.loads(text))
 
-    def to_toml(self) -> str:
-        """Returns the configuration as TOML text. A dict becomes an inline table, which keeps the order of rules."""
-        data = self.to_dict()
-        rules = data.pop("rules")
-        lines = [f"{key} = {_toml(value)}" for key, value in data.items()]
-        lines += ["", "[rules]", *(f"{_toml(key)} = {_toml(value)}" for key, value in rules.items())]
-        return "\n".join(lines).lstrip("\n") + "\n"
-
     @classmethod
     def from_toml(cls, text: str) -> KernelConfig:
         """Reads TOML text; before Python 3.11 this needs the package ``tomli``, which ``kernels`` brings along."""
@@ -353,15 +345,6 @@ def _leaves(value: Value) -> list[str]:
 
 def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
-
-
-def _toml(value: Any) -> str:
-    """A value of TOML; its strings are those of JSON."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _nearest(word: Any, words: Sequence[str], cutoff: float = 0.6) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +19,9 @@ from diffkern.hub.policy import HubError, Policy, switched_off
 from diffkern.hub.reference import KernelReference
 from diffkern.hub.resolve import Found, find
 from diffkern.providers.foreign import is_of_user, preserved
+
+if TYPE_CHECKING:
+    from kernels import Metadata
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class LoadedKernel:
 
     reference: KernelReference
     found: Found
-    metadata: Mapping[str, Any]
+    metadata: Metadata
     module: ModuleType
 
     def describe(self) -> str:
@@ -45,7 +47,7 @@ class LoadedKernel:
 
 
 _lock = threading.RLock()
-_loaded: dict[Path, tuple[Mapping[str, Any], ModuleType]] = {}
+_loaded: dict[Path, tuple[Metadata, ModuleType]] = {}
 
 
 def load(reference: KernelReference, policy: Policy, device: torch.device) -> LoadedKernel:
@@ -92,19 +94,19 @@ def _require_kernels() -> None:
             raise HubError(f"the package 'kernels' has no {function!r}: install 'kernels>=0.17'")
 
 
-def _import(found: Found, device: torch.device) -> tuple[Mapping[str, Any], ModuleType]:
+def _import(found: Found, device: torch.device) -> tuple[Metadata, ModuleType]:
     import kernels
 
     directory = found.directory
     metadata = _metadata(directory)
-    dependencies = _dependencies(metadata)
-    if dependencies:
+    if metadata.kernel_depends:
+        needed = ", ".join(kernel.repo_id for kernel in metadata.kernel_depends)
         raise HubError(
-            f"{directory} is built on other kernels ({dependencies}), and diffkern loads only those that the "
+            f"{directory} is built on other kernels ({needed}), and diffkern loads only those that the "
             "configuration names: name a kernel that needs no other, or call this one yourself, by kernels.get_kernel"
         )
-    _check_arch(directory, device)
-    name = str(metadata["id"])
+    _check_arch(directory, metadata, device)
+    name = metadata.id
     same = _already_here(name, directory)
     if same is not None:
         return metadata, same
@@ -122,42 +124,33 @@ def _import(found: Found, device: torch.device) -> tuple[Mapping[str, Any], Modu
     return metadata, module
 
 
-def _metadata(directory: Path) -> dict[str, Any]:
+def _metadata(directory: Path) -> Metadata:
+    from kernels import Metadata
+
     try:
-        metadata = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
-        metadata["id"], metadata["backend"]["type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HubError(f"{directory} has no metadata.json of a kernel ({type(error).__name__}: {error})") from error
-    return dict(metadata)
+        return Metadata.read_from_file(directory / "metadata.json")
+    except ValueError as error:
+        raise HubError(f"{directory} has no metadata.json of a kernel ({error})") from error
 
 
-def _dependencies(metadata: Mapping[str, Any]) -> str:
-    """The kernels that a kernel would load in turn, as ``kernel-depends`` of its metadata names them."""
-    needed = metadata.get("kernel-depends") or []
-    needed = needed if isinstance(needed, list) else [needed]
-    return ", ".join(str(entry.get("repo-id", entry)) if isinstance(entry, dict) else str(entry) for entry in needed)
-
-
-def _refuse_other_backends(found: Found, metadata: Mapping[str, Any], device: torch.device) -> None:
+def _refuse_other_backends(found: Found, metadata: Metadata, device: torch.device) -> None:
     """A path may lead straight to a build, of any backend."""
-    backend = metadata["backend"]["type"]
+    backend = str(metadata.backend.backend_type).rpartition(".")[2].lower()
     here = {"mps": "metal", "cuda": "rocm" if torch.version.hip else "cuda"}.get(device.type, device.type)
     if backend != here and found.variant != "torch-universal":
         raise HubError(f"{found.directory} is a build for {backend}, and this is {device}")
 
 
-def _check_arch(directory: Path, device: torch.device) -> None:
+def _check_arch(directory: Path, metadata: Metadata, device: torch.device) -> None:
     """Compares the architectures of a build with the GPU at hand, before anything of it runs."""
     if device.type != "cuda":
         return
-    from kernels import Metadata
     from kernels.validate import ArchValidator
 
     try:
-        metadata = Metadata.read_from_file(directory / "metadata.json")
         with torch.cuda.device(device):
             ArchValidator().validate_metadata(metadata=metadata, variant=directory.name)
-    except (RuntimeError, ValueError) as error:  # another architecture; metadata that kernels cannot read
+    except RuntimeError as error:
         raise HubError(str(error)) from error
 
 

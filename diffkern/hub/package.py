@@ -27,23 +27,6 @@ TRITON_VARIANTS = {"torch-cuda": "cuda", "torch-rocm": "rocm", "torch-xpu": "xpu
 
 _SOURCES = (".h", ".cpp", ".cu", ".cuh", ".py")
 
-#: What older versions of ``kernels`` import: the package in a directory of its own name.
-_COMPATIBLE = '''"""The same package under the path where older versions of ``kernels`` look for it."""
-
-import importlib.util
-import sys
-from pathlib import Path
-
-_path = Path(__file__).parents[1] / "__init__.py"
-_name = f"{__name__}_of_{_path.parent.name}".replace("-", "_")
-_spec = importlib.util.spec_from_file_location(_name, _path)
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_name] = _module
-_spec.loader.exec_module(_module)
-globals().update({key: getattr(_module, key) for key in _module.__all__})
-__all__ = _module.__all__
-'''
-
 _TRITON_OPS = '''"""Defines the ops of this build; Triton compiles their kernels at the first call."""
 
 from __future__ import annotations
@@ -212,9 +195,6 @@ def _write_triton(target: Path, sources: Path, backend: str, version: int) -> No
 def _write_face(target: Path, sources: Path) -> None:
     for path in (sources / "torch-ext" / KERNEL_NAME).glob("*.py"):
         shutil.copyfile(path, target / path.name)
-    compatible = target / KERNEL_NAME
-    compatible.mkdir()
-    (compatible / "__init__.py").write_text(_COMPATIBLE, encoding="utf-8")
 
 
 def _copy_modules(source: Path, target: Path) -> None:

@@ -250,7 +250,7 @@ class KernelProvider:
             if self._falls_through:
                 warnings.warn(f"diffkern: {error}; the next provider serves", stacklevel=2)
             return str(error)
-        found, raised = adapters(kernel.module, str(kernel.metadata["id"]), self.reference.name)
+        found, raised = adapters(kernel.module, kernel.metadata.id, self.reference.name)
         by_op = {op: [adapter for adapter in found if adapter.op == op] for op in EXAMINED}
         return _Loaded(kernel, {op: _Op(op, ways, device) for op, ways in by_op.items() if ways}, raised)
 

@@ -349,7 +349,7 @@ def test_the_configuration_says_whether_times_are_measured(monkeypatch: pytest.M
     assert KernelConfig().measures and not KernelConfig(measure=False).measures
     monkeypatch.setenv("DIFFKERN_MEASURE", "0")
     assert not KernelConfig().measures and KernelConfig(measure=True).measures
-    assert KernelConfig.from_toml(KernelConfig(measure=True).to_toml()) == KernelConfig(measure=True)
+    assert KernelConfig.from_json(KernelConfig(measure=True).to_json()) == KernelConfig(measure=True)
     with pytest.raises(ValueError, match="measure='yes': pass True, False, or None"):
         KernelConfig(measure="yes")  # type: ignore[arg-type]
 

@@ -74,8 +74,8 @@ def test_lock_what_a_configuration_names(published: LoopbackHub, tmp_path: Path)
         {"rms_norm": {"metal": "org/norms@v1.2.0:RMSNorm", "cpu": "stranger/norms"}, "vae.*": "/a/path"},
         trust_remote_code=["stranger/norms"],
     )
-    (tmp_path / "kernels.toml").write_text(config.to_toml())
-    out = run("lock", "--config", "kernels.toml", "--lock", "my.lock")
+    (tmp_path / "kernels.json").write_text(config.to_json())
+    out = run("lock", "--config", "kernels.json", "--lock", "my.lock")
     assert out.exit_code == 0, out.output
     assert set(locked(tmp_path / "my.lock")) == {"org/normsv1.2.0", "stranger/norms"}
 

@@ -76,7 +76,7 @@ def test_the_repository_is_complete(repository: Package) -> None:
     for variant in repository.variants:
         directory = root / "build" / variant
         names = {path.name for path in directory.iterdir()}
-        assert {"__init__.py", "_ops.py", "layers.py", "metadata.json", "diffkern"} <= names
+        assert {"__init__.py", "_ops.py", "layers.py", "metadata.json"} <= names
         assert "from . import layers" in (directory / "__init__.py").read_text()
 
 
@@ -139,21 +139,6 @@ def test_get_local_kernel_loads_and_runs_it(repository: Package) -> None:
     expected = torch.nn.functional.rms_norm(x, (64,), weight, 1e-6)
     torch.testing.assert_close(kernel.rms_norm(x, weight, eps=1e-6), expected)
     torch.testing.assert_close(kernel.activation(x, "gelu"), torch.nn.functional.gelu(x))
-
-
-def test_older_versions_find_it_in_a_directory_of_its_name(repository: Package, process: Run) -> None:
-    directory = repository.directory / "build" / CPU_VARIANT
-    code = f"""
-import importlib.util, sys, torch
-spec = importlib.util.spec_from_file_location("diffkern_kernel", {str(directory / "diffkern" / "__init__.py")!r})
-module = importlib.util.module_from_spec(spec)
-sys.modules["diffkern_kernel"] = module
-spec.loader.exec_module(module)
-x = torch.randn(3, 8)
-torch.testing.assert_close(module.rms_norm(x), torch.nn.functional.rms_norm(x, (8,), eps=1e-6))
-print(module.layers.RMSNorm.__name__)
-"""
-    assert result(process(code)) == "RMSNorm"
 
 
 @pytest.mark.exhaustive

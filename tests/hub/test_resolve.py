@@ -44,7 +44,7 @@ def test_the_happy_path_asks_each_question_once(hub: LoopbackHub) -> None:
     assert (loaded.found.commit, loaded.found.variant) == (commit, "torch-cpu")
     assert hub.count("/overview") == hub.count("/refs") == 1
     assert hub.count(r"GET .*/resolve/.*metadata\.json") == 1
-    assert loaded.metadata["version"] == 1 and commit[:7] in loaded.describe()
+    assert loaded.metadata.version == 1 and commit[:7] in loaded.describe()
 
 
 def test_a_kernel_is_imported_once_and_asked_for_once_in_a_process(hub: LoopbackHub) -> None:
