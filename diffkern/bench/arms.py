@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +25,13 @@ class Arm:
         numerics: Contract of the kernels that are injected, or None if none are.
         cuda_graph: Whether the steps of the denoiser are captured as CUDA graphs; only with kernels.
         compiled: Whether ``torch.compile`` compiles the denoiser.
+        torchao: Whether torchao quantises the layers that diffkern computes in fp8: float8, dynamic, row by row.
     """
 
     numerics: str | None = None
     cuda_graph: bool = False
     compiled: bool = False
+    torchao: bool = False
 
     @property
     def injected(self) -> bool:
@@ -38,7 +42,7 @@ class Arm:
     def name(self) -> str:
         """``"stock"`` or the numerics, and what comes on top: ``"fast + graph"``."""
         extras = [" + graph"] * self.cuda_graph + [" + compile"] * self.compiled
-        return (self.numerics or "stock") + "".join(extras)
+        return (self.numerics or ("torchao float8" if self.torchao else "stock")) + "".join(extras)
 
 
 STOCK = Arm()
@@ -50,8 +54,12 @@ FAST_COMPILED = Arm("fast", compiled=True)
 FP8 = Arm("fp8")
 FP8_GRAPH = Arm("fp8", cuda_graph=True)
 
+TORCHAO = Arm(compiled=True, torchao=True)
+
 #: The arms of a full comparison, the baseline first.
 ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8, FP8_GRAPH)
+#: Those, and what else may be compared by name.
+NAMED = {arm.name: arm for arm in (*ARMS, TORCHAO)}
 
 
 class ArmUnavailableError(RuntimeError):
@@ -84,6 +92,8 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
             report = inject_optimized_kernels(pipe, numerics=arm.numerics, cuda_graph=arm.cuda_graph, **injection)
             stack.callback(report.restore)
             _check_that_it_took(arm, report)
+        if arm.torchao:
+            stack.enter_context(_quantised(denoiser))
         if arm.compiled:
             stack.enter_context(compiled(denoiser))
         yield report
@@ -127,11 +137,38 @@ def compiled(model: nn.Module, **options: Any) -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@contextlib.contextmanager
+def _quantised(model: nn.Module) -> Iterator[None]:
+    """Has torchao quantise layers of ``model`` in place, and puts their own weights back afterwards."""
+    from diffkern.hub import KernelConfig
+    from diffkern.injection.fp8_fusion import Fp8Layers
+
+    torchao: Any = import_module("torchao.quantization")
+    layers = Fp8Layers({"": model}, KernelConfig())
+    chosen = {
+        module: module._parameters["weight"]
+        for path, module in model.named_modules()
+        if layers.reason(path, module) is None
+    }
+    if not chosen:
+        raise ArmUnavailableError("no layer of the model is large enough for fp8")
+    config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+    try:
+        torchao.quantize_(model, config, filter_fn=lambda module, path: module in chosen)
+        yield
+    finally:
+        for module, weight in chosen.items():
+            module._parameters["weight"] = weight
+            module.__dict__.pop("extra_repr", None)
+
+
 def unavailable_reason(arm: Arm, device: torch.device) -> str | None:
     """Returns why ``arm`` cannot run on ``device``, as far as that is known before trying, or None."""
     if arm.cuda_graph and device.type != "cuda":
         return f"CUDA graphs need a GPU, and this runs on {device.type}"
-    if arm.numerics == "fp8":
+    if arm.torchao and importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed: pip install torchao"
+    if arm.numerics == "fp8" or arm.torchao:
         from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 
         reason = fp8_unavailable_reason(device)

@@ -160,13 +160,12 @@ def bench_pipeline(
 
 def _arms(command: str, names: list[str] | None) -> tuple[Arm, ...]:
     """The arms of these names; ends the program where there is none such."""
-    from diffkern.bench.arms import ARMS
+    from diffkern.bench.arms import NAMED
 
-    known = {each.name: each for each in ARMS}
     for name in names or ():
-        if name not in known:
-            fail(command, f"arm {name!r} is not known: choose from {', '.join(known)}", 2)
-    return tuple(known[name] for name in names or ())
+        if name not in NAMED:
+            fail(command, f"arm {name!r} is not known: choose from {', '.join(NAMED)}", 2)
+    return tuple(NAMED[name] for name in names or ())
 
 
 @app.command(

@@ -203,13 +203,12 @@ def _speedup(result: StepResult, baseline: StepResult) -> str:
 
 def plot(results: Iterable[StepResult], title: str, path: Path) -> None:
     """Draws the step of every arm that ran as a bar, with its gain, and writes a PNG."""
-    from diffkern.bench.arms import ARMS
+    from diffkern.bench.arms import NAMED
     from diffkern.bench.results import bars
 
     ran = [result for result in results if not result.unavailable]
-    known = {arm.name: arm for arm in ARMS}
     labels = [f"{result.wall_ms:.1f} ms  {_speedup(result, ran[0])}" for result in ran]
-    bars([known[result.arm] for result in ran], [result.wall_ms for result in ran], labels, title, path)
+    bars([NAMED[result.arm] for result in ran], [result.wall_ms for result in ran], labels, title, path)
 
 
 def default_arms() -> tuple[Arm, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,13 +15,16 @@ from diffkern.bench.arms import (
     FAST_COMPILED,
     FAST_GRAPH,
     FP8,
+    NAMED,
     STOCK,
+    TORCHAO,
     Arm,
     ArmUnavailableError,
     applied,
     compiled,
     unavailable_reason,
 )
+from diffkern.injection import fp8_fusion
 from diffkern.providers.eager import fp8 as eager_fp8
 
 
@@ -107,6 +112,28 @@ def test_what_a_device_lacks_is_known_before_anything_runs() -> None:
     assert "CUDA graphs need a GPU" in str(unavailable_reason(FAST_GRAPH, cpu))
     assert unavailable_reason(COMPILED, cpu) == unavailable_reason(FAST_COMPILED, cpu)
     assert "fp8 needs an NVIDIA GPU" in str(unavailable_reason(FP8, cpu))
+
+
+@pytest.mark.gpu
+def test_torchao_quantises_the_layers_that_are_computed_in_fp8_and_gives_their_weights_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(fp8_fusion, "LEAST_FEATURES", 32)
+    layers = nn.ModuleDict({"to_q": nn.Linear(64, 64), "embed": nn.Linear(64, 64)})
+    layers.to(torch.bfloat16).requires_grad_(False)
+    weights = {name: layer.weight for name, layer in layers.items()}
+    with applied(Arm(torchao=True), layers, layers):
+        assert type(layers["to_q"].weight) is not nn.Parameter and layers["embed"].weight is weights["embed"]
+    assert all(layer.weight is weights[name] for name, layer in layers.items())
+    assert "extra_repr" not in vars(layers["to_q"])
+
+
+def test_torchao_is_an_arm_by_name_that_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert NAMED["torchao float8 + compile"] is TORCHAO and TORCHAO not in ARMS
+    assert unavailable_reason(TORCHAO, torch.device("cpu"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install torchao" in str(unavailable_reason(TORCHAO, torch.device("cpu")))
 
 
 def test_blocks_that_are_compiled_one_by_one_may_be_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
