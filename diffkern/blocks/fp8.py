@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -230,10 +230,25 @@ def _copied(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
     return _Copy(sources, values, scales, torch.cat(list(biases)) if biases else None)
 
 
-def gelu_feed_forward(weights: Fp8Weights, feed_forward: nn.Module, rows: RowwiseFp8, provider: str | None) -> Tensor:
-    """Diffusers' ``FeedForward`` with a tanh GELU and dropouts that drop nothing, both products in fp8."""
-    net: Any = feed_forward._modules["net"]
-    first, *rest = net._modules.values()
-    x = weights.run("ff.0", first._modules["proj"], rows)
-    (last,) = (layer for layer in rest if type(layer) is nn.Linear)
-    return weights.run("ff.1", last, RowwiseFp8(*activation_fp8(x, "gelu_tanh", provider=provider)))
+def parts_of_feed_forward(feed_forward: Any) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The linear layers of diffusers' ``FeedForward`` with a GELU, and its dropouts."""
+    first, *rest = feed_forward._modules["net"]._modules.values()
+    layers = [first._modules["proj"], *(layer for layer in rest if type(layer) is nn.Linear)]
+    return layers, [layer for layer in rest if type(layer) is not nn.Linear]
+
+
+def gelu_feed_forward(
+    run: Callable[[str, nn.Module, RowwiseFp8], Tensor], layers: Sequence[nn.Module], function: str, rows: RowwiseFp8,
+    provider: str | None,
+) -> Tensor:  # fmt: skip
+    """Two layers with a GELU between them, both products in fp8: the GELU writes its rows so.
+
+    Args:
+        run: Calls a layer, by the name that its weight has where the copies are kept.
+        layers: The two layers.
+        function: ``"gelu"`` or ``"gelu_tanh"``.
+        rows: The input.
+        provider: Who computes the GELU.
+    """
+    x = run("ff.0", layers[0], rows)
+    return run("ff.1", layers[1], RowwiseFp8(*activation_fp8(x, function, provider=provider)))

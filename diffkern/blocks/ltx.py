@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks import fp8, packing
-from diffkern.blocks.fp8 import Fp8Weights, fits, quantize_rowwise, weights_of
+from diffkern.blocks.fp8 import Fp8Weights, fits, parts_of_feed_forward, quantize_rowwise, weights_of
 from diffkern.blocks.ltx_chain import (
     modulation_of,
     next_block,
@@ -39,7 +39,7 @@ from diffkern.blocks.ltx_chain import (
     store_prefetched_norm,
 )
 from diffkern.blocks.ltx_rope import TracedTables, axial_tables
-from diffkern.blocks.pieces import gelu_feed_forward, per_head, plain, unfit_input, untouched
+from diffkern.blocks.pieces import are_silent, gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.rms_pieces import (
     Project,
@@ -217,7 +217,8 @@ class LTXBlock(BlockRecipe):
             x, y = sum_and_norm(block.norm2, x, y, None, scale_mlp, shift_mlp, provider)
 
         if ff is not None:
-            y = fp8.gelu_feed_forward(ff, block.ff, quantize_rowwise(y, provider), provider)
+            layers, _ = parts_of_feed_forward(block.ff)
+            y = fp8.gelu_feed_forward(ff.run, layers, "gelu_tanh", quantize_rowwise(y, provider), provider)
         else:
             plain_ff = "ff" in stock or not steps.fuses_norms
             y = block.ff(y) if plain_ff else gelu_feed_forward(block.ff, y)
@@ -320,20 +321,13 @@ def _wide_pieces(children: Any, device: torch.device, dtype: torch.dtype, stock:
         projections = children["attn1"]._modules
         layers = [projections[name] for name in ("to_q", "to_k", "to_v")]
         out = list(projections["to_out"]._modules.values())
-        if not (all(fits(layer, device, dtype) for layer in (*layers, out[0])) and _are_silent(out[1:])):
+        if not (all(fits(layer, device, dtype) for layer in (*layers, out[0])) and are_silent(out[1:])):
             pieces += (_ATTN1,)
     if "ff" not in stock:
-        first, *rest = children["ff"]._modules["net"]._modules.values()
-        layers = [first._modules["proj"], *(layer for layer in rest if type(layer) is nn.Linear)]
-        others = [layer for layer in rest if type(layer) is not nn.Linear]
-        if not (len(layers) == 2 and all(fits(layer, device, dtype) for layer in layers) and _are_silent(others)):
+        layers, others = parts_of_feed_forward(children["ff"])
+        if not (len(layers) == 2 and all(fits(layer, device, dtype) for layer in layers) and are_silent(others)):
             pieces += (_FF,)
     return pieces
-
-
-def _are_silent(layers: Any) -> bool:
-    """Whether layers are dropouts that drop nothing, without hooks."""
-    return all(untouched(layer, nn.Dropout) and not layer.training for layer in layers)
 
 
 RECIPE = LTXBlock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -119,6 +119,11 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
     if untouched(layer, nn.Dropout) and not layer.training:
         return x
     return layer(x)  # type: ignore[no-any-return]
+
+
+def are_silent(layers: Iterable[nn.Module]) -> bool:
+    """Whether layers are dropouts that drop nothing, without hooks."""
+    return all(untouched(layer, nn.Dropout) and not layer.training for layer in layers)
 
 
 def unfit_input(x: Any) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,21 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.fp8 import MULTIPLE, quantize_rowwise, shared_rows, unfit_weights, weights_of
-from diffkern.blocks.pieces import runs_fused, unfit
+from diffkern.blocks.fp8 import (
+    MULTIPLE,
+    RowwiseFp8,
+    gelu_feed_forward,
+    parts_of_feed_forward,
+    quantize_rowwise,
+    shared_rows,
+    unfit_weights,
+    weights_of,
+)
+from diffkern.blocks.pieces import are_silent, runs_fused, unfit, untouched
 from diffkern.cache import memory
 from diffkern.hub import KernelConfig
+from diffkern.hub.rule import Rule
 from diffkern.injection.components import is_denoiser
 from diffkern.injection.fusion import Fusion
+from diffkern.matching import full_name
 from diffkern.providers import Choice, select
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.verify import choices, gradients
-from diffkern.verify.contract import FP8_ALLOWANCE, ROWS
+from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO, ROWS
 from diffkern.verify.gain import costs, reason_without_gain
-from diffkern.verify.samples import clone_leaf, random_input
+from diffkern.verify.samples import clone_leaf, clone_tree, random_input
 
-#: The name under which configurations and reports know such layers.
-OP = "linear_fp8"
+#: The names under which configurations and reports know such layers, and two of them with a GELU between.
+OPS = OP, FEED_FORWARD_OP = "linear_fp8", "feed_forward_fp8"
 
 #: Features of input and output from which on a product in fp8 can make up for the pass that quantises its input.
 LEAST_FEATURES = 1024
@@ -101,6 +112,16 @@ class Fp8Layers:
         rule = self.config.rule(path, "Linear", OP)
         named = rule is not None and any(choice not in (None, "auto") for choice in rule.choices())
         return Fp8Fusion(kind_of(path), None if named else self.replayed)  # who names a provider wants it
+
+    def feed_forward(self, path: str, module: nn.Module) -> Fp8FeedForward | None:
+        """How a feed-forward is computed whose GELU stands between two layers in fp8; None if it is no such."""
+        if full_name(type(module)) != "diffusers.models.attention.FeedForward" or _gelu_of(module) is None:
+            return None
+        layers, _ = parts_of_feed_forward(module)
+        names = {id(child): name for name, child in module.named_modules(prefix=path)}
+        if len(layers) != 2 or any(self.reason(names[id(layer)], layer) is not None for layer in layers):
+            return None
+        return Fp8FeedForward(kind_of(path), self.fusion(names[id(layers[0])]))
 
     def _delicate(self, path: str) -> str | None:
         if any(map(_DELICATE.search, path.split("."))):
@@ -301,3 +322,115 @@ class Fp8Fusion(Fusion):
     @override
     def reference(self, module: nn.Module, call: Tensor) -> Tensor:
         return self.stock(clone_leaf(module, call.device, torch.float64), call.double())
+
+
+def _gelu_of(feed_forward: Any) -> str | None:
+    """The function of the GELU that a feed-forward of diffusers begins with, or None."""
+    first = next(iter(feed_forward._modules["net"]._modules.values()))
+    if full_name(type(first)) != "diffusers.models.activations.GELU" or not untouched(first, type(first)):
+        return None
+    return {"tanh": "gelu_tanh", "none": "gelu"}.get(first.approximate)
+
+
+@dataclass(frozen=True)
+class Fp8FeedForward(Fusion):
+    """Diffusers' ``FeedForward`` with a GELU, which writes its rows in fp8. A call is its input.
+
+    Where it runs stock, its layers are in fp8 each by itself.
+
+    Attributes:
+        layer: As in :class:`Fp8Fusion`.
+        linear: What computes one of its layers, and says when it does not.
+    """
+
+    layer: str
+    linear: Fp8Fusion
+
+    @property
+    @override
+    def op(self) -> str:
+        return FEED_FORWARD_OP
+
+    @property
+    @override
+    def allowance(self) -> float:
+        return FP8_ALLOWANCE_OF_TWO
+
+    @override
+    def configure(self, rule_of: Callable[[str], Rule | None], serve: Callable[[Rule], Rule]) -> Rule | None:
+        return rule_of(self.op) or rule_of(OP)
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        return kwargs.get("hidden_states") if len(kwargs) == 1 and not args else None
+
+    @override
+    def primary_input(self, call: Tensor) -> Tensor:
+        return call
+
+    @override
+    def declines(self, module: nn.Module, call: Any) -> str | None:
+        if torch.compiler.is_compiling():
+            return "its graph holds no fp8"
+        if _gelu_of(module) is None:
+            return "its GELU has a hook, or is another module than it was"
+        layers, dropouts = parts_of_feed_forward(module)
+        if len(layers) != 2 or not all(untouched(layer, nn.Linear) for layer in layers) or not are_silent(dropouts):
+            return "a layer inside of it has a hook or an adapter, or drops values"
+        reason = next((why for layer in layers if (why := self.linear.declines(layer, call)) is not None), None)
+        if reason is not None or self.linear.replayed is None:
+            return reason
+        first: Any = layers[0]
+        if call.numel() * first.out_features <= CERTAIN:
+            return "its products are small: each layer is timed by itself"
+        return None
+
+    @override
+    def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
+        return True
+
+    @override
+    def compute(self, module: nn.Module, call: Tensor, provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        layers, _ = parts_of_feed_forward(module)
+
+        def run(name: str, layer: nn.Module, rows: RowwiseFp8) -> Tensor:
+            return weights_of(layer, call.device).run("weight", layer, rows)
+
+        function = _gelu_of(module)
+        assert function is not None
+        return gelu_feed_forward(run, layers, function, shared_rows(call, layers[0], provider), provider)
+
+    @override
+    def kind(self, module: nn.Module) -> Hashable:
+        return self.layer, tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        return self.linear.choose(module, provider, device, dtypes)
+
+    @override
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        return (next(module.parameters()).dtype,)
+
+    @override
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return clone_tree(module, device, lambda tensor: tensor.dtype, dtype)
+
+    @override
+    def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Tensor]:
+        (first, _), _ = parts_of_feed_forward(module)
+        return self.linear.samples(first, device, dtype, exact)
+
+    @override
+    def stock(self, module: nn.Module, call: Tensor) -> Tensor:
+        result: Tensor = type(module).forward(module, call)
+        return result
+
+    @override
+    def reference(self, module: nn.Module, call: Tensor) -> Tensor:
+        wide = clone_tree(module, call.device, lambda tensor: torch.float64, torch.float64)
+        return self.stock(wide, call.double())

@@ -18,7 +18,7 @@ from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
 from diffkern.injection.block_fusion import BlockFusion
 from diffkern.injection.components import is_denoiser
-from diffkern.injection.fp8_fusion import OP as FP8_OP
+from diffkern.injection.fp8_fusion import OPS as FP8_OPS
 from diffkern.injection.fp8_fusion import Fp8Layers, is_linear
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
@@ -109,6 +109,9 @@ def plan_modules(
         if fp8 is not None and matched is None and is_linear(module):
             linears.append(path)
             matched = None if path.startswith(tuple(own_products)) else _match_linear(path, module, fp8)
+        elif fp8 is not None and matched is None and not path.startswith(tuple(own_products)):
+            feed_forward = fp8.feed_forward(path, module)
+            matched = None if feed_forward is None else _Match(feed_forward, "table")
         fusion = None if matched is None else matched.fusion
         layer = layer_name(module, fusion)
         rule_of = partial(config.rule, path, type(module).__name__, layer_name=layer)
@@ -150,7 +153,7 @@ def plan_modules(
                 options,
                 options[0].fusion.likely_dtypes(module, _dtype(component)),
                 # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
-                devices[: 1 if is_block or options[0].fusion.op == FP8_OP else None],
+                devices[: 1 if is_block or options[0].fusion.op in FP8_OPS else None],
             )
         )
     candidates = _drop_covered(_apply_exclusions(candidates, report), report)
@@ -159,7 +162,7 @@ def plan_modules(
         site for site in report.skipped if site.op or not any(_computes(one, site.path) for one in candidates)
     ]
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
-    config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS, FP8_OP), layers)
+    config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS, *FP8_OPS), layers)
     if fp8 is not None:
         fp8.check(linears)
         once = ", ".join(name for name in modules if name and not is_denoiser(name))
@@ -342,7 +345,7 @@ def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str
         return BY_CONFIG
     if numerics == "fp8":
         reason = fp8_unavailable_reason(device)
-        emulated = options[0].fusion.op == FP8_OP and set(options[0].rule.choices()) == {"eager"}
+        emulated = options[0].fusion.op in FP8_OPS and set(options[0].rule.choices()) == {"eager"}
         if reason is not None and not emulated:
             return f"{reason}: use numerics='fast' or 'exact' instead of 'fp8'"
     return None if patch_state(module) is not None else hooks.foreign_forward(module)

@@ -13,6 +13,8 @@ ROWS = 64
 #: What products in fp8 may add to the error: they are off by 3.7 % of their root mean square. (In a
 #: block the residual, which most of the result is, is off by nothing.)
 FP8_ALLOWANCE = 0.04
+#: The same of two products, one after the other.
+FP8_ALLOWANCE_OF_TWO = 0.06
 #: With fewer rows the stated error of fp8, which is an average, may be exceeded by this share of it.
 FEW_ROWS = 0.25
 #: The same for single numbers, as in the gradient of a weight.

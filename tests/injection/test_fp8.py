@@ -19,14 +19,15 @@ import torch.nn.functional as F
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers import HunyuanVideoTransformer3DModel, QwenImageTransformer2DModel, WanTransformer3DModel
 from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
-from diffkern import KernelConfig, forget, inject_optimized_kernels
+from diffkern import InjectionReport, KernelConfig, forget, inject_optimized_kernels
 from diffkern.blocks import fp8
 from diffkern.cache import memory
 from diffkern.injection import fp8_fusion, planning
 from diffkern.ops import activation_fp8
-from diffkern.verify.contract import FP8_ALLOWANCE
+from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO
 from diffkern.verify.gain import Cost
 from diffkern.verify.measures import relative_error
 from tests.injection.models import replay_dependencies, tiny_ltx
@@ -161,6 +162,15 @@ def as_torchao(model: nn.Module, paths: list[str]) -> None:
         model.get_submodule(path).register_forward_hook(replace)
 
 
+def in_fp8(report: InjectionReport) -> set[str]:
+    """The layers that ran in fp8, alone or in a feed-forward that ran so."""
+    ran = {site.path: site.op for site in report.patched if site.fused_calls}
+    whole = [path for path, op in ran.items() if op == "feed_forward_fp8"]
+    return {path for path, op in ran.items() if op == "linear_fp8"} | {
+        f"{path}.net.{name}" for path in whole for name in ("0.proj", "2")
+    }
+
+
 @pytest.mark.usefixtures("on_this_device")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_in_fp8_has_the_error_of_its_roundings_and_comes_back_bit_for_bit(name: str) -> None:
@@ -176,10 +186,11 @@ def test_a_model_in_fp8_has_the_error_of_its_roundings_and_comes_back_bit_for_bi
         assert all(0.01 < m.fused <= 1.05 * m.stock + FP8_ALLOWANCE for m in site.measurements)
     first, second = output(model, inputs), output(model, inputs)
     assert torch.equal(first, second)
-    assert all(site.fused_calls + site.stock_calls.total() == 2 for site in layers), "no forward computes around one"
-    ran = [site.path for site in layers if site.fused_calls == 2]
+    ran = in_fp8(report)
+    alone = {site.path for site in layers if site.stock_calls.total() == 2}
+    assert {site.path for site in layers} == ran | alone, "no forward computes around one"
     assert len(ran) >= 10 and {site.op for site in report.patched} > {"linear_fp8"}
-    as_torchao(torchao, ran)
+    as_torchao(torchao, sorted(ran))
     error = relative_error(first, exact)
     assert relative_error(stock, exact) < error <= 1.3 * relative_error(output(torchao, inputs), exact)
     assert model.state_dict().keys() == weights.keys()
@@ -226,7 +237,7 @@ def test_modulation_embeddings_and_the_first_and_last_layers_are_left_alone() ->
     single = {"attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", "proj_out"}
     expected = {f"transformer_blocks.0.{name}" for name in inside}
     expected |= {f"single_transformer_blocks.0.{name}" for name in single}
-    assert {site.path for site in report.patched} == expected
+    assert {site.path for site in report.patched if site.op == "linear_fp8"} == expected
     reasons = {site.path: site.reason for site in report.skipped}
     assert reasons["context_embedder"].startswith("a layer of a modulation, an embedding or a norm")
     assert reasons["transformer_blocks.0.norm1.linear"] == reasons["context_embedder"]
@@ -474,6 +485,40 @@ def test_copies_of_a_model_share_no_copies_of_weights() -> None:
     report.restore()
 
 
+@pytest.mark.parametrize("approximate", ["gelu-approximate", "gelu"])
+def test_a_gelu_between_two_layers_writes_its_rows_in_fp8(approximate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = FeedForward(64, mult=2, activation_fn=approximate).to(torch.bfloat16).eval().requires_grad_(False)
+    x, functions = _random()(1, 32, 64), []
+    stock, exact = module(x), copy.deepcopy(module).double()(x.double())
+    report = inject_optimized_kernels(module, numerics="fp8", config=EMULATED)
+    assert {site.op for site in report.patched} == {"feed_forward_fp8", "linear_fp8"} and not report.failed
+
+    def noted(x: Tensor, function: str = "identity", **options: Any) -> tuple[Tensor, Tensor]:
+        functions.append(function)
+        return activation_fp8(x, function, **options)
+
+    with monkeypatch.context() as within:
+        within.setattr(fp8, "activation_fp8", noted)
+        y = module(x)
+    gelu = "gelu_tanh" if approximate == "gelu-approximate" else "gelu"
+    assert [function for function in functions if function != "identity"] == [gelu]
+    assert relative_error(stock, exact) < relative_error(y, exact) <= FP8_ALLOWANCE_OF_TWO
+    calls = report.calls()
+    assert calls[""]["fused"] == 1 and not calls["net.2"]["fused"]
+    heard = []
+    handle = module.net[0].proj.register_forward_hook(lambda *call: heard.append(call))
+    assert relative_error(module(x), y.double()) < 0.03 and len(heard) == 1
+    handle.remove()
+    module.train()
+    module.net[1].p = 0.5
+    assert relative_error(module(x), y.double()) > 0.1, "it drops values"
+    module.eval()
+    assert torch.equal(module(x), y)
+    report.restore()
+    assert torch.equal(module(x), stock)
+
+
 @pytest.mark.usefixtures("on_this_device")
 def test_a_layer_that_gains_nothing_runs_as_it_is_written_and_keeps_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = []
@@ -512,7 +557,7 @@ def test_layers_of_ltx2_are_in_fp8_inside_of_its_block() -> None:
     stock, exact = output(model, inputs), in_float64(model, inputs)
     report = inject_optimized_kernels(model, numerics="fp8", config=EMULATED)
     y = output(model, inputs)
-    ran = {site.path.removeprefix("transformer_blocks.0.") for site in report.patched if site.fused_calls}
+    ran = {path.removeprefix("transformer_blocks.0.") for path in in_fp8(report)}
     assert ran > {"attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "ff.net.2"}
     assert not any(count["stock_pieces"] for count in report.calls().values())
     assert relative_error(stock, exact) < relative_error(y, exact) < 0.08
