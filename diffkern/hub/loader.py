@@ -83,15 +83,12 @@ def load(reference: KernelReference, policy: Policy, device: torch.device) -> Lo
 def _require_kernels() -> None:
     """Makes sure that there is a ``kernels`` package of a kind that this diffkern knows."""
     try:
-        from kernels import get_local_kernel
-        from kernels.variants import parse_variant, resolve_variants
+        from kernels import Metadata, get_local_kernel  # noqa: F401
+        from kernels.variants import parse_variant, resolve_variants  # noqa: F401
     except Exception as error:  # an old, a broken or a future package may raise anything
         raise HubError(
             f"the package 'kernels' cannot be used ({type(error).__name__}: {error}): install 'kernels>=0.17'"
         ) from error
-    for function in (get_local_kernel, parse_variant, resolve_variants):
-        if not callable(function):
-            raise HubError(f"the package 'kernels' has no {function!r}: install 'kernels>=0.17'")
 
 
 def _import(found: Found, device: torch.device) -> tuple[Metadata, ModuleType]:
