@@ -117,6 +117,20 @@ def test_a_configuration_without_kernels_of_the_hub_does_not_update_the_others(
     assert len(published.requests) == asked
 
 
+def test_without_a_network_locking_fails_and_what_is_here_is_listed(
+    published: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    assert run("lock", "org/norms").exit_code == 0
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    out = run("lock", "org/norms")
+    said = "diffkern hub lock: org/norms at http://127.0.0.1:9 cannot be reached (ConnectError: Connection refused)"
+    assert (out.exit_code, out.output.strip()) == (1, said)
+    for command in ("list", "verify", "download"):
+        assert run(command).exit_code == 0, "these need no network"
+
+
 def test_nothing_is_asked_when_the_hub_is_switched_off(published: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIFFKERN_HUB", "0")
     out = run("lock", "org/norms")
