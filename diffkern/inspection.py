@@ -19,6 +19,7 @@ from diffkern.bench.models import DENOISERS
 from diffkern.bench.steps import first_tensor, sharing_weights
 from diffkern.hub.config import KernelConfig
 from diffkern.injection import InjectionReport, inject_optimized_kernels
+from diffkern.trajectory import Trajectory, follow
 from diffkern.verify.measures import relative_error
 
 #: What is proven runs fused, also where it gains nothing.
@@ -184,6 +185,7 @@ class Verification:
         exact: Whether ``numerics="exact"`` gave the bits of stock, or None.
         restored: Whether the restored model gave them, or None.
         remark: Why the whole model did not run, or "".
+        trajectory: How far a short run in fp8 ends from stock's; None for other contracts.
     """
 
     report: InjectionReport
@@ -192,6 +194,7 @@ class Verification:
     exact: bool | None = None
     restored: bool | None = None
     remark: str = ""
+    trajectory: Trajectory | None = None
 
     @property
     def broken(self) -> list[str]:
@@ -204,7 +207,8 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain data."""
         own = {name: getattr(self, name) for name in ("fused", "stock", "exact", "restored", "remark", "broken")}
-        return {**own, "report": self.report.to_dict()}
+        trajectory = None if self.trajectory is None else self.trajectory.to_dict()
+        return {**own, "trajectory": trajectory, "report": self.report.to_dict()}
 
     def __str__(self) -> str:
         lines = [str(self.report)]
@@ -214,6 +218,7 @@ class Verification:
             if equal is not None:
                 lines.append(f"{what}: {'' if equal else 'not '}bit-identical to stock")
         lines += [f"whole model: {self.remark}"] if self.remark else []
+        lines += [f"whole model, {self.trajectory}"] if self.trajectory is not None else []
         proven = sum(bool(site.measurements) for site in self.report.patched)
         holds = f"{proven} of {len(self.report.patched)} patched modules have proofs, and every contract holds"
         return "\n".join([*lines, *([f"broken: {what}" for what in self.broken] or [holds])])
@@ -249,6 +254,8 @@ def verify_model(
     exact = inject_optimized_kernels(model, numerics="exact", config=_UNTIMED)
     result.exact = torch.equal(run(model), stock)
     exact.restore()
+    if numerics == "fp8" and result.report.patched:
+        result.trajectory = follow(model, inputs, _UNTIMED)
     if float64:
         try:
             wide = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, dict(inputs))

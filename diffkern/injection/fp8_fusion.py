@@ -239,7 +239,7 @@ class Fp8Fusion(Fusion):
             weights.drop("")
             return "its weight is another one at every call, as offloading makes it: a copy in fp8 would be of no use"
         if "forward" in module.__dict__ and not runs_fused(module):
-            return "a hook on it moves its weight at every call, and a copy in fp8 would stay on the GPU"
+            return "a hook on it moves or casts its weight at every call: a copy in fp8 would stay on the GPU"
         return unfit_weights(module, x.device, x.dtype)
 
     @override

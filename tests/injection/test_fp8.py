@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,10 +23,11 @@ from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
-from diffkern import InjectionReport, KernelConfig, forget, inject_optimized_kernels
+from diffkern import InjectionReport, KernelConfig, forget, inject_optimized_kernels, restore, trajectory
 from diffkern.blocks import fp8
 from diffkern.cache import memory
 from diffkern.injection import fp8_fusion, planning
+from diffkern.inspection import verify_model
 from diffkern.ops import activation_fp8
 from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO
 from diffkern.verify.gain import Cost
@@ -562,6 +564,59 @@ def test_layers_of_ltx2_are_in_fp8_inside_of_its_block() -> None:
     assert not any(count["stock_pieces"] for count in report.calls().values())
     assert relative_error(stock, exact) < relative_error(y, exact) < 0.08
     report.restore()
+    assert torch.equal(output(model, inputs), stock)
+
+
+class Block(nn.Module):
+    """Two layers, of which the second weighs more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_v = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * self.to_q(x) + self.to_v(x)
+
+
+class Denoiser(nn.Module):
+    """Two of these blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, hidden_states: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+        return (hidden_states,)
+
+
+@pytest.mark.usefixtures("on_this_device")
+def test_verify_says_how_far_a_short_run_ends_from_stock_and_which_layers_cost_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = Denoiser().to(torch.bfloat16).requires_grad_(False), {"hidden_states": _random()(1, 32, 64)}
+    stock, x = output(model, inputs), inputs["hidden_states"]
+    result = verify_model(model, inputs, "fp8", float64=False)
+    assert result.trajectory is not None and result.trajectory.steps == 4 and not result.trajectory.without
+    psnr = result.trajectory.psnr
+    assert f"whole model, after 4 steps: {psnr:.1f} dB against stock" in str(result)
+    ends = []
+    for injected in (False, True):
+        if injected:
+            inject_optimized_kernels(model, numerics="fp8", config=EMULATED)
+        end = x
+        for _ in range(4):
+            end = end - output(model, {"hidden_states": end}) / 4
+        ends.append(end.double())
+    root = (ends[1] - ends[0]).square().mean().sqrt()
+    assert psnr == pytest.approx(20 * math.log10((ends[0].max() - ends[0].min()) / root)) and 30 < psnr < 50
+    restore(model)
+    monkeypatch.setattr(trajectory, "POOR", psnr + 1)
+    poor = trajectory.follow(model, inputs, KernelConfig(measure=False))
+    assert list(poor.without) == ["blocks.*.to_v", "blocks.*.to_q"] and poor.without["blocks.*.to_v"] > psnr + 5
+    assert "KernelConfig(fp8_exclude=['blocks.*.to_v', 'blocks.*.to_q'])" in str(poor)
     assert torch.equal(output(model, inputs), stock)
 
 
