@@ -33,7 +33,7 @@ def run_suite(markers: str, folder: Path) -> tuple[int, dict[str, Any]]:
     """Runs pytest; returns its exit code and counts."""
     log = folder / "junit.xml"
     started = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-n", "auto", "-m", markers, f"--junitxml={log}"]
+    command = [sys.executable, "-m", "pytest", "-n", "auto", "--maxschedchunk=1", "-m", markers, f"--junitxml={log}"]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     suite = next(ElementTree.parse(log).iter("testsuite"))
     counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}

@@ -33,6 +33,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("diffkern")
 
 
+#: Tests that take minutes each.
+_LONGEST = ("tests/stateful/test_machine.py", "tests/providers/test_triton_interpreter.py", "tests/examples/")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--provider",
@@ -55,6 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if deselected and mark not in config.option.markexpr:
             config.hook.pytest_deselected(items=deselected)
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
+    if "exhaustive" in config.option.markexpr:  # of several processes none shall begin what takes minutes at the end
+        items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
