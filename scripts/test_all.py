@@ -25,15 +25,19 @@ PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "hypothe
 
 #: The exit code of scripts/sweep_diffusers.py where no package index can be reached.
 NO_NETWORK = 3
-#: What is run, each with its pytest expression of markers.
-SUITES = {"tests": "not gpu", "long random sequences": "exhaustive"}
+#: What is run, each with its arguments of pytest.
+SUITES = {
+    "tests": ["-m", "not gpu"],
+    "long random sequences": ["-m", "exhaustive", "tests/stateful"],
+    "tests that take minutes": ["-m", "exhaustive", "--ignore=tests/stateful", "tests"],
+}
 
 
-def run_suite(markers: str, folder: Path) -> tuple[int, dict[str, Any]]:
+def run_suite(arguments: list[str], folder: Path) -> tuple[int, dict[str, Any]]:
     """Runs pytest; returns its exit code and counts."""
     log = folder / "junit.xml"
     started = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-n", "auto", "--maxschedchunk=1", "-m", markers, f"--junitxml={log}"]
+    command = [sys.executable, "-m", "pytest", "-n", "auto", "--maxschedchunk=1", f"--junitxml={log}", *arguments]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     suite = next(ElementTree.parse(log).iter("testsuite"))
     counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
@@ -63,7 +67,7 @@ def run_sweep(_: Path) -> tuple[int, str]:
 def main() -> int:
     """Runs everything, also after a failure; returns the worst exit code."""
     parts: dict[str, Callable[[Path], tuple[int, Any]]] = {
-        **{name: functools.partial(run_suite, markers) for name, markers in SUITES.items()},
+        **{name: functools.partial(run_suite, arguments) for name, arguments in SUITES.items()},
         "mutations": run_mutations,
         "releases of diffusers": run_sweep,
     }
