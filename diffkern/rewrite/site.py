@@ -296,8 +296,12 @@ def _named_size(number: int, leaves: tuple[Any, ...]) -> Any:
 
 def _layout(leaf: Tensor) -> Any:
     """The dtype, and the strides where they are not those of row-major order: results are laid out like operands."""
-    order = memory_order(leaf)
-    return leaf.dtype if order == tuple(range(leaf.ndim)) else (leaf.dtype, order)
+    outer = None
+    for stride in leaf.stride():  # mostly a part of something row-major, of which no order needs to be found
+        if outer is not None and stride > outer:
+            return leaf.dtype, memory_order(leaf)
+        outer = stride
+    return leaf.dtype
 
 
 def _may_prove(leaves: tuple[Any, ...]) -> bool:
