@@ -7,16 +7,12 @@ Matrices are not assumed to be rotations. With a cosine and a sine for each elem
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffkern.cache.derived import version
+from diffkern.cache.in_call import once_in_call
 from diffkern.providers import KERNEL_DTYPES
 
 Tables = tuple[Tensor, Tensor]
@@ -25,46 +21,17 @@ _FORMS = ("interleaved", "half")
 #: In the place of a pairing: what is given are angles, not matrices.
 ANGLES = "angles"
 
-#: Tables by the identity of what they are from: all blocks of a step share one tensor. An entry dies with it,
-#: and is valid in one call of the model, as long as PyTorch counts no write into the matrices.
-_tables: dict[tuple[int, str], tuple[weakref.ref[Tensor], object, Tables]] = {}
-
-#: Stands for the call of a model that is running in this context.
-_call: ContextVar[object | None] = ContextVar("_call", default=None)
-
-
-@contextmanager
-def one_model_call() -> Iterator[None]:
-    """Keeps tables until the call of a model that runs inside is over."""
-    token = _call.set(object())
-    try:
-        yield
-    finally:
-        _call.reset(token)
-
 
 def rotary_tables(matrices: Tensor, pairing: str) -> Tables:
     """Returns cosines and sines ``[..., D]`` for matrices ``[..., D/2, 2, 2]``, or for angles ``[..., D]``.
 
-    They are kept for the other blocks inside of :func:`one_model_call`, and no longer: between two calls the matrices
-    may be written in a way that PyTorch does not count. It counts no writes into inference tensors at all.
+    They are made once in a call of the model, see :func:`diffkern.cache.in_call.once_in_call`.
 
     Args:
         matrices: On the device of what they will rotate.
         pairing: ``"interleaved"`` or ``"half"``, as in :func:`diffkern.ops.rope`; :data:`ANGLES` for angles.
     """
-    if torch.compiler.is_compiling():  # a graph computes them once anyway
-        return _compute(matrices, pairing)
-    call = _call.get()
-    if call is None:
-        return _compute(matrices, pairing)
-    state = call, version(matrices), _is_capturing(matrices.device)  # a replay makes what its capture made
-    key = id(matrices), pairing
-    known = _tables.get(key)
-    if known is not None and known[0]() is matrices and known[1] == state:
-        return known[2]
-    tables = _compute(matrices, pairing)
-    _tables[key] = weakref.ref(matrices, lambda gone: _forget(key, gone)), state, tables
+    tables: Tables = once_in_call(_compute, matrices, pairing)
     return tables
 
 
@@ -97,13 +64,3 @@ def _compute(matrices: Tensor, pairing: str) -> Tables:
     else:
         cos, sin = (torch.stack(pair, dim=-1).flatten(-2) for pair in zip(first, second, strict=True))
     return cos, sin
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _forget(key: tuple[int, str], gone: weakref.ref[Tensor]) -> None:
-    known = _tables.get(key)
-    if known is not None and known[0] is gone:
-        del _tables[key]

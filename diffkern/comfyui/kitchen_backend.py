@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffkern.cache.rotary import one_model_call
+from diffkern.cache.in_call import one_model_call
 from diffkern.comfyui.kitchen import FUNCTIONS, KitchenBackend, unfit
 from diffkern.comfyui.kitchen_fusion import KitchenFusion
 from diffkern.comfyui.patcher import APPLY_MODEL, ON_CLEANUP

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from diffkern.cache.rotary import one_model_call
+from diffkern.cache.in_call import one_model_call
 from diffkern.comfyui.fusion import ComfyFusion, prove
 from diffkern.injection.counts import CallCounts
 from diffkern.verify.proof import Verifier

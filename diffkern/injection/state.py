@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.cache import forget
-from diffkern.cache.rotary import one_model_call
+from diffkern.cache.in_call import one_model_call
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks, notes
 from diffkern.injection.counts import CallCounts

@@ -16,6 +16,7 @@ from diffkern.rewrite.effects import SITES, Effects
 from diffkern.rewrite.emit import Region, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path
 from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.placement import Placement, Placer
 from diffkern.rewrite.purity import is_pure
@@ -191,6 +192,8 @@ class _Planner:
                 reason = _misfit(scope, match)
                 if reason is None and "stream_dim" in match.options and _is_viewed(effects, scope.flow, node):
                     reason = "what reads it takes views that need heads before tokens in memory"
+                if reason is None and isinstance(rule.shape, PairMask) and _is_written(effects, scope.flow, node):
+                    reason = "it is written into, and would be shared"
                 if reason is None:
                     found = self._place(rule, scope, placer, node, match)
                     if found is None:
@@ -269,6 +272,16 @@ def _is_viewed(effects: Effects, flow: Flow, root: ast.expr) -> bool:
             if not (isinstance(base, ast.Attribute) and base.attr == "contiguous"):
                 return True
     return False
+
+
+def _is_written(effects: Effects, flow: Flow, root: ast.expr) -> bool:
+    """Whether a statement of the function writes into a value; calls that are not known are trusted not to."""
+    stores = (node for node in flow.nodes if not isinstance(node, ast.Call) or _ends_in_underscore(node))
+    return any(root in effects.written(node) for node in stores)
+
+
+def _ends_in_underscore(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_")
 
 
 def _halves(flow: Flow, match: Match) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class TurnedTogether:
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
         statement = scope.flow.statement.get(node)
-        if not isinstance(statement, ast.Assign) or statement.value is not node or not _is_processor(scope):
+        if not isinstance(statement, ast.Assign) or statement.value is not node or not is_processor(scope):
             return
         (target,) = statement.targets[:1]
         if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or not is_rotation(scope, node):
@@ -111,18 +111,19 @@ class Joined:
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
         found = concatenated(node)
-        if found is not None and _is_processor(scope) and len(found[0]) > 1 and found[1] in (2, -2):
+        if found is not None and is_processor(scope) and len(found[0]) > 1 and found[1] in (2, -2):
             operands = {f"q{i}": Operand(part) for i, part in enumerate(found[0])}
             yield replace(match.step(node), operands=operands, options={"stream_dim": found[1]})
 
 
-def _is_processor(scope: Scope) -> bool:
+def is_processor(scope: Scope) -> bool:
+    """Whether a function takes the module as its second argument, as processors of attention do."""
     return scope.flow.tree.args.args[0].arg != scope.facts.receiver
 
 
 def _turned(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
     """The match of ``rotate(x, ...)`` in a processor, whatever ``x`` is."""
-    if not is_rotation(scope, node) or not _is_processor(scope):
+    if not is_rotation(scope, node) or not is_processor(scope):
         return None
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     if not _ROTATES.search(node.func.id):

@@ -16,9 +16,10 @@ from torch import nn
 from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, settings_of
 from diffkern.rewrite.guard import Guard
-from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, plan
+from diffkern.rewrite.masks import PairMask
+from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.site import FusedSite, Observer, Trained, join
+from diffkern.rewrite.site import FusedSite, Observer, OnceSite, Trained, join
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
@@ -124,13 +125,12 @@ class Rewriter:
 
     def _bind(self, forward: Any, module: nn.Module, found: Plan) -> Rewritten:
         function = inspect.unwrap(forward)
-        sites = tuple(
-            [
-                FusedSite(site, function, module, self._providers.get(op, self._provider), self._trained.get(op))
-                for site in found.sites
-                for op in (site.rule.op,)
-            ]
-        )
+
+        def made(plan: SitePlan) -> FusedSite:
+            op, kind = plan.rule.op, OnceSite if isinstance(plan.rule.shape, PairMask) else FusedSite
+            return kind(plan, function, module, self._providers.get(op, self._provider), self._trained.get(op))
+
+        sites = tuple(map(made, found.sites))
         for site in sites:
             site.on_new_signature, site.on_gradients = self._verifier, self._verifier.prove_gradients
             site.observer = self._observer

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
+from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Rotation, Shape, Sum
 from diffkern.rewrite.query_key import (
     JOINED_FIRST,
@@ -76,6 +77,7 @@ RULES = (
     Rule("rotation of query and key", "qk_norm_rope", QueryKey(TURNED)),
     Rule("rotation of query and key", "qk_norm_rope", TurnedTogether()),
     Rule("concatenation of heads", "qk_norm_rope", Joined()),
+    Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),
     Rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import ops
+from diffkern.cache.in_call import once_in_call
 from diffkern.matching import NormSemantics
 from diffkern.ops.linear import concatenate
 from diffkern.providers.base import KernelFileError
@@ -262,6 +264,24 @@ class FusedSite:
         norm: Any = child_of(module, self._norm_path)  # type: ignore[arg-type]
         y: Tensor = norm(x if isinstance(dtype, str) else x.to(dtype))
         return y
+
+
+class OnceSite(FusedSite):
+    """A site that computes its expression as it is written, once for all layers in a call of the model."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._compute = partial(self.original, None)  # it reads nothing of the module
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        if torch.compiler.is_compiling():
+            return self._compute(*leaves)
+        result = once_in_call(self._compute, *leaves)
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return result
 
 
 def join(site: Callable[..., Any], front: Tensor, x: Tensor, dim: int) -> Tensor:

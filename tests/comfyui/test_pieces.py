@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffkern.cache import rotary as rope_module
-from diffkern.cache.rotary import one_model_call, rotary_tables, unfit_matrices
+from diffkern.cache import in_call
+from diffkern.cache.in_call import one_model_call
+from diffkern.cache.rotary import rotary_tables, unfit_matrices
 from diffkern.comfyui.cast import weight_and_bias
 from diffkern.comfyui.norms import NORMS, norm_kind, readable
 from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
@@ -99,7 +100,7 @@ def test_tables_compute_the_product_with_any_matrix(pairing: str) -> None:
 
 
 def test_tables_are_computed_once_for_a_tensor_and_die_with_it() -> None:
-    before = len(rope_module._tables)
+    before = len(in_call._kept)
     matrices = Samples(CPU, torch.float32).rotations(1, 5, 1, 4)
     with one_model_call():
         first = rotary_tables(matrices, "interleaved")
@@ -108,7 +109,7 @@ def test_tables_are_computed_once_for_a_tensor_and_die_with_it() -> None:
         assert rotary_tables(matrices, "half") is not first
     del matrices, first
     gc.collect()
-    assert len(rope_module._tables) == before
+    assert len(in_call._kept) == before
 
 
 def test_tables_follow_what_is_written_into_the_matrices() -> None:

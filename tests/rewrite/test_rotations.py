@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, restore
-from diffkern.cache import rotary
+from diffkern.cache import in_call, rotary
 from diffkern.rewrite import Rewriter, Rewritten, prove_ahead
 from diffkern.rewrite.reference import CastsLifted, to_float64
 from scripts.check_models.denoisers import DENOISERS
@@ -217,9 +217,9 @@ def test_tables_are_made_once_in_a_call_of_the_model(name: str, monkeypatch: pyt
 def test_a_capture_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay makes the tables that the capture made; with those of an earlier run it would not see new matrices."""
     matrices = torch.randn(4, 8, 2, 2)
-    with rotary.one_model_call():
+    with in_call.one_model_call():
         outside = rotary.rotary_tables(matrices, "half")
         assert rotary.rotary_tables(matrices, "half") is outside
-        monkeypatch.setattr(rotary, "_is_capturing", lambda device: True)
+        monkeypatch.setattr(in_call, "_is_capturing", lambda device: True)
         inside = rotary.rotary_tables(matrices, "half")
         assert inside is not outside and rotary.rotary_tables(matrices, "half") is inside

@@ -1,0 +1,65 @@
+"""What the blocks of a model compute alike in one call, such as rotary tables and masks, is computed once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffkern.cache.derived import version
+
+#: Results by the function and the identity of what it was given. An entry dies with any tensor that was given, and is
+#: valid in one call of the model, as long as PyTorch counts no write into them.
+_kept: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], object, Any]] = {}
+
+#: Stands for the call of a model that is running in this context.
+_call: ContextVar[object | None] = ContextVar("_call", default=None)
+
+
+@contextmanager
+def one_model_call() -> Iterator[None]:
+    """Keeps results until the call of a model that runs inside is over."""
+    token = _call.set(object())
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
+    """Returns ``compute(*given)``, which other blocks may have computed already.
+
+    Results are kept inside of :func:`one_model_call`, and no longer: between two calls a tensor may be written in a way
+    that PyTorch does not count. It counts no writes into inference tensors at all. A CUDA graph computes its own.
+
+    Args:
+        compute: A function without effects, the same object at each call.
+        given: Tensors, and values that have a hash.
+    """
+    call = None if torch.compiler.is_compiling() else _call.get()  # a graph of the compiler computes it once anyway
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    if call is None or not tensors:
+        return compute(*given)
+    state = call, [version(x) for x in tensors], torch.is_grad_enabled(), _is_capturing(tensors[0].device)
+    key = (compute, *[id(value) if isinstance(value, Tensor) else value for value in given])
+    known = _kept.get(key)
+    if known is not None and known[1] == state and all(one() is x for one, x in zip(known[0], tensors, strict=True)):
+        return known[2]
+    result = compute(*given)
+    _kept[key] = tuple([weakref.ref(tensor, lambda gone: _forget(key, gone)) for tensor in tensors]), state, result
+    return result
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _forget(key: tuple[Any, ...], gone: weakref.ref[Tensor]) -> None:
+    known = _kept.get(key)
+    if known is not None and any(one is gone for one in known[0]):
+        del _kept[key]

@@ -1,0 +1,69 @@
+"""Masks of attention that every layer makes from the same argument, as a shape: they are made once in a call."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from diffkern.rewrite.effects import METADATA, VIEWS
+from diffkern.rewrite.match import Match, Operand, Scope, is_number
+from diffkern.rewrite.query_key import is_processor
+
+#: Methods that a mask is made with, beside views.
+_METHODS = VIEWS | {"repeat", "bool"}
+
+
+@dataclass(frozen=True)
+class PairMask:
+    """``mask & mask.transpose(...)`` in a processor, of arguments and sizes alone: which tokens see which.
+
+    Each argument is an operand, and so is each size.
+    """
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        if not is_processor(scope) or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.BitAnd):
+            return
+        other = scope.flow.single(node.right)
+        turned = other.value if other is not None else node.right
+        if not isinstance(turned, ast.Call) or not isinstance(turned.func, ast.Attribute):
+            return
+        if turned.func.attr == "transpose" and ast.unparse(turned.func.value) == ast.unparse(node.left):
+            found = _of_arguments(scope, node, match)
+            if found is not None and found.operands:
+                yield found
+
+
+def _of_arguments(scope: Scope, node: ast.AST, match: Match) -> Match | None:
+    """The match with what makes the value of an expression; None if that is more than arguments and sizes."""
+    if isinstance(node, ast.Constant):
+        return match
+    if isinstance(node, ast.Name):
+        definition = scope.flow.single(node)
+        if definition is not None:
+            assert definition.value is not None
+            return _of_arguments(scope, definition.value, replace(match, passed=(*match.passed, (node, definition))))
+        reaching = scope.flow.definitions.get(node, frozenset())
+        if reaching != {scope.flow.parameters.get(node.id)} and not is_number(scope.flow, node):
+            return None
+        return replace(match, operands={**match.operands, f"of{len(match.operands)}": Operand(node)})
+    parts: list[ast.AST] = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        function = node.func
+        if not isinstance(function, ast.Attribute):
+            return None
+        of_torch = isinstance(function.value, ast.Name) and not scope.flow.is_local(function.value)
+        if not (ast.unparse(function) == "F.pad" if of_torch else function.attr in _METHODS):
+            return None
+        parts = [*([] if of_torch else [function.value]), *node.args, *[word.value for word in node.keywords]]
+    elif isinstance(node, ast.Attribute):
+        if node.attr not in METADATA:
+            return None
+    elif not isinstance(node, (ast.BinOp, ast.Subscript, ast.Tuple, ast.UnaryOp)):
+        return None
+    found: Match | None = match.step(node)
+    for part in parts:
+        if isinstance(part, ast.expr) and found is not None:
+            found = _of_arguments(scope, part, found)
+    return found
