@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Protocol
 
+from diffkern.verify.isolation import MEASURING
+
 
 class Counts(Protocol):
     """What a report reads of a patch of any kind."""
@@ -75,8 +77,10 @@ class CallCounts:
         return self._sum(_PIECE)
 
     def _add(self, kind: int, name: str, calls: int) -> None:
-        key = get_ident(), kind, name
-        self._counts[key] = self._counts.get(key, 0) + calls
+        thread = get_ident()
+        if thread not in MEASURING:
+            key = thread, kind, name
+            self._counts[key] = self._counts.get(key, 0) + calls
 
     def _sum(self, kind: int) -> Counter[str]:
         total: Counter[str] = Counter()

@@ -34,7 +34,7 @@ from diffkern.verify import choices
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
 from diffkern.verify.gain import costs, costs_of, reason_without_gain, text_of
 from diffkern.verify.gradients import with_gradients
-from diffkern.verify.isolation import Copy
+from diffkern.verify.isolation import Copy, uncounted
 from diffkern.verify.measures import Measurement, error_beside, relative_error
 
 #: Learns of a proof: the module of the call, and what was measured.
@@ -73,7 +73,7 @@ class SiteVerifier:
     def __call__(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
         """Proves a site for leaves of one signature, and remembers how its op is called for them."""
         signature = site.signature(module, leaves)
-        with LOCK, torch.no_grad(), refusals_raise():
+        with LOCK, torch.no_grad(), refusals_raise(), uncounted():
             if signature not in site.ways:
                 found = self._prove(site, module, leaves)
                 if isinstance(found, str):
@@ -100,7 +100,7 @@ class SiteVerifier:
                 return None if way is None else site.compute(module, copies, way, site.provider)
 
             try:
-                with LOCK, torch.no_grad(), preserved(first.device):
+                with LOCK, torch.no_grad(), preserved(first.device), uncounted():
                     found = costs((fused, lambda: site.original(module, *copies)), first.device)
             except (RuntimeError, ValueError, TypeError):
                 return ""  # want of memory, or operands that the op refuses: the call itself says so
@@ -113,7 +113,7 @@ class SiteVerifier:
     def prove_gradients(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> str:
         """Proves the gradients of what is proven without them; returns why they keep no contract, or ""."""
         signature = site.signature(module, leaves)
-        with LOCK, torch.no_grad():
+        with LOCK, torch.no_grad(), uncounted():
             if signature not in site.gradients:
                 site.gradients[signature] = self._gradients_of(site, module, leaves) if self.measure else ""
         return site.gradients[signature]

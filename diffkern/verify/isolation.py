@@ -1,15 +1,33 @@
-"""What keeps a proof apart from everything around it: copies of the inputs and the weights."""
+"""What keeps a proof apart from everything around it: copies of inputs and weights, and calls without a count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffkern.verify.measures import relative_error
+
+#: Threads in which a proof or a clock calls modules just now: such calls are none of the user's.
+MEASURING: set[int] = set()
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within, reports count no calls of this thread."""
+    thread = get_ident()
+    outermost = thread not in MEASURING
+    MEASURING.add(thread)
+    try:
+        yield
+    finally:
+        if outermost:
+            MEASURING.discard(thread)
 
 
 class Copy:

@@ -62,6 +62,15 @@ def test_sites_that_were_timed_and_stay_keep_their_costs() -> None:
     assert not any(fusion.timed_sites for fusion in fusions), "times of a CPU say too little for a report"
 
 
+def test_calls_of_clocks_and_proofs_are_not_counted() -> None:
+    """The norm inside a fused site is called once where the site stays as it is written, else not at all."""
+    model = tiny_ltx()
+    report = inject_optimized_kernels(model, config=KernelConfig(measure=True))
+    run(model)
+    counts = report.calls()["norm_out"]
+    assert counts["fused"] + counts["stock"] <= 1
+
+
 def test_inspect_says_what_to_expect_of_a_card() -> None:
     said = " ".join(invoke("inspect", "sd3", "--card", "H100").output.split())
     assert "gain: on one H100, by bytes and operations and not measured: glue moves" in said
