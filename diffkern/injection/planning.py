@@ -18,6 +18,7 @@ from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
 from diffkern.injection.block_fusion import BlockFusion
 from diffkern.injection.components import is_denoiser
+from diffkern.injection.fp8_fusion import OP as LINEAR_FP8
 from diffkern.injection.fp8_fusion import OPS as FP8_OPS
 from diffkern.injection.fp8_fusion import Fp8Layers, is_linear
 from diffkern.injection.fusion import Fusion
@@ -167,6 +168,10 @@ def plan_modules(
         fp8.check(linears)
         once = ", ".join(name for name in modules if name and not is_denoiser(name))
         report.notes += [f"{once}: in their dtype, since they run once for an image: fp8 is for denoisers"] * bool(once)
+    copied = [next(c.module.parameters()) for c in candidates if c.fusion.op == LINEAR_FP8]
+    if copied:
+        size = sum(weight.numel() for weight in copied) / 2**30
+        report.notes.append(f"copies in fp8 will take {size:.2g} GiB beside the weights")
     if report.numerics == "fp8" and candidates and not any(candidate.fusion.allowance for candidate in candidates):
         report.caveat = NO_FP8_FORM
     _refuse_other_numerics(report)

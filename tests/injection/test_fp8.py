@@ -23,7 +23,7 @@ from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
-from diffkern import InjectionReport, KernelConfig, forget, inject_optimized_kernels, restore, trajectory
+from diffkern import InjectionReport, KernelConfig, forget, inject_optimized_kernels, plan, restore, trajectory
 from diffkern.blocks import fp8
 from diffkern.cache import memory
 from diffkern.injection import fp8_fusion, planning
@@ -174,7 +174,9 @@ def in_fp8(report: InjectionReport) -> set[str]:
 
 
 @pytest.mark.usefixtures("on_this_device")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("flux", "wan") else pytest.mark.exhaustive) for name in MODELS]
+)
 def test_a_model_in_fp8_has_the_error_of_its_roundings_and_comes_back_bit_for_bit(name: str) -> None:
     model, inputs = model_and_inputs(name)
     stock, exact = output(model, inputs), in_float64(model, inputs)
@@ -229,6 +231,7 @@ def test_a_layer_computes_the_product_of_its_rounded_rows() -> None:
     torch.testing.assert_close(y.double(), wide[0] @ wide[1].t() + layer.bias.double(), rtol=2**-8, atol=1e-3)
     assert report.summary().startswith("patched 1 module of Linear: 1 ran fused (1 by eager)")
     assert "numerics 'fp8'" in report.summary()
+    assert f"copies in fp8 will take {64 * 48 / 2**30:.2g} GiB beside the weights" in report.notes
 
 
 def test_modulation_embeddings_and_the_first_and_last_layers_are_left_alone() -> None:
@@ -468,20 +471,19 @@ def test_a_recorded_step_depends_on_the_copies() -> None:
 
 @pytest.mark.usefixtures("on_this_device")
 def test_the_layers_of_a_block_of_ltx_are_its_own() -> None:
-    report = inject_optimized_kernels(tiny_ltx(1).to(torch.bfloat16), numerics="fp8", config=EMULATED)
+    report = plan(tiny_ltx(1).to(torch.bfloat16), numerics="fp8", config=EMULATED)
     assert "ltx_block" in {site.op for site in report.patched}
     linears = [site.path for site in (*report.patched, *report.skipped) if site.class_name.endswith(".Linear")]
     assert linears and not any(path.startswith("transformer_blocks.0.") for path in linears)
 
 
-@pytest.mark.usefixtures("on_this_device")
 def test_copies_of_a_model_share_no_copies_of_weights() -> None:
-    model, inputs = model_and_inputs("sd3")
+    model, inputs = model_and_inputs("wan")
     report = inject_optimized_kernels(model, numerics="fp8", config=EMULATED)
     before = output(model, inputs)
     other = copy.deepcopy(model)
     with torch.no_grad():
-        other.transformer_blocks[0].ff.net[2].weight.mul_(3)
+        other.blocks[0].ffn.net[2].weight.mul_(3)
     assert not torch.equal(output(other, inputs), before)
     assert torch.equal(output(model, inputs), before)
     report.restore()
@@ -557,7 +559,7 @@ def test_layers_of_ltx2_are_in_fp8_inside_of_its_block() -> None:
     inputs = subject.inputs(_random(), 1)
     inputs = {k: v.bfloat16() if isinstance(v, Tensor) and k == "timestep" else v for k, v in inputs.items()}
     stock, exact = output(model, inputs), in_float64(model, inputs)
-    report = inject_optimized_kernels(model, numerics="fp8", config=EMULATED)
+    report = inject_optimized_kernels(model, numerics="fp8", config=EMULATED, verify=False)  # the proof takes seconds
     y = output(model, inputs)
     ran = {path.removeprefix("transformer_blocks.0.") for path in in_fp8(report)}
     assert ran > {"attn1.to_q", "attn1.to_out.0", "ff.net.0.proj", "ff.net.2"}
