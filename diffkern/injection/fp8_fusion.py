@@ -49,7 +49,7 @@ CERTAIN = 1 << 37
 #: A part of a path that says: modulation, embedding, time, norm, router. What these compute is small, and scales or
 #: shifts all that follows.
 _DELICATE = re.compile(
-    r"norm|ada_?ln|modulation|embed|router|adapter|lora_|(^|_)(mod|emb|temb|time|timestep|gate_logits)($|_|\d)",
+    r"norm|ada_?ln|modulation|embed|guidance|router|adapter|lora_|(^|_)(mod|emb|temb|time|timestep|gate_logits)($|_|\d)",
     re.IGNORECASE,
 )
 _HALF = (torch.bfloat16, torch.float16)

@@ -254,6 +254,18 @@ def test_modulation_embeddings_and_the_first_and_last_layers_are_left_alone() ->
     assert reasons["transformer_blocks.0.attn.to_q"].startswith("fp8 needs an NVIDIA GPU")
 
 
+@pytest.mark.parametrize(
+    ("parent", "stays"),
+    [(name, True) for name in ("norm1_context", "adaLN_modulation", "img_mod", "time_in", "temb", "t_embedder")]
+    + [(name, True) for name in ("distilled_guidance_layer", "emb_layers", "router", "text_embedder")]
+    + [(name, False) for name in ("attn", "ff_context", "img_mlp", "single", "model", "modality", "times", "experts")],
+)
+def test_names_say_what_modulates_and_embeds(parent: str, stays: bool) -> None:
+    model = nn.ModuleDict({parent: nn.ModuleDict({"to_q": linear()})})
+    report = plan(model, numerics="fp8", config=EMULATED)
+    assert bool(report.skipped) is stays and bool(report.patched) is not stays
+
+
 def test_patterns_add_layers_and_take_them_away() -> None:
     model, inputs = model_and_inputs("qwen")
     config = KernelConfig(EMULATED, fp8_include=("txt_in", "proj_out"), fp8_exclude=("*.to_out.0", "proj_out"))
