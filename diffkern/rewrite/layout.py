@@ -22,11 +22,17 @@ def memory_order(x: Tensor) -> tuple[int, ...]:
     return tuple([outer.index(place) for place in range(len(outer))])
 
 
-def order_of_rows(streams: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """The order of the largest tensor; None if that is row-major, or the last dimension is not the innermost one."""
+def largest_of(streams: Sequence[Tensor]) -> Tensor:
+    """The tensor with most elements, the first of several."""
     largest = streams[0]
     for x in streams[1:]:  # not max(), into which torch.compile does not look
         largest = x if x.numel() > largest.numel() else largest
+    return largest
+
+
+def order_of_rows(streams: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """The order of the largest tensor; None if that is row-major, or the last dimension is not the innermost one."""
+    largest = largest_of(streams)
     order, plain = memory_order(largest), tuple(range(largest.ndim))
     return None if order == plain or order[-1:] != plain[-1:] else order
 
@@ -47,7 +53,10 @@ def concatenate(streams: Sequence[Tensor], dim: int, in_order: bool) -> Tensor:
     if order is None:
         return torch.cat(list(streams), dim)
     if in_order:
-        return restored(torch.cat([permuted(x, order) for x in streams], order.index(dim % len(order))), order)
+        rows = [permuted(x, order) for x in streams]
+        if largest_of(rows).is_contiguous():  # a copy of the others costs less than the kernel for what is not
+            rows = [x.contiguous() for x in rows]
+        return restored(torch.cat(rows, order.index(dim % len(order))), order)
     # The kernel that concatenates what is not row-major takes longer than two copies.
     shape, sizes = list(streams[0].shape), [x.shape[dim] for x in streams]
     shape[dim] = sum(sizes)

@@ -160,6 +160,15 @@ def test_streams_are_concatenated_in_the_order_in_which_they_lie_in_memory(layou
         assert torch.equal(concatenate(streams, dim, False), y)
 
 
+def test_a_small_stream_in_another_order_is_copied_first() -> None:
+    """Mochi picks the valid tokens of a text, which then lie in an order of their own."""
+    image, text = torch.randn(2, 60, 3, 4).transpose(1, 2), torch.randn(2, 3, 5, 4)
+    with Launches() as seen:
+        y = concatenate([image, text], 2, True)
+    assert seen.cats == [(1, True)] and seen.copies == 1
+    assert torch.equal(y, torch.cat([image, text], 2)) and y.transpose(1, 2).is_contiguous()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
 def test_on_a_gpu_nothing_is_copied_behind_attention(numerics: str) -> None:
