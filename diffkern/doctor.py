@@ -90,9 +90,10 @@ def _rows(device: torch.device) -> list[Row]:
     for provider in ORDER:
         served = tuple(op for op in OPS if refusals[op][provider] is None)
         reasons: dict[str, list[str]] = {}
-        # An op that a provider has no code for is no fault of this machine, and nothing can be done about it.
-        for op in get_provider(provider).support:
-            if (reason := refusals[op][provider]) is not None:
+        # An op that a provider has no code for, here or at all, is no fault of this machine: nothing can be done about it.
+        for op, support in get_provider(provider).support.items():
+            elsewhere = bool(served) and device.type not in support.device_types
+            if not elsewhere and (reason := refusals[op][provider]) is not None:
                 reasons.setdefault(reason, []).append(op)
         told = [f"{', '.join(ops)}: {reason}" if served else reason for reason, ops in reasons.items()]
         rows.append(Row(label, provider, served, _of_hub(device) if provider == hub.NAME else "; ".join(told)))

@@ -33,6 +33,7 @@ def test_doctor_fits_80_columns_and_lists_every_provider(monkeypatch: pytest.Mon
 def test_doctor_gives_only_reasons_that_something_can_be_done_about() -> None:
     rows = examine().rows
     assert not any(f"has no {op}" in row.reason for row in rows for op in OPS)
+    assert not any("for cpu (serves" in row.reason for row in rows if row.device == "cpu" and row.ops)
     eager = [row for row in rows if row.provider == "eager"]
     assert all(row.ops == OPS and row.reason == "" for row in eager)
 
