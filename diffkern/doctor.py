@@ -90,7 +90,7 @@ def _rows(device: torch.device) -> list[Row]:
     for provider in ORDER:
         served = tuple(op for op in OPS if refusals[op][provider] is None)
         reasons: dict[str, list[str]] = {}
-        # An op that a provider has no code for, here or at all, is no fault of this machine: nothing can be done about it.
+        # Nothing can be done about an op that a provider has no code for, on this device or at all.
         for op, support in get_provider(provider).support.items():
             elsewhere = bool(served) and device.type not in support.device_types
             if not elsewhere and (reason := refusals[op][provider]) is not None:
