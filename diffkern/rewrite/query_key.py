@@ -19,8 +19,8 @@ from diffkern.rewrite.match import Match, Operand, Scope, is_cast, norm_call, pe
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
 #: streams and no rotation; no streams and no norms.
-KINDS = "joined first", "joined last", "rotated", "normed", "turned"
-JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, TURNED = KINDS
+KINDS = "joined first", "joined last", "rotated", "normed", "rotated alone"
+JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, ROTATED_ALONE = KINDS
 #: What the names of functions say that rotate: by its shape alone any function of two arguments might.
 _ROTATES = re.compile("rotary|rope|rotate")
 
@@ -58,8 +58,8 @@ class QueryKey:
         if self.kind == NORMED:
             found = _normed(scope, node, match, f"{name}0")
             return found if found is None or name == "q" or _of_query_and_key(scope, found) else None
-        if self.kind == TURNED:
-            return _turned(scope, node, match, name)
+        if self.kind == ROTATED_ALONE:
+            return _rotated_alone(scope, node, match, name)
         if self.kind == ROTATED:
             return _stream(scope, node, match, f"{name}0") if is_rotation(scope, node) else None
         if self.kind == JOINED_FIRST:
@@ -81,7 +81,7 @@ class QueryKey:
 
 
 @dataclass(frozen=True)
-class TurnedTogether:
+class RotatedTogether:
     """``query, key = rotate(query, key, ...)`` in a processor, with the operands of a :class:`QueryKey`."""
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
@@ -121,7 +121,7 @@ def is_processor(scope: Scope) -> bool:
     return scope.flow.tree.args.args[0].arg != scope.facts.receiver
 
 
-def _turned(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
+def _rotated_alone(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
     """The match of ``rotate(x, ...)`` in a processor, whatever ``x`` is."""
     if not is_rotation(scope, node) or not is_processor(scope):
         return None
@@ -267,7 +267,7 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
         if not _is_of(scope, value, kind):
             return None
         calls.append(value)
-    if kind in (JOINED_FIRST, ROTATED, TURNED) and len({ast.unparse(call.func) for call in calls}) != 1:  # type: ignore[attr-defined]
+    if kind in (JOINED_FIRST, ROTATED, ROTATED_ALONE) and len({ast.unparse(call.func) for call in calls}) != 1:  # type: ignore[attr-defined]
         return None
     names = [target.id for target in targets]  # type: ignore[attr-defined]
     read = {node.id for node in ast.walk(other.value) if isinstance(node, ast.Name)}

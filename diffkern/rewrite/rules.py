@@ -18,10 +18,10 @@ from diffkern.rewrite.query_key import (
     JOINED_LAST,
     NORMED,
     ROTATED,
-    TURNED,
+    ROTATED_ALONE,
     Joined,
     QueryKey,
-    TurnedTogether,
+    RotatedTogether,
 )
 
 _GATES = frozenset({"tanh", "sigmoid"})
@@ -74,8 +74,8 @@ RULES = (
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_LAST)),
     Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(ROTATED)),
     Rule("query and key norm", "qk_norm_rope", QueryKey(NORMED)),
-    Rule("rotation of query and key", "qk_norm_rope", QueryKey(TURNED)),
-    Rule("rotation of query and key", "qk_norm_rope", TurnedTogether()),
+    Rule("rotation of query and key", "qk_norm_rope", QueryKey(ROTATED_ALONE)),
+    Rule("rotation of query and key", "qk_norm_rope", RotatedTogether()),
     Rule("concatenation of heads", "qk_norm_rope", Joined()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
