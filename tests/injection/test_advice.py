@@ -52,13 +52,17 @@ def test_times_of_steps_are_the_gain_and_decide_what_is_next(monkeypatch: pytest
     ]
 
 
-def test_sites_that_were_timed_and_stay_keep_their_costs() -> None:
+@pytest.mark.parametrize("verdict", ["", "no gain"])
+def test_sites_that_were_timed_and_stay_keep_their_costs(verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffkern.rewrite import verify
+
+    monkeypatch.setattr(verify, "reason_without_gain", lambda *costs: verdict)  # whatever this machine's clock says
     model = tiny_ltx()
     report = inject_optimized_kernels(model, config=KernelConfig({"ltx_block": None}, measure=True))
     run(model)
     fusions = [site._state.fusion for site in report.active if site.how == "source"]  # type: ignore[union-attr]
     sites = [site for fusion in fusions for site in fusion._sites() if site.gains]
-    assert sites and all((site.cost is None) == bool(any(site.gains.values())) for site in sites)
+    assert sites and all((site.cost is None) == bool(verdict) for site in sites)
     assert not any(fusion.timed_sites for fusion in fusions), "times of a CPU say too little for a report"
 
 
