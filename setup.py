@@ -26,6 +26,7 @@ NO_TORCH = (
     "torch was not there when diffkern was installed, since pip builds packages in isolation: "
     "run `diffkern build`, or install with --no-build-isolation"
 )
+SWITCHED_OFF = "DIFFKERN_BUILD=0 left them out of the wheel or the installation: run `diffkern build`"
 
 
 class BuildWithKernels(build_py):
@@ -66,9 +67,10 @@ def build_kernels(output):
         if "require" in os.environ.get("DIFFKERN_BUILD", ""):
             raise SystemExit(f"DIFFKERN_BUILD requires the kernels, but {NO_TORCH}") from None
         output.mkdir(parents=True, exist_ok=True)
-        reasons = dict.fromkeys(("cpu", "cuda", "rocm"), NO_TORCH)
+        reason = SWITCHED_OFF if os.environ.get("DIFFKERN_BUILD") == "0" else NO_TORCH
+        reasons = dict.fromkeys(("cpu", "cuda", "rocm"), reason)
         (output / "build_log.json").write_text(json.dumps(reasons, indent=2) + "\n", encoding="utf-8")
-        print(f"diffkern: pure Python only: {NO_TORCH}")
+        print(f"diffkern: pure Python only: {reason}")
         return
     sys.path.insert(0, str(ROOT))
     from diffkern.build.installation import build_for_installation

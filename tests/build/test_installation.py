@@ -79,8 +79,15 @@ print(rms_norm(torch.full((1, 4), 2.0), eps=0.0).tolist())
 """
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("auto", "torch was not there"),
+        pytest.param("0", "DIFFKERN_BUILD=0 left them out of the wheel", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_build_isolation_without_torch_gives_a_pure_wheel_that_works(
-    checkout: Path, tmp_path: Path, run_python: RunPython
+    checkout: Path, tmp_path: Path, run_python: RunPython, setting: str, said: str
 ) -> None:
     environment = tmp_path / "isolated"
     venv.create(environment, with_pip=False)
@@ -89,10 +96,12 @@ def test_build_isolation_without_torch_gives_a_pure_wheel_that_works(
     source = Path(setuptools.__file__).parents[1]
     for path in (source / "setuptools", source / "_distutils_hack", *source.glob("setuptools-*.dist-info")):
         (packages / path.name).symlink_to(path)
-    run, wheel = build_wheel(checkout, str(environment / "bin" / "python"), PYTHONPATH=str(packages))
+    run, wheel = build_wheel(
+        checkout, str(environment / "bin" / "python"), PYTHONPATH=str(packages), DIFFKERN_BUILD=setting
+    )
     assert wheel is not None, run.stderr
     assert wheel.name == "diffkern-0.1.0-py3-none-any.whl"
-    assert "torch was not there" in log_of(checkout)["cpu"]
+    assert said in log_of(checkout)["cpu"]
     assert (checkout / "site" / "diffkern" / "csrc" / "build.toml").is_file()
 
     used = run_python(PRINT_REASON, checkout / "site", XDG_CACHE_HOME=str(tmp_path))
