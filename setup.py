@@ -26,7 +26,7 @@ NO_TORCH = (
     "torch was not there when diffkern was installed, since pip builds packages in isolation: "
     "run `diffkern build`, or install with --no-build-isolation"
 )
-SWITCHED_OFF = "DIFFKERN_BUILD=0 left them out of the wheel or the installation: run `diffkern build`"
+SWITCHED_OFF = "DIFFKERN_BUILD=0 left them out of the wheel or the installation"
 
 
 class BuildWithKernels(build_py):

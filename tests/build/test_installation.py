@@ -106,7 +106,7 @@ def test_build_isolation_without_torch_gives_a_pure_wheel_that_works(
 
     used = run_python(PRINT_REASON, checkout / "site", XDG_CACHE_HOME=str(tmp_path))
     reason, values = used.stdout.splitlines()
-    assert "diffkern build --cpu" in reason and "--no-build-isolation" in reason
+    assert "diffkern build --cpu" in reason and said in reason
     assert values == "[[1.0, 1.0, 1.0, 1.0]]"
 
     required, _ = build_wheel(
