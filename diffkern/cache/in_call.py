@@ -13,45 +13,47 @@ from torch import Tensor
 
 from diffkern.cache.derived import version
 
-#: Results by the function and the identity of what it was given. An entry dies with any tensor that was given, and is
-#: valid in one call of the model, as long as PyTorch counts no write into them.
-_kept: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], object, Any]] = {}
-
-#: Stands for the call of a model that is running in this context.
-_call: ContextVar[object | None] = ContextVar("_call", default=None)
+#: Results of the call of a model that runs in this context, by the function and the identity of what it was given. An
+#: entry dies with any tensor that was given, and is valid as long as PyTorch counts no write into them.
+_Kept = dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], object, Any]]
+_kept_in_call: ContextVar[_Kept | None] = ContextVar("_kept_in_call", default=None)
 
 
 @contextmanager
 def one_model_call() -> Iterator[None]:
     """Keeps results until the call of a model that runs inside is over."""
-    token = _call.set(object())
+    kept: _Kept = {}
+    token = _kept_in_call.set(kept)
     try:
         yield
     finally:
-        _call.reset(token)
+        _kept_in_call.reset(token)
+        kept.clear()
 
 
 def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
     """Returns ``compute(*given)``, which other blocks may have computed already.
 
     Results are kept inside of :func:`one_model_call`, and no longer: between two calls a tensor may be written in a way
-    that PyTorch does not count. It counts no writes into inference tensors at all. A CUDA graph computes its own.
+    that PyTorch does not count, and a mask may be large. It counts no writes into inference tensors at all. A CUDA
+    graph computes its own.
 
     Args:
         compute: A function without effects, the same object at each call.
         given: Tensors, and values that have a hash.
     """
-    call = None if torch.compiler.is_compiling() else _call.get()  # a graph of the compiler computes it once anyway
+    # A graph of the compiler computes it once anyway.
+    kept = None if torch.compiler.is_compiling() else _kept_in_call.get()
     tensors = [value for value in given if isinstance(value, Tensor)]
-    if call is None or not tensors:
+    if kept is None or not tensors:
         return compute(*given)
-    state = call, [version(x) for x in tensors], torch.is_grad_enabled(), _is_capturing(tensors[0].device)
+    state = [version(x) for x in tensors], torch.is_grad_enabled(), _is_capturing(tensors[0].device)
     key = (compute, *[id(value) if isinstance(value, Tensor) else value for value in given])
-    known = _kept.get(key)
+    known = kept.get(key)
     if known is not None and known[1] == state and all(one() is x for one, x in zip(known[0], tensors, strict=True)):
         return known[2]
     result = compute(*given)
-    _kept[key] = tuple([weakref.ref(tensor, lambda gone: _forget(key, gone)) for tensor in tensors]), state, result
+    kept[key] = tuple([weakref.ref(tensor, lambda gone: _forget(kept, key, gone)) for tensor in tensors]), state, result
     return result
 
 
@@ -59,7 +61,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _forget(key: tuple[Any, ...], gone: weakref.ref[Tensor]) -> None:
-    known = _kept.get(key)
+def _forget(kept: _Kept, key: tuple[Any, ...], gone: weakref.ref[Tensor]) -> None:
+    known = kept.get(key)
     if known is not None and any(one is gone for one in known[0]):
-        del _kept[key]
+        del kept[key]

@@ -100,16 +100,16 @@ def test_tables_compute_the_product_with_any_matrix(pairing: str) -> None:
 
 
 def test_tables_are_computed_once_for_a_tensor_and_die_with_it() -> None:
-    before = len(in_call._kept)
     matrices = Samples(CPU, torch.float32).rotations(1, 5, 1, 4)
     with one_model_call():
+        kept = in_call._kept_in_call.get()
         first = rotary_tables(matrices, "interleaved")
         assert rotary_tables(matrices, "interleaved") is first
         assert rotary_tables(matrices.clone(), "interleaved") is not first
         assert rotary_tables(matrices, "half") is not first
-    del matrices, first
-    gc.collect()
-    assert len(in_call._kept) == before
+        del matrices, first
+        gc.collect()
+        assert kept == {}
 
 
 def test_tables_follow_what_is_written_into_the_matrices() -> None:
