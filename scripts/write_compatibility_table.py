@@ -7,6 +7,7 @@ Rows that need a GPU are measured where there is one, and stay as they are elsew
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ END = "<!-- compatibility table: end -->\n"
 def main() -> None:
     """Measures what this machine can, and replaces what is between the two marks."""
     torch.set_num_threads(1)
+    # What is fused must not depend on how fast this machine is.
+    os.environ |= {"DIFFKERN_MEASURE": "0", "DIFFKERN_CHOICES": "0"}
     results: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     measured: dict[str, Any] = {}
     for feature in FEATURES:
