@@ -62,11 +62,16 @@ def test_importing_the_matching_tables_pulls_in_no_model_library() -> None:
 @pytest.mark.parametrize(
     "replacement",
     [
-        "sys.modules['kernels'] = None",
+        *[
+            pytest.param(code, marks=pytest.mark.exhaustive)
+            for code in (
+                "sys.modules['kernels'] = None",
+                "sys.modules['triton'] = None",
+                "sys.modules['diffusers'] = None",
+            )
+        ],
         "sys.modules['kernels'] = type(sys)('kernels')",
-        "sys.modules['triton'] = None",
         "sys.modules['triton'] = type(sys)('triton')",
-        "sys.modules['diffusers'] = None",
         "sys.modules['transformers'] = None; sys.modules['accelerate'] = None",
     ],
 )

@@ -50,15 +50,20 @@ _EAGER_SERVES = """
     ("module", "reason"),
     [
         ({"triton.py": "answer = 42"}, "rename the file if it is yours"),
-        (
+        pytest.param(
             {"triton/__init__.py": "", "triton/language.py": "", "triton/runtime.py": ""},
             "version 3.6 or newer",
+            marks=pytest.mark.exhaustive,
         ),
         (
             {"triton/__init__.py": "raise OSError('libtriton.so: cannot open')"},
             "importing Triton failed .OSError",
         ),
-        ({"triton/__init__.py": "raise SystemError"}, "importing Triton failed .SystemError"),
+        pytest.param(
+            {"triton/__init__.py": "raise SystemError"},
+            "importing Triton failed .SystemError",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_broken_or_shadowed_triton_gives_a_reason(module: dict[str, str], reason: str, tmp_path: Path) -> None:
