@@ -32,7 +32,8 @@ HAZARDS = {
     ),
     "the intermediate is used again": "n = self.norm(x)\nm = n * (1 + scale) + shift\nreturn m + n.mean()",
     "a nested function reads the intermediate": (
-        "n = self.norm(x)\ndef later():\n    return n.sum()\nm = n * (1 + scale) + shift\nreturn m + later()"
+        "n = self.norm(x)\ndef later():\n    for part in n:\n        return part.sum()\n"
+        "m = n * (1 + scale) + shift\nreturn m + later()"
     ),
     "a lambda reads the intermediate": "n = self.norm(x)\nf = lambda: n\nm = n * (1 + scale) + shift\nreturn m + f()",
     "the intermediate is deleted": "n = self.norm(x)\nm = n * (1 + scale) + shift\ndel n\nreturn m",
