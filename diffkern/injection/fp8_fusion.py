@@ -32,9 +32,9 @@ from diffkern.injection.fusion import Fusion
 from diffkern.matching import full_name
 from diffkern.providers import Choice, select
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
-from diffkern.verify import choices, gradients
+from diffkern.verify import gradients
 from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO, ROWS
-from diffkern.verify.gain import costs, reason_without_gain
+from diffkern.verify.gain import kept_costs, reason_without_gain
 from diffkern.verify.samples import clone_leaf, clone_tree, random_input
 
 #: The names under which configurations and reports know such layers, and two of them with a GELU between.
@@ -158,6 +158,13 @@ def is_linear(module: nn.Module) -> bool:
     return _size(module) is not None
 
 
+def _only_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
+    """The input of a call that has no other argument, or None."""
+    if len(args) == 1 and not kwargs:
+        return args[0]
+    return kwargs.get(name) if len(kwargs) == 1 and not args else None
+
+
 def _parents(path: str) -> Iterator[str]:
     while "." in path:
         path = path.rpartition(".")[0]
@@ -204,9 +211,7 @@ class Fp8Fusion(Fusion):
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs:
-            return args[0]
-        return kwargs.get("input") if len(kwargs) == 1 and not args else None
+        return _only_argument(args, kwargs, "input")
 
     @override
     def primary_input(self, call: Tensor) -> Tensor:
@@ -259,12 +264,8 @@ class Fp8Fusion(Fusion):
 
     def _measured(self, module: nn.Module, x: Tensor, size: tuple[Any, ...]) -> str:
         *_, columns, depth, bits = size
-        how = "as replays" if self.replayed else "as calls"
         provider = select("activation_fp8", x.device, (x.dtype,), None).provider
-        key = OP, provider, str(x.dtype), f"{columns} x {depth}", f"2^{bits - 1} rows", how
-        known = choices.recall(x.device, *key)
-        if known is not None:
-            return known
+        key = OP, provider, str(x.dtype), f"{columns} x {depth}", f"2^{bits - 1} rows"
         weights = weights_of(module, x.device)
 
         def fused() -> Tensor:
@@ -272,12 +273,10 @@ class Fp8Fusion(Fusion):
 
         try:
             with torch.no_grad():
-                found = costs((fused, lambda: self.stock(module, x)), x.device)
+                found = kept_costs((fused, lambda: self.stock(module, x)), x.device, *key)
         except torch.OutOfMemoryError:
             return ""  # the call itself says so
-        reason = reason_without_gain(found[0], found[1], bool(self.replayed))
-        choices.remember(x.device, reason, *key)
-        return reason
+        return reason_without_gain(found[0], found[1], bool(self.replayed))
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
@@ -362,9 +361,7 @@ class Fp8FeedForward(Fusion):
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs:
-            return args[0]
-        return kwargs.get("hidden_states") if len(kwargs) == 1 and not args else None
+        return _only_argument(args, kwargs, "hidden_states")
 
     @override
     def primary_input(self, call: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class InjectionReport:
         already: Modules that an earlier injection had patched, under the same contract.
         caveat: What of ``numerics`` there is no form of in this model, or "".
         traced: Whether a graph of ``torch.compile`` holds patched modules: their calls in it are not counted.
-        expected: What the injection is expected to gain, where somebody estimated it.
+        expected: What the injection is expected to gain, where that was estimated.
         steps: What was timed of the steps of a model, by its path and the shape of its input: as they are, and as a
             CUDA graph where they became one.
     """

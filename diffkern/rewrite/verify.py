@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -30,9 +31,8 @@ from diffkern.rewrite.reference import CastsLifted, clone_for_verification, floa
 from diffkern.rewrite.rotation import FORMS, NORMS
 from diffkern.rewrite.site import FusedSite, Way
 from diffkern.rewrite.source import LOCK
-from diffkern.verify import choices
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
-from diffkern.verify.gain import costs, costs_of, reason_without_gain, text_of
+from diffkern.verify.gain import kept_costs, reason_without_gain
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.isolation import Copy, uncounted
 from diffkern.verify.measures import Measurement, error_beside, relative_error
@@ -91,20 +91,17 @@ class SiteVerifier:
         if sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)) > _LARGEST_WEIGHED:
             return ""  # time goes into memory traffic, of which the op has less; copies would take too much
         key = _timed(site, module, first)
-        found = costs_of(choices.recall(first.device, *key) or "")
-        if found is None:
-            copies = Copy(leaves).call
+        copies = functools.cache(lambda: Copy(leaves).call)  # made only if there is something to time
 
-            def fused() -> Any:
-                way = site.ways[site.signature(module, copies)]
-                return None if way is None else site.compute(module, copies, way, site.provider)
+        def fused() -> Any:
+            way = site.ways[site.signature(module, copies())]
+            return None if way is None else site.compute(module, copies(), way, site.provider)
 
-            try:
-                with LOCK, torch.no_grad(), preserved(first.device), uncounted():
-                    found = costs((fused, lambda: site.original(module, *copies)), first.device)
-            except (RuntimeError, ValueError, TypeError):
-                return ""  # want of memory, or operands that the op refuses: the call itself says so
-            choices.remember(first.device, text_of(found), *key)
+        try:
+            with LOCK, torch.no_grad(), preserved(first.device):
+                found = kept_costs((fused, lambda: site.original(module, *copies())), first.device, *key)
+        except (RuntimeError, ValueError, TypeError):
+            return ""  # want of memory, or operands that the op refuses: the call itself says so
         reason = reason_without_gain(found[0], found[1], replayed)
         if not reason:
             site.cost = found[0], found[1]

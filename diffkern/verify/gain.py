@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from diffkern.verify import choices
 
 #: By how much the fused computation may seem to take longer: clocks are not exact.
 HYSTERESIS = 1.02
@@ -36,13 +38,21 @@ class Cost:
         return f"{self.device:.1f} us{host}"
 
 
-def text_of(found: Sequence[Cost]) -> str:
-    """Two costs as they are kept on disk."""
+def kept_costs(computations: Sequence[Callable[[], Any]], device: torch.device, *key: Hashable) -> list[Cost]:
+    """The costs of a computation and of what it replaces: those kept on disk for a key, else timed now and kept."""
+    found = costs_of(choices.recall(device, *key) or "")
+    if found is None:
+        found = costs(computations, device)
+        choices.remember(device, _text_of(found), *key)
+    return found
+
+
+def _text_of(found: Sequence[Cost]) -> str:
     return " ".join(f"{value:.2f}" for cost in found for value in (cost.host, cost.device))
 
 
 def costs_of(text: str) -> list[Cost] | None:
-    """The two costs of :func:`text_of`; None for any other text."""
+    """The two costs of a text that is kept on disk; None for any other text."""
     try:
         values = [float(part) for part in text.split()]
     except ValueError:

@@ -29,6 +29,7 @@ from diffkern.cache import memory
 from diffkern.injection import fp8_fusion, planning
 from diffkern.inspection import verify_model
 from diffkern.ops import activation_fp8
+from diffkern.verify import gain
 from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO
 from diffkern.verify.gain import Cost
 from diffkern.verify.measures import relative_error
@@ -544,7 +545,7 @@ def test_a_layer_that_gains_nothing_runs_as_it_is_written_and_keeps_no_copy(monk
         timed.append(relative_error(results[0], results[1].double()))
         return [Cost(3.0, 2.0), Cost(3.0, 1.0)]
 
-    monkeypatch.setattr(fp8_fusion, "costs", slow)
+    monkeypatch.setattr(gain, "costs", slow)
     x, expected = _random()(1, 32, 64), {}
     for cuda_graph, gains in (("auto", False), (False, True)):
         layer = linear()

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, use_provider
-from diffkern.rewrite import Rewriter, verify
-from diffkern.verify import choices
+from diffkern.rewrite import Rewriter
+from diffkern.verify import choices, gain
 from diffkern.verify.gain import Cost, costs, costs_of, reason_without_gain
 from tests.rewrite.modules import block, leaves
 
@@ -61,7 +61,7 @@ class Given:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, small: bool, large: bool) -> None:
         self.small, self.large, self.asked = small, large, 0
-        monkeypatch.setattr(verify, "costs", self)
+        monkeypatch.setattr(gain, "costs", self)
 
     def __call__(self, computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
         results = [compute() for compute in computations]
@@ -98,7 +98,7 @@ def test_an_error_while_a_site_is_timed_leaves_the_call_as_it_was(monkeypatch: p
     def raises(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
         raise torch.OutOfMemoryError("no memory for copies")
 
-    monkeypatch.setattr(verify, "costs", raises)
+    monkeypatch.setattr(gain, "costs", raises)
     module = block(NAMES, BODY)
     found: Any = Rewriter(replayed=False).rewrite(module)
     with torch.no_grad():
