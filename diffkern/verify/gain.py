@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from diffkern.verify import choices
+from diffkern.verify.isolation import uncounted
 
 #: By how much the fused computation may seem to take longer: clocks are not exact.
 HYSTERESIS = 1.02
@@ -42,7 +43,8 @@ def kept_costs(computations: Sequence[Callable[[], Any]], device: torch.device, 
     """The costs of a computation and of what it replaces: those kept on disk for a key, else timed now and kept."""
     found = costs_of(choices.recall(device, *key) or "")
     if found is None:
-        found = costs(computations, device)
+        with uncounted():
+            found = costs(computations, device)
         choices.remember(device, _text_of(found), *key)
     return found
 
