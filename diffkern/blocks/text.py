@@ -234,6 +234,10 @@ def _weights(children: Mapping[str, Any]) -> tuple[Tensor, ...]:
     return tuple([weight for weight in given if weight is not None])
 
 
+#: Rows of a caption below which projecting it takes no longer than reading the weights alone.
+_LEAST_ROWS = 4
+
+
 class TextProjection(BlockRecipe):
     """``PixArtAlphaTextProjection``."""
 
@@ -263,6 +267,8 @@ class TextProjection(BlockRecipe):
         reason = unfit_surroundings()
         if reason is not None:
             return reason
+        if caption.numel() < _LEAST_ROWS * caption.shape[-1]:
+            return f"it has fewer than {_LEAST_ROWS} rows: to see that no weight has changed takes as long"
         first = module._modules["linear_1"]
         weight = first._parameters.get("weight") if untouched(first, nn.Linear) else None  # type: ignore[union-attr]
         if weight is not None and weight.dtype != caption.dtype:

@@ -192,12 +192,10 @@ class Fp8Fusion(Fusion):
     Attributes:
         layer: Which kind of layer it is: its path, with a star for each index. Layers of one kind share a proof.
         replayed: As in :class:`Fp8Layers`.
-        gains: Why calls take no less time in fp8, or "", by what decides that.
     """
 
     layer: str
     replayed: bool | None = None
-    gains: dict[Hashable, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     @override
@@ -247,36 +245,33 @@ class Fp8Fusion(Fusion):
             return "a hook on it moves or casts its weight at every call: a copy in fp8 would stay on the GPU"
         return unfit_weights(module, x.device, x.dtype)
 
+    @property
     @override
-    def without_gain(self, module: nn.Module, call: Tensor) -> str | None:
-        if self.replayed is None or (call.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None
-        linear: Any = module
-        rows, sides = call.numel() // call.shape[-1], (linear.in_features, linear.out_features)
-        if rows * sides[0] * sides[1] > CERTAIN:
-            return None
-        size = call.device, call.dtype, *sides, rows.bit_length()
-        if size not in self.gains:
-            self.gains[size] = self._measured(module, call, size)
-            if self.gains[size]:
-                weights_of(module, call.device).drop("")
-        return self.gains[size] or None
+    def is_timed(self) -> bool:
+        return self.replayed is not None
 
-    def _measured(self, module: nn.Module, x: Tensor, size: tuple[Any, ...]) -> str:
-        *_, columns, depth, bits = size
-        provider = select("activation_fp8", x.device, (x.dtype,), None).provider
-        key = OP, provider, str(x.dtype), f"{columns} x {depth}", f"2^{bits - 1} rows"
-        weights = weights_of(module, x.device)
+    @override
+    def weigh(self, module: nn.Module, call: Tensor) -> str | None:
+        linear: Any = module
+        rows, columns, depth = call.numel() // call.shape[-1], linear.in_features, linear.out_features
+        if rows * columns * depth > CERTAIN:
+            return ""
+        provider = select("activation_fp8", call.device, (call.dtype,), None).provider
+        key = OP, provider, str(call.dtype), f"{columns} x {depth}", f"2^{rows.bit_length() - 1} rows"
+        weights = weights_of(module, call.device)
 
         def fused() -> Tensor:
-            return weights.run("weight", module, quantize_rowwise(x, None))
+            return weights.run("weight", module, quantize_rowwise(call, None))
 
         try:
             with torch.no_grad():
-                found = kept_costs((fused, lambda: self.stock(module, x)), x.device, *key)
+                found = kept_costs((fused, lambda: self.stock(module, call)), call.device, *key)
         except torch.OutOfMemoryError:
             return ""  # the call itself says so
-        return reason_without_gain(found[0], found[1], bool(self.replayed))
+        reason = reason_without_gain(found[0], found[1], bool(self.replayed))
+        if reason:
+            weights.drop("")
+        return reason
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:

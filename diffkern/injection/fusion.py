@@ -115,8 +115,13 @@ class Fusion(Protocol):
         """Says why a call must run the stock forward, or None."""
         return None
 
-    def without_gain(self, module: nn.Module, call: Any) -> str | None:
-        """Says why a proven call takes no less time fused, as a measurement at first use found; or None."""
+    @property
+    def is_timed(self) -> bool:
+        """Whether calls run stock where they take no less time fused."""
+        return False
+
+    def weigh(self, module: nn.Module, call: Any) -> str | None:
+        """Times a proven call: why it takes no less time fused, or "". None where it says too little by itself."""
         return None
 
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:

@@ -48,7 +48,7 @@ def with_liger(fusion: NormFusion, flags: liger.Flags | None) -> Fusion:
     if flags is None:
         return fusion
     if flags.rms_norm and LigerNormFusion.casting(fusion) is not None:
-        return LigerNormFusion(fusion.semantics)
+        return LigerNormFusion(fusion.semantics, fusion.replayed)
     return fusion
 
 

@@ -16,6 +16,7 @@ from diffkern.injection.fusion import Fusion
 from diffkern.matching import NormSemantics, apply, declines, full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
 from diffkern.verify.contract import EXACT_ELEMENTS, ROWS, SEMANTIC_TOLERANCE
+from diffkern.verify.gain import LARGEST_TIMED, kept_costs, reason_without_gain
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.measures import relative_error
 from diffkern.verify.samples import clone_leaf, random_input, sample_shape
@@ -23,9 +24,15 @@ from diffkern.verify.samples import clone_leaf, random_input, sample_shape
 
 @dataclass(frozen=True)
 class NormFusion(Fusion):
-    """A norm of known semantics. A call is its one tensor."""
+    """A norm of known semantics. A call is its one tensor.
+
+    Attributes:
+        semantics: What it computes.
+        replayed: Whether steps may become CUDA graphs, which decides about norms without a gain; None times none.
+    """
 
     semantics: NormSemantics
+    replayed: bool | None = None
 
     @property
     @override
@@ -61,6 +68,29 @@ class NormFusion(Fusion):
     @override
     def declines(self, module: nn.Module, call: Any) -> str | None:
         return declines(self.semantics, module, call)
+
+    @property
+    @override
+    def is_timed(self) -> bool:
+        return self.replayed is not None
+
+    @override
+    def weigh(self, module: nn.Module, call: Tensor) -> str | None:
+        if call.numel() * call.element_size() > LARGEST_TIMED:
+            return ""  # time goes into memory traffic, of which the op has no more
+        provider = select(self.op, call.device, (call.dtype,), None).provider
+        shape = sample_shape(self.semantics, module, 1)
+        key = "norm", full_name(type(module)), provider, str(call.dtype), tuple(shape), call.numel().bit_length()
+
+        def fused() -> Tensor | None:
+            return None if declines(self.semantics, module, call) else self.compute(module, call, None, ())
+
+        try:
+            with torch.no_grad():
+                found = kept_costs((fused, lambda: self.stock(module, call)), call.device, *key)
+        except torch.OutOfMemoryError:
+            return ""  # the call itself says so
+        return reason_without_gain(found[0], found[1], bool(self.replayed))
 
     @override
     def compute(self, module: nn.Module, call: Tensor, provider: str | None, stock: tuple[str, ...]) -> Tensor:

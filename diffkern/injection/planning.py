@@ -267,7 +267,7 @@ def _match(
         return None
     if matched.semantics is None:
         return _Match(None, matched.how, matched.reason or "")
-    return _Match(with_liger(NormFusion(matched.semantics), flags), matched.how)
+    return _Match(with_liger(NormFusion(matched.semantics, rewriters.replayed), flags), matched.how)
 
 
 def _match_linear(path: str, module: nn.Module, fp8: Fp8Layers) -> _Match | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from diffkern.injection.fusion import Fusion
 from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError, patches
 from diffkern.providers import Choice, hub, liger, requested, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
+from diffkern.verify.gain import host_cost
 from diffkern.verify.measures import Measurement
 
 
@@ -67,6 +68,7 @@ class RewriteFusion(Fusion):
     rewritten: Rewritten
     providers: dict[str, str | None] = field(default_factory=dict)
     _forwards: dict[str | None, Rewritten] = field(default_factory=dict)
+    _before: dict[Hashable, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     @override
@@ -121,8 +123,49 @@ class RewriteFusion(Fusion):
 
     @override
     def primary_input(self, call: Any) -> Tensor:
+        args, kwargs = call
+        for part in (*args, *kwargs.values()):  # is mostly one of the first, and trees take long to take apart
+            if isinstance(part, Tensor) and part.is_floating_point():
+                return part
         tensors = (part for part in pytree.tree_leaves(call) if isinstance(part, Tensor))
         return next((part for part in tensors if part.is_floating_point()), _NO_TENSOR)
+
+    @property
+    @override
+    def is_timed(self) -> bool:
+        return self.rewriters.replayed is not None
+
+    @override
+    def weigh(self, module: nn.Module, call: Any) -> str | None:
+        """By what its sites were timed at in the calls since the last one of such a size, and what its guard takes."""
+        if torch.is_grad_enabled():
+            return None  # its sites are not timed then
+        x = self.primary_input(call)
+        size = x.device, x.dtype, x.numel().bit_length()
+        forward = self._forwards.get(None) or self._forward(module, None)
+        if size in forward.gains:
+            return forward.gains[size]
+        now = [(site.fused_calls, site.original_calls) for site in forward.sites]
+        before = self._before.get(size)
+        if before is None or before == now:
+            self._before[size] = now
+            return None
+        del self._before[size]
+        calls = [
+            (fused - was_fused, stock - was_stock)
+            for (fused, stock), (was_fused, was_stock) in zip(now, before, strict=True)
+        ]
+        saved = 0.0
+        for site, (fused, stock) in zip(forward.sites, calls, strict=True):
+            if (fused and site.cost is None) or (stock and not any(site.gains.values())):
+                return forward.gains.setdefault(size, "")  # it is not for its time that a site runs as it does
+            if fused and site.cost is not None:
+                saved += fused * (site.cost[1].host - site.cost[0].host)
+        times = max(fused + stock for fused, stock in calls)
+        saved /= times
+        asked = host_cost(lambda: forward.guard(module)) if x.device.type == "cpu" else 0.0  # a GPU works meanwhile
+        reason = f"its parts save {saved:.1f} us a call, and to ask which of them may run takes {asked:.1f}: no gain"
+        return forward.gains.setdefault(size, reason if saved <= asked else "")
 
     @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:

@@ -24,7 +24,7 @@ from diffkern.injection.counts import CallCounts
 from diffkern.injection.fusion import only_eager
 from diffkern.injection.one_op import is_compile_root, module_handle, op_that_runs
 from diffkern.injection.report import Site
-from diffkern.providers import NoProviderError
+from diffkern.providers import NoProviderError, requested
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import is_exporting, transforms_active
 from diffkern.providers.foreign import is_of_user, summary
@@ -72,6 +72,7 @@ class PatchState:
         proven_gradients: The same as ``proven`` for calls that a backward may follow.
         no_gradients: Why such calls run stock, by provider.
         restored: Whether the patch was taken away again.
+        gains: Why calls of a size take no less time fused, or "", as far as that was timed.
         counts: The calls so far.
     """
 
@@ -93,6 +94,7 @@ class PatchState:
         self.proven_gradients: set[_Proven] = set()
         self.no_gradients: dict[str | None, str] = {}
         self.restored = False
+        self.gains: dict[tuple[torch.device, torch.dtype, int], str] = {}
         self.counts = CallCounts()
 
     @property
@@ -122,8 +124,8 @@ class PatchState:
             reason = self._prove(module, call)
         if reason is None and torch.is_grad_enabled() and gradients.wanted(module, fusion.primary_input(call)):
             reason = self._prove_gradients(module, call)
-        if reason is None:
-            reason = fusion.without_gain(module, call)
+        if reason is None and fusion.is_timed:
+            reason = self._weigh(module, call)
         if reason is not None:
             if self.strict and not fusion.allowed_in_strict(module, call):
                 raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
@@ -268,6 +270,32 @@ class PatchState:
             self.site.reason = reason
         warnings.warn(f"diffkern: {type(module).__name__} {reason}; {consequence}", stacklevel=6)
 
+    def has_no_gain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether calls of this size were found to take no less time fused. Counts them, and looks at nothing else."""
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        reason = self.gains.get(_size(x)) if type(x) is Tensor else None
+        if not reason or torch.compiler.is_compiling():
+            return False
+        self.counts.add_stock(reason)
+        return True
+
+    def _weigh(self, module: nn.Module, call: Any) -> str | None:
+        """Times calls of a size at the first one that can be; returns why they run stock from then on, or None."""
+        x = self.fusion.primary_input(call)
+        size = _size(x)
+        if size in self.gains:
+            return self.gains[size] or None
+        if transforms_active() or requested(self.rule.at(x.device, module.training)):
+            return None
+        if torch.is_grad_enabled() and gradients.wanted(module, x):
+            return None
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        reason = self.fusion.weigh(module, call)
+        if reason is not None:
+            self.gains[size] = reason
+        return reason or None
+
     def _prove_gradients(self, module: nn.Module, call: Any) -> str | None:
         """Proves the gradients of a device and dtype the first time that they are wanted, be that by ``train()``."""
         x, key = self.fusion.primary_input(call), self._key_of(module, call)
@@ -307,11 +335,17 @@ class PatchState:
         copy.refused = dict(self.refused)
         copy.proven_gradients = set(self.proven_gradients)
         copy.no_gradients = dict(self.no_gradients)
+        copy.gains = dict(self.gains)
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled module comes back unpatched: pickle stores a bound ``forward`` by its name alone."""
         return _nothing, ()
+
+
+def _size(x: Tensor) -> tuple[torch.device, torch.dtype, int]:
+    """What decides whether a call takes less time fused: the power of two below the size of its input stands for it."""
+    return x.device, x.dtype, x.numel().bit_length()
 
 
 def _situation(module: nn.Module, device: torch.device) -> str:
@@ -324,8 +358,10 @@ def _nothing() -> None:
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs fused where the guards allow it, and the class's own forward everywhere else."""
-    state: PatchState | None = getattr(self, ATTRIBUTE, None)
+    state: PatchState | None = self.__dict__.get(ATTRIBUTE)
     if state is None:  # restored, and a caller kept this method
+        return type(self).forward(self, *args, **kwargs)
+    if state.gains and state.below is None and not state.fusion.is_model and state.has_no_gain(args, kwargs):
         return type(self).forward(self, *args, **kwargs)
     if state.fusion.is_model and not torch.compiler.is_compiling():
         with one_model_call():

@@ -32,7 +32,7 @@ from diffkern.rewrite.rotation import FORMS, NORMS
 from diffkern.rewrite.site import FusedSite, Way
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
-from diffkern.verify.gain import kept_costs, reason_without_gain
+from diffkern.verify.gain import LARGEST_TIMED, kept_costs, reason_without_gain
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.isolation import Copy, uncounted
 from diffkern.verify.measures import Measurement, error_beside, relative_error
@@ -44,8 +44,6 @@ Recorder = Callable[[nn.Module, Measurement], None]
 DISAGREES = "in float64 its op does not compute what the source says"
 #: Relative error up to which two float64 results compute the same.
 AGREEMENT = 1e-10
-#: Bytes of leaves that are copied to time a site, at most.
-_LARGEST_WEIGHED = 1 << 28
 
 
 class SiteVerifier:
@@ -88,10 +86,13 @@ class SiteVerifier:
         if requested(site.provider) is not None:
             return ""  # it was asked for
         first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        if sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)) > _LARGEST_WEIGHED:
+        if sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)) > LARGEST_TIMED:
             return ""  # time goes into memory traffic, of which the op has less; copies would take too much
         key = _timed(site, module, first)
         copies = functools.cache(lambda: Copy(leaves).call)  # made only if there is something to time
+
+        # As stock would: without patches on its children, and without their hooks.
+        twin = clone_for_verification(module, list(site.plan.modules.values()))
 
         def fused() -> Any:
             way = site.ways[site.signature(module, copies())]
@@ -99,7 +100,7 @@ class SiteVerifier:
 
         try:
             with LOCK, torch.no_grad(), preserved(first.device):
-                found = kept_costs((fused, lambda: site.original(module, *copies())), first.device, *key)
+                found = kept_costs((fused, lambda: site.original(twin, *copies())), first.device, *key)
         except (RuntimeError, ValueError, TypeError):
             return ""  # want of memory, or operands that the op refuses: the call itself says so
         reason = reason_without_gain(found[0], found[1], replayed)

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from diffkern.verify import choices
 from diffkern.verify.isolation import uncounted
 
 #: By how much the fused computation may seem to take longer: clocks are not exact.
 HYSTERESIS = 1.02
-#: Rounds in which each computation has its turn; the fastest counts.
+#: Bytes of operands above which nothing is timed: time goes into memory traffic then, of which a fused op has less.
+LARGEST_TIMED = 1 << 28
+#: Rounds in which each computation has its turn on a GPU; the fastest counts.
 _ROUNDS = 5
-#: What a round takes on a CPU at least, and all rounds at most unless a single call takes longer, in seconds.
-_ROUND, _BUDGET = 2e-4, 0.02
+#: Turns of each on a CPU, at least and at most, and the seconds after which there are no more of them.
+_LEAST_TURNS, _MOST_TURNS, _BUDGET = 2, 200, 0.02
 #: Calls of a round on a GPU, and the clock cycles that it sleeps before, so that the host has launched all of them.
 _GPU_CALLS, _SLEEP = 8, 3_000_000
 
@@ -82,19 +85,39 @@ def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> li
     if device.type == "cuda":
         return _on_gpu(computations, device)
     fastest = [float("inf")] * len(computations)
-    calls = [1] * len(computations)
+    other_work = _OtherWork()
     began = time.perf_counter()
-    for number in range(_ROUNDS):
+    for number in range(_MOST_TURNS):
         for i, compute in enumerate(computations):
+            other_work()
             started = time.perf_counter()
-            for _ in range(calls[i]):
-                compute()
-            took = (time.perf_counter() - started) / calls[i]
-            fastest[i] = min(fastest[i], took)
-            calls[i] = max(1, int(_ROUND / fastest[i]))
-        if number and time.perf_counter() - began > _BUDGET:
+            compute()
+            fastest[i] = min(fastest[i], time.perf_counter() - started)
+        if number >= _LEAST_TURNS and time.perf_counter() - began > _BUDGET:
             break
     return [Cost(took * 1e6, took * 1e6) for took in fastest]
+
+
+class _OtherWork:
+    """What stands between two calls in a model: their code and data are no longer in the nearest caches.
+
+    Called again and again at once, a computation of much Python code takes less than half of the time that it takes
+    in a model, and one of few large functions nearly all of it.
+    """
+
+    def __init__(self) -> None:
+        self._x, self._weight = torch.ones(64, 64), torch.ones(192, 64)
+        self._data = torch.ones(1 << 16)
+
+    def __call__(self) -> None:
+        F.linear(F.silu(self._x), self._weight).chunk(6, dim=-1)
+        self._data.sum()
+
+
+def host_cost(compute: Callable[[], Any]) -> float:
+    """What a computation without a device takes of the host, in microseconds; reports count no calls that it makes."""
+    with uncounted():
+        return costs((compute,), torch.device("cpu"))[0].host
 
 
 def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:

@@ -1,0 +1,120 @@
+"""A patch stays fused only where that takes less time; costs are given here, in the place of a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diffkern import KernelConfig, inject_optimized_kernels, use_provider
+from diffkern.injection import state
+from diffkern.verify import gain
+from diffkern.verify.gain import Cost, host_cost
+from tests.injection.models import run, tiny_ltx
+from tests.rewrite.modules import block, leaves
+
+NAMES = "x, scale, shift, gate, y"
+BODY = "n = self.norm(x) * (1 + scale) + shift\nreturn n + gate * y"
+TIMED = KernelConfig(measure=True)
+
+
+class Clock:
+    """Says what calls take: a pair of costs for a fused computation and its stock, and a cost for a question."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fused: float, stock: float, question: float = 0.0) -> None:
+        self.fused, self.stock, self.question, self.asked = fused, stock, question, 0
+        monkeypatch.setattr(gain, "costs", self)
+
+    def __call__(self, computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
+        for compute in computations:
+            compute()
+        self.asked += 1
+        times = (self.fused, self.stock) if len(computations) == 2 else (self.question,)
+        return [Cost(time, time) for time in times]
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_a_norm_stays_fused_only_where_that_takes_less_time(monkeypatch: pytest.MonkeyPatch, gains: bool) -> None:
+    clock = Clock(monkeypatch, fused=1.0 if gains else 3.0, stock=2.0)
+    norm = nn.LayerNorm(32)
+    report = inject_optimized_kernels(norm, config=TIMED)
+    small, large = torch.randn(4, 32), torch.randn(400, 32)
+    with torch.no_grad():
+        for x in (small, small, small, large, large):
+            torch.testing.assert_close(norm(x), nn.functional.layer_norm(x, (32,), norm.weight, norm.bias))
+        assert clock.asked == 2, "each size once"
+        assert torch.equal(norm(small), type(norm).forward(norm, small)) or gains
+    counts = report.calls()[""]
+    assert counts["fused"] == (6 if gains else 0)
+    assert counts["stock_reasons"] == ({} if gains else {"fused it takes 3.0 us, as it is written 2.0 us: no gain": 6})
+
+
+def test_a_norm_is_not_timed_where_a_provider_is_asked_for_or_gradients_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, fused=3.0, stock=2.0)
+    norm, x = nn.LayerNorm(32), torch.randn(4, 32)
+    report = inject_optimized_kernels(norm, config=TIMED)
+    norm(x)
+    with torch.no_grad(), use_provider("eager"):
+        norm(x)
+    named = nn.LayerNorm(32)
+    inject_optimized_kernels(named, config=KernelConfig({"layer_norm": "eager"}, measure=True))
+    with torch.no_grad():
+        named(x)
+    assert clock.asked == 0 and report.calls()[""]["fused"] == 2
+
+
+@pytest.mark.parametrize(("question", "fused_calls"), [(1.0, 8), (3.0, 2)])
+def test_a_forward_runs_stock_where_its_sites_save_less_than_its_guard_takes(
+    monkeypatch: pytest.MonkeyPatch, question: float, fused_calls: int
+) -> None:
+    """Each of the two sites saves a microsecond."""
+    clock = Clock(monkeypatch, fused=1.0, stock=2.0, question=question)
+    module, given = block(NAMES, BODY), leaves(NAMES)
+    report = inject_optimized_kernels(module, config=TIMED)
+    with torch.no_grad():
+        stock = type(module).forward(module, **given)
+        results = [module(**given) for _ in range(4)]
+    counts = report.calls()[""]
+    assert counts["fused"] == fused_calls
+    if question == 3.0:
+        reason = "its parts save 2.0 us a call, and to ask which of them may run takes 3.0: no gain"
+        assert counts["stock_reasons"] == {reason: 3}
+        assert torch.equal(results[-1], stock)
+        larger = {name: leaf.repeat(1, 8, 1) if leaf.shape[1] == 40 else leaf for name, leaf in given.items()}
+        clock.question = 1.0
+        with torch.no_grad():
+            for _ in range(4):
+                module(**larger)
+        assert report.calls()[""]["fused"] == fused_calls + 8, "calls of another size are judged by themselves"
+
+
+def test_a_site_is_timed_beside_what_stock_would_run_and_not_beside_patched_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Clock(monkeypatch, fused=1.0, stock=2.0)
+    module = block(NAMES, BODY)
+    inject_optimized_kernels(module, config=TIMED)
+    ran: list[nn.Module] = []
+    run_patch = state._run_patch
+
+    def watched(patch: Any, module: nn.Module, *call: Any) -> Any:
+        ran.append(module)
+        return run_patch(patch, module, *call)
+
+    monkeypatch.setattr(state, "_run_patch", watched)
+    with torch.no_grad():
+        module(**leaves(NAMES))
+    assert ran == [module]
+
+
+def test_a_question_is_timed_without_a_count() -> None:
+    model = tiny_ltx()
+    report = inject_optimized_kernels(model)
+    run(model)
+    before = report.calls()
+    assert host_cost(lambda: run(model)) > 0 and report.calls() == before
