@@ -8,9 +8,10 @@ the processor itself.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
 from functools import partial
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,9 +21,10 @@ from torch import nn
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.source import Source
 
-#: The name of the route in rewritten forwards.
-ROUTE = "_route"
+#: The names of the route and of :func:`signature` in rewritten forwards.
+ROUTE, SIGNATURE = "_route", "_signature"
 
+_SIGNATURES: WeakKeyDictionary[FunctionType, inspect.Signature] = WeakKeyDictionary()
 _CODES: WeakKeyDictionary[Callable[..., Any], CodeType | str] = WeakKeyDictionary()
 
 
@@ -49,6 +51,18 @@ class Route:
         return called
 
 
+def signature(method: Any) -> inspect.Signature:
+    """``inspect.signature(method)``, asked once for each function: that takes 20 us, and forwards ask at every call."""
+    function = method.__func__ if type(method) is MethodType else None
+    # What is in its dictionary, such as another signature or what it wraps, may change.
+    if type(function) is not FunctionType or function.__dict__ or torch.compiler.is_compiling():
+        return inspect.signature(method)
+    found = _SIGNATURES.get(function)
+    if found is None:
+        found = _SIGNATURES[function] = inspect.signature(method)
+    return found
+
+
 def routed(forward: Callable[..., Any]) -> CodeType | str:
     """Returns the code of a forward that asks :data:`ROUTE` for its processor, or why there is none."""
     if forward not in _CODES:
@@ -59,10 +73,16 @@ def routed(forward: Callable[..., Any]) -> CodeType | str:
 
 def _routed(source: Source) -> CodeType | str:
     receiver, found = source.tree.args.args[0].arg, False
+    of_python = source.function.__globals__.get("inspect") is inspect
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{receiver}.processor":
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called == "inspect.signature" and of_python and len(node.args) == 1 and not node.keywords:
+            node.func = ast.copy_location(ast.Name(SIGNATURE, ast.Load()), node.func)
+        elif called == f"{receiver}.processor":
             route = ast.Call(ast.Name(ROUTE, ast.Load()), [ast.Name(receiver, ast.Load()), node.func], [])
             node.func, found = ast.copy_location(route, node.func), True
     if not found:
         return "it calls no processor"
-    return source.code(ast.fix_missing_locations(source.tree), [ROUTE])
+    return source.code(ast.fix_missing_locations(source.tree), [ROUTE, SIGNATURE])

@@ -18,7 +18,7 @@ from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, SitePlan, plan
-from diffkern.rewrite.processor import ROUTE, Route, routed
+from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature
 from diffkern.rewrite.site import FusedSite, Observer, OnceSite, Trained, join
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.verify import Recorder, SiteVerifier
@@ -151,7 +151,8 @@ def _in_forward(call: Rewritten, forward: Any, cls: type, function: Callable[...
     """The forward of an attention module that runs a rewritten ``__call__`` of its processor."""
     code = routed(forward)
     assert isinstance(code, CodeType)
-    return replace(call, function=recompile(forward, code, {ROUTE: Route(cls, function, call.function, call.guard)}))
+    route = Route(cls, function, call.function, call.guard)
+    return replace(call, function=recompile(forward, code, {ROUTE: route, SIGNATURE: signature}))
 
 
 def planned(forward: Callable[..., Any], module: nn.Module, receiver: int = 0) -> Plan | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -256,6 +257,28 @@ def test_a_hook_on_a_norm_of_queries_is_called(patched: FluxAttention) -> None:
 
 def test_arguments_that_the_processor_does_not_know_are_ignored_as_before(patched: FluxAttention) -> None:
     assert torch.equal(run(patched, **arguments()), run(patched, **arguments(), scale=2.0))
+
+
+def test_the_signature_of_a_call_is_read_once_and_that_of_another_call_too(
+    patched: FluxAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    read = inspect.Signature.from_callable
+    monkeypatch.setattr(inspect, "signature", lambda method: asked.append(method) or read(method))
+    for _ in range(3):
+        run(patched, **arguments())
+    assert len(asked) <= 1
+    taken: list[float] = []
+
+    def other(self: Any, attn: Any, hidden_states: Any, *args: Any, scale: float = 1.0) -> Any:
+        taken.append(scale)
+        return hidden_states, hidden_states
+
+    monkeypatch.setattr(type(patched.processor), "__call__", other)
+    run(patched, **arguments(), scale=2.0)
+    other.__dict__["__signature__"] = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)])
+    run(patched, **arguments(), scale=2.0)
+    assert taken == [2.0, 1.0], "what is written into a function holds at once"
 
 
 def test_a_norm_over_all_heads_and_a_nested_rotation_are_one_site() -> None:
