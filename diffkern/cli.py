@@ -143,8 +143,6 @@ def doctor(as_json: Json = False, quiet: Quiet = False) -> None:
     for device, rows in groupby(checkup.rows, key=lambda row: row.device):
         console.print(f"\n{device}", style="bold")
         console.print(f"  {checkup.platforms[device]}")
-        for preferred in checkup.preferences[device]:
-            console.print(f"  {preferred}")
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")

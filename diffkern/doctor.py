@@ -16,7 +16,6 @@ from diffkern.hub.policy import LOCK_VARIABLE, switched_off
 from diffkern.hub.rule import device_name
 from diffkern.platforms import platform_of
 from diffkern.providers import OPS, ORDER, cublaslt, explain, get_provider, hub
-from diffkern.providers.preferences import preference
 from diffkern.providers.registry import ENVIRONMENT_VARIABLE
 
 
@@ -37,15 +36,13 @@ class Row:
 class Checkup:
     """Versions that matter, what the environment asks for, and a row for each device and provider.
 
-    ``platforms`` says for each device what kind it is, and what is known of diffkern there; ``preferences`` where a
-    provider is asked before its turn there, with the measurement because of which it is.
+    ``platforms`` says for each device what kind it is, and what is known of diffkern there.
     """
 
     versions: dict[str, str]
     settings: tuple[str, ...]
     rows: tuple[Row, ...]
     platforms: dict[str, str]
-    preferences: dict[str, tuple[str, ...]]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain data."""
@@ -57,7 +54,7 @@ def examine() -> Checkup:
     devices = _devices()
     rows = tuple(row for device in devices for row in _rows(device))
     standing = {_label(device): _standing(device) for device in devices}
-    return Checkup(_versions(), _settings(), rows, standing, {_label(device): _preferred(device) for device in devices})
+    return Checkup(_versions(), _settings(), rows, standing)
 
 
 def _devices() -> list[torch.device]:
@@ -77,10 +74,6 @@ def _label(device: torch.device) -> str:
 def _standing(device: torch.device) -> str:
     known = platform_of(device)
     return f"{known.name}: {known.evidence}"
-
-
-def _preferred(device: torch.device) -> tuple[str, ...]:
-    return tuple(str(entry) for op in OPS if (entry := preference(op, device)) is not None)
 
 
 def _rows(device: torch.device) -> list[Row]:

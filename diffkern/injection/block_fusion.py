@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -123,8 +123,7 @@ class BlockFusion(Fusion):
         if not self.recipe.ops:
             return Choice("cache", self.recipe.compute, ())
         choices = [select(op, device, dtypes[:1], provider) for op in self.recipe.ops]
-        preferences = tuple(entry for choice in choices for entry in choice.preferences)
-        return replace(max(choices, key=lambda choice: len(choice.declined)), preferences=preferences)
+        return max(choices, key=lambda choice: len(choice.declined))
 
     @override
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -1,8 +1,7 @@
 """Chooses who computes an op: once per (op, device, dtypes), visibly, and as the user overrides it.
 
-The order is compiled, Triton, the Hub if asked for, eager, unless :mod:`diffkern.providers.preferences`
-says that another was measured to be faster. A provider that cannot serve gives its reason and the next one is asked;
-every reason is kept in the :class:`Choice`, for reports and for ``diffkern doctor``.
+The order is compiled, Triton, the Hub if asked for, eager. A provider that cannot serve gives its reason and the next
+one is asked; every reason is kept in the :class:`Choice`, for reports and for ``diffkern doctor``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch
 from diffkern.providers import eager, hub
 from diffkern.providers.base import Kernel, Provider, Request
 from diffkern.providers.dispatch_modes import transforms_active
-from diffkern.providers.preferences import Preference, preference
 from diffkern.providers.signatures import SIGNATURES
 
 #: Preference order. Each module of this package with such a name holds a ``PROVIDER``.
@@ -57,14 +55,12 @@ class Choice:
         provider: Its name.
         kernel: The callable that computes the op.
         declined: The providers asked before it, with their reasons.
-        preferences: The measurements because of which it was asked first, where it would not have been.
-        gains: Whether it does more than PyTorch's own chain of ops, or was measured to be faster.
+        gains: Whether it is more than PyTorch's own chain of ops.
     """
 
     provider: str
     kernel: Kernel
     declined: tuple[tuple[str, str], ...]
-    preferences: tuple[Preference, ...] = ()
     gains: bool = True
 
     @property
@@ -74,7 +70,7 @@ class Choice:
 
     def describe(self) -> str:
         """Why it is not the first of the order, in one line; empty if it is."""
-        return "; ".join([*map(str, self.preferences), *(f"{name}: {reason}" for name, reason in self.declined)])
+        return "; ".join(f"{name}: {reason}" for name, reason in self.declined)
 
 
 @cache
@@ -192,9 +188,6 @@ def _environment() -> str | None:
 @cache
 def _select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], forced: str | None) -> Choice:
     request = Request(op, device, frozenset(dtypes))
-    measured = None if forced else preference(op, device)
-    if measured is not None and _refusal(get_provider(measured.provider), request) is None:
-        return Choice(measured.provider, get_provider(measured.provider).kernel(op, device), (), (measured,))
     declined: list[tuple[str, str]] = []
     for name in _order(forced):
         provider = get_provider(name)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern import ops
-from diffkern.providers import cublaslt
+from diffkern.providers import cublaslt, select
 from diffkern.providers.cublaslt import choice, layers, library, product
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason, linear_fp8
 
@@ -179,3 +179,11 @@ def test_what_torch_is_allowed_is_part_of_the_choice(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", allowed)
         for _ in range(3):
             assert torch.equal(ops.packed_linear(x, [weight], [bias]), F.linear(x, weight, bias))
+
+
+def test_plain_pytorch_gains_where_its_library_computes_a_product_with_its_activation() -> None:
+    gpu, half = torch.device("cuda", 0), (torch.bfloat16,)
+    assert select("linear_gelu", gpu, half, "eager").gains
+    assert not select("linear_gelu", gpu, (torch.float32,), "eager").gains
+    assert not select("linear_gelu", torch.device("cpu"), half, "eager").gains
+    assert not select("rms_norm", gpu, half, "eager").gains
