@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -19,14 +19,15 @@ from diffkern.injection.attention import install, plan_attention, restore_attent
 from diffkern.injection.components import all_components, select_components
 from diffkern.injection.graph_fusion import is_distributed
 from diffkern.injection.kernel_selector import KernelSelector
-from diffkern.injection.liger import trained_sites, usable
 from diffkern.injection.planning import Candidate, plan_graphs, plan_modules, walk
 from diffkern.injection.proving import choose_provider, refuse_fallbacks, verify_candidates
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import Rewriters
 from diffkern.injection.state import LOCK, PatchState, patch, remove_patch, unpatch
-from diffkern.providers.liger import Flags
 from diffkern.verify.proof import Verifier
+
+if TYPE_CHECKING:
+    from diffkern.injection.liger import Liger
 
 NUMERICS = ("exact", "fast", "fp8")
 
@@ -111,11 +112,12 @@ def inject_optimized_kernels(
         report.notes += [f"component {name!r}: {reason}" for name, reason in left_out.items()]
         config = KernelConfig.of(config)
         selector = KernelSelector(config, strict)
-        flags = usable(Flags.of(liger), modules, report)
+        training = _liger(liger, modules, report)
         # Ranks would choose apart, and a strict injection leaves nothing stock.
         times = config.measures and verify and not strict and not is_distributed()
-        rewriters = Rewriters(numerics, verify, trained_sites(flags), cuda_graph is not False if times else None)
-        candidates = plan_modules(modules, config, selector, flags, rewriters, report)
+        trained = {} if training is None else training.trained_sites()
+        rewriters = Rewriters(numerics, verify, trained, cuda_graph is not False if times else None)
+        candidates = plan_modules(modules, config, selector, training, rewriters, report)
         by_time = cuda_graph == "auto"
         if cuda_graph and (config.measures or not by_time):
             candidates += plan_graphs(modules, report, by_time=by_time, memory=graph_memory)
@@ -200,6 +202,15 @@ def optimized(pipe_or_module: Any, **options: Any) -> Iterator[InjectionReport]:
         yield report
     finally:
         report.restore()
+
+
+def _liger(wish: Any, modules: Mapping[str, nn.Module], report: InjectionReport) -> Liger | None:
+    """What is to be trained by Liger; its part of diffkern is imported only if something is."""
+    if wish is None or wish is False:
+        return None
+    from diffkern.injection.liger import Liger
+
+    return Liger.asked_for(wish, modules, report)
 
 
 def _plan_routes(

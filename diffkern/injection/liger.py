@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.injection.causal_loss import LossFusion
-from diffkern.injection.fusion import Fusion
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.providers import Choice, liger
@@ -20,36 +19,68 @@ from diffkern.rewrite import FusedSite, Trained, Way
 from diffkern.verify import gradients
 
 
-def usable(flags: liger.Flags | None, modules: Mapping[str, nn.Module], report: InjectionReport) -> liger.Flags | None:
-    """Returns the flags if Liger runs where the models are; otherwise the report gets the reason, and None is said."""
-    if flags is None:
-        return None
-    tensors = (tensor for root in modules.values() for tensor in root.parameters())
-    home = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-    accelerator = torch.accelerator.current_accelerator(check_available=True) if home.type == "cpu" else None
-    reason = liger.unavailable_reason(accelerator or home)
-    if reason is not None:
-        report._rejected.append(Site("", report.target, liger.NAME, reason=reason))
-        return None
-    if any(
-        isinstance(loss_fusion(module, flags), LossFusion)
-        for root in modules.values()
-        for module in (root.modules() if flags.fused_linear_cross_entropy else ())
-    ):
-        report.notes.append(
-            "fused_linear_cross_entropy: in training with labels, the output has no logits; in half precision, its "
-            f"gradients may have {liger.LINEAR_LOSS_GRADIENT_RATIO} times the error of stock's"
-        )
-    return flags
+@dataclass(frozen=True)
+class Liger:
+    """What Liger computes in an injection.
 
+    Attributes:
+        flags: What it shall compute.
+    """
 
-def with_liger(fusion: NormFusion, flags: liger.Flags | None) -> Fusion:
-    """Returns the fusion that computes with Liger what the flags name, where gradients are wanted."""
-    if flags is None:
+    flags: liger.Flags
+
+    @classmethod
+    def asked_for(cls, wish: Any, modules: Mapping[str, nn.Module], report: InjectionReport) -> Liger | None:
+        """What a user asked for, if Liger runs where the models are; otherwise the report gets the reason.
+
+        Raises:
+            ValueError: as :meth:`diffkern.providers.liger.Flags.of`.
+        """
+        flags = liger.Flags.of(wish)
+        if flags is None:
+            return None
+        tensors = (tensor for root in modules.values() for tensor in root.parameters())
+        home = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+        accelerator = torch.accelerator.current_accelerator(check_available=True) if home.type == "cpu" else None
+        reason = liger.unavailable_reason(accelerator or home)
+        if reason is not None:
+            report._rejected.append(Site("", report.target, liger.NAME, reason=reason))
+            return None
+        found = cls(flags)
+        roots = modules.values() if flags.fused_linear_cross_entropy else ()
+        if any(isinstance(found.loss(module), LossFusion) for root in roots for module in root.modules()):
+            report.notes.append(
+                "fused_linear_cross_entropy: in training with labels, the output has no logits; in half precision, its "
+                f"gradients may have {liger.LINEAR_LOSS_GRADIENT_RATIO} times the error of stock's"
+            )
+        return found
+
+    def norm(self, fusion: NormFusion) -> NormFusion:
+        """How a norm is computed, with Liger's kernel where gradients are wanted if it has one for it."""
+        if self.flags.rms_norm and LigerNormFusion.casting(fusion) is not None:
+            return LigerNormFusion(fusion.semantics, fusion.replayed)
         return fusion
-    if flags.rms_norm and LigerNormFusion.casting(fusion) is not None:
-        return LigerNormFusion(fusion.semantics, fusion.replayed)
-    return fusion
+
+    def loss(self, module: nn.Module) -> LossFusion | str | None:
+        """How the loss of a model of transformers is computed, or why not; None if it has no such loss."""
+        flags = self.flags
+        if not (flags.cross_entropy or flags.fused_linear_cross_entropy) or "transformers" not in sys.modules:
+            return None
+        cls = type(module)
+        named = cls.__module__.startswith("transformers.models.") and cls.__name__.endswith("ForCausalLM")
+        if not named or module._modules.get("lm_head") is None:
+            return None
+        fusion = LossFusion(linear=flags.fused_linear_cross_entropy)
+        return fusion.lacks(module) or fusion
+
+    def trained_sites(self) -> dict[str, Trained]:
+        """What computes the sites of rewritten forwards where gradients are wanted, by the name of the op."""
+        sites: dict[str, tuple[bool, Trained]] = {
+            "glu": (self.flags.swiglu, _gated),
+            "rope": (self.flags.rope, _rotated),
+            "gate_residual_norm_modulate": (self.flags.rms_norm, _normalised),
+        }
+        return {op: compute for op, (wanted, compute) in sites.items() if wanted}
 
 
 @dataclass(frozen=True)
@@ -85,30 +116,6 @@ class LigerNormFusion(NormFusion):
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
         return liger.named(super().choose(module, provider, device, dtypes))
-
-
-def loss_fusion(module: nn.Module, flags: liger.Flags) -> LossFusion | str | None:
-    """Returns how Liger computes the loss of a model of transformers, or why not; None if it has no such loss."""
-    if not (flags.cross_entropy or flags.fused_linear_cross_entropy) or "transformers" not in sys.modules:
-        return None
-    cls = type(module)
-    named = cls.__module__.startswith("transformers.models.") and cls.__name__.endswith("ForCausalLM")
-    if not named or module._modules.get("lm_head") is None:
-        return None
-    fusion = LossFusion(linear=flags.fused_linear_cross_entropy)
-    return fusion.lacks(module) or fusion
-
-
-def trained_sites(flags: liger.Flags | None) -> dict[str, Trained]:
-    """What Liger computes of the sites of rewritten forwards where gradients are wanted, by the name of the op."""
-    if flags is None:
-        return {}
-    sites: dict[str, tuple[bool, Trained]] = {
-        "glu": (flags.swiglu, _gated),
-        "rope": (flags.rope, _rotated),
-        "gate_residual_norm_modulate": (flags.rms_norm, _normalised),
-    }
-    return {op: compute for op, (wanted, compute) in sites.items() if wanted}
 
 
 def _gated(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way) -> Any:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from diffkern.injection.fp8_fusion import Fp8Layers, is_linear
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
 from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
-from diffkern.injection.liger import loss_fusion, with_liger
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
@@ -33,10 +33,12 @@ from diffkern.matching import full_name, match
 from diffkern.matching.genuine import replaced_function, replacement
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
-from diffkern.providers.liger import Flags
 from diffkern.rewrite import OPS as REWRITE_OPS
 from diffkern.rewrite import Rewritten
 from diffkern.rewrite.facts import child_of
+
+if TYPE_CHECKING:
+    from diffkern.injection.liger import Liger
 
 #: What the headline adds where fp8 was asked for in vain.
 NO_FP8_FORM = "no module here has a form in fp8: all compute as numerics='fast'"
@@ -83,7 +85,7 @@ def plan_modules(
     modules: Mapping[str, nn.Module],
     config: KernelConfig,
     selector: KernelSelector,
-    flags: Flags | None,
+    liger: Liger | None,
     rewriters: Rewriters,
     report: InjectionReport,
 ) -> list[Candidate]:
@@ -106,7 +108,7 @@ def plan_modules(
     own_products: list[str] = []
     fp8 = Fp8Layers(modules, config, rewriters.replayed) if report.numerics == "fp8" else None
     for path, module in walk(modules):
-        matched = _match(path, module, rewriters, report.numerics, flags, fp8)
+        matched = _match(path, module, rewriters, report.numerics, liger, fp8)
         if fp8 is not None and matched is None and is_linear(module):
             linears.append(path)
             matched = None if path.startswith(tuple(own_products)) else _match_linear(path, module, fp8)
@@ -231,7 +233,7 @@ class _Match:
 
 
 def _match(
-    path: str, module: nn.Module, rewriters: Rewriters, numerics: str, flags: Flags | None, fp8: Fp8Layers | None
+    path: str, module: nn.Module, rewriters: Rewriters, numerics: str, liger: Liger | None, fp8: Fp8Layers | None
 ) -> _Match | None:
     """Looks a module up among the recipes and the norms, and reads its forward; None if nothing is found."""
     recipe = recipe_for(full_name(type(module)))
@@ -252,7 +254,7 @@ def _match(
             reason = f"its stock forward is not that of {recipe.versions}, and verify=False forbids to compare"
             return _Match(None, "probe", reason)
         return _Match(BlockFusion(recipe), "probe")
-    loss = None if flags is None else loss_fusion(module, flags)
+    loss = None if liger is None else liger.loss(module)
     if loss is not None:
         return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")
     if module._modules and replaced is None and _is_read(type(module).__module__):
@@ -267,7 +269,8 @@ def _match(
         return None
     if matched.semantics is None:
         return _Match(None, matched.how, matched.reason or "")
-    return _Match(with_liger(NormFusion(matched.semantics, rewriters.replayed), flags), matched.how)
+    fusion = NormFusion(matched.semantics, rewriters.replayed)
+    return _Match(fusion if liger is None else liger.norm(fusion), matched.how)
 
 
 def _match_linear(path: str, module: nn.Module, fp8: Fp8Layers) -> _Match | None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError, patches
-from diffkern.providers import Choice, hub, liger, requested, select
+from diffkern.providers import Choice, hub, requested, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
 from diffkern.verify.gain import host_cost
 from diffkern.verify.measures import Measurement
@@ -185,7 +185,11 @@ class RewriteFusion(Fusion):
         if gaining and (name is None or name.startswith(hub.WITH_HUB)):
             self.providers.update({op: STOCK for op in choices if op not in gaining and op not in self.providers})
         choice = next(iter((gaining or choices).values()))
-        return liger.named(choice) if self.rewriters.trained.keys() & choices else choice
+        if self.rewriters.trained.keys() & choices:
+            from diffkern.providers import liger  # which an inference never imports
+
+            return liger.named(choice)
+        return choice
 
     @override
     def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:

@@ -85,6 +85,7 @@ def test_a_missing_or_broken_optional_package_never_breaks_the_import(replacemen
         "x = torch.randn(3, 64)\n"
         "assert len(report.patched) == 1, report.to_dict()\n"
         "torch.testing.assert_close(model(x), torch.nn.functional.layer_norm(x, (64,)))\n"
+        "assert not any('liger' in name for name in sys.modules), 'nothing is trained by Liger'\n"
         "print('fine')"
     )
     assert run(code).strip() == "fine"
