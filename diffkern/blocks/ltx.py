@@ -29,7 +29,7 @@ from diffusers.models.transformers.transformer_ltx import (
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks import fp8, packing
+from diffkern.blocks import fp8
 from diffkern.blocks.fp8 import Fp8Weights, fits, parts_of_feed_forward, quantize_rowwise, weights_of
 from diffkern.blocks.ltx_chain import (
     modulation_of,
@@ -42,14 +42,12 @@ from diffkern.blocks.ltx_rope import TracedTables, axial_tables
 from diffkern.blocks.pieces import are_silent, gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.rms_pieces import (
-    Project,
     Rotation,
     attend,
     attend_to_text,
     is_gelu,
     is_weightless,
     norms_are_plain,
-    project_each,
     project_out,
 )
 from diffkern.blocks.steps import EXACT, FAST, FP8, FastSteps
@@ -157,11 +155,6 @@ class LTXBlock(BlockRecipe):
         return x, text, temb, None if cos is None else (cos, sin), mask
 
     @override
-    def prepare(self, module: nn.Module) -> str | None:
-        packs = self._steps.fuses_norms and not self._steps.in_fp8
-        return packing.NOTE if packs and packing.pack_before_first_call(module, "attn1") else None
-
-    @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         block: Any = module
         x, text, temb, tables, mask = call
@@ -197,8 +190,7 @@ class LTXBlock(BlockRecipe):
             y = block.attn1(hidden_states=y, encoder_hidden_states=None, image_rotary_emb=tables)
         else:
             stock_norms = "attn1.norm_q and norm_k" in stock or not steps.fuses_norms
-            packed = packing.projection(block, "attn1", x) if steps.fuses_norms and attn1 is None else None
-            y = _attention(block.attn1, y, y, tables, None, stock_norms, provider, attn1, project=packed)
+            y = _attention(block.attn1, y, y, tables, None, stock_norms, provider, attn1)
         x = steps.gate_residual(x, y, gate_msa, provider)
 
         if "attn2" in stock:
@@ -296,7 +288,6 @@ def _rotation(tables: Tables | None, heads: int) -> Rotation:
 def _attention(
     attention: Any, x: Any, context: Any, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
     provider: str | None, weights: Fp8Weights | None = None, kept: TextAttention | None = None,
-    project: Project | None = None,
 ) -> Tensor:  # fmt: skip
     """``LTXVideoAttnProcessor``, its products in fp8 where there are weights for them."""
     # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
@@ -307,7 +298,7 @@ def _attention(
         )
     rotation = _rotation(tables, attention.heads)
     if weights is None:
-        y = attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider, project or project_each)
+        y = attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider)
         return project_out(attention, y)
     rows = quantize_rowwise(x, provider)  # of self-attention, whose context is x
     y = attend(attention, rows, rows, rotation, mask, stock_norms, dispatch, provider, weights.project)

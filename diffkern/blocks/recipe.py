@@ -108,16 +108,6 @@ class BlockRecipe(ABC):
         """Returns the call with these tensors: the way back from :meth:`operands`."""
         return ()
 
-    def prepare(self, module: nn.Module) -> str | None:
-        """Prepares a block for its first call, its weights being where they are.
-
-        What it does to the block itself is taken back by a function under :data:`diffkern.cache.UNDO`.
-
-        Returns:
-            What that was, for the report; None for nothing, as here.
-        """
-        return None
-
     @abstractmethod
     def sources(self) -> tuple[Callable[..., Any], ...]:
         """The stock functions whose work :meth:`compute` does, the forward of the block first."""

@@ -10,16 +10,14 @@ from diffkern.cache.derived import (
     start_round,
     version,
 )
-from diffkern.cache.memory import UNDO, drop, forget, memory
+from diffkern.cache.memory import drop, memory
 
 __all__ = [
-    "UNDO",
     "DerivedCache",
     "TensorFingerprint",
     "checks_paused",
     "drop",
     "entries_of",
-    "forget",
     "generation",
     "match_all",
     "memory",

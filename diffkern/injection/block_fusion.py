@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,10 +70,6 @@ class BlockFusion(Fusion):
             return self.recipe.arguments(*args, **kwargs)
         except TypeError:
             return None
-
-    @override
-    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
-        return self.recipe.prepare(module)
 
     @override
     def primary_input(self, call: tuple[Any, ...]) -> Tensor:

@@ -87,13 +87,9 @@ class Fusion(Protocol):
         """
         return rule_of(self.op)
 
-    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> str | None:
-        """Prepares a module that was just patched for its first call, which one of ``providers`` will serve.
-
-        Returns:
-            What was done to the module, if anything.
-        """
-        return None
+    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
+        """Prepares a module that was just patched for its first call, which one of ``providers`` will serve."""
+        return
 
     # --- at every call ---------------------------------------------------------------------------------
 

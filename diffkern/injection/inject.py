@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -133,7 +132,7 @@ def inject_optimized_kernels(
         if strict:
             refuse_fallbacks(candidates, report)
         if not dry_run:
-            report.notes += _apply(candidates, routes)
+            _apply(candidates, routes)
         report._accepted += [route.site for route in routes]
         for candidate in candidates:
             if not dry_run:
@@ -222,21 +221,20 @@ def _plan_routes(
     return plan_attention(modules, wish, report, policy, **options)
 
 
-def _apply(candidates: list[Candidate], routes: list[AttentionPlan]) -> list[str]:
-    """Patches everything, or nothing. Returns what was done to modules besides."""
+def _apply(candidates: list[Candidate], routes: list[AttentionPlan]) -> None:
+    """Patches everything, or nothing."""
     done: list[Candidate] = []
     try:
         for candidate in candidates:
             done.append(candidate)
             patch(candidate.module, candidate.state)
         install(routes)
-        prepared = [(c.module, c.state.fusion.prepare(c.module, c.state.rule.choices())) for c in candidates]
+        for candidate in candidates:
+            candidate.state.fusion.prepare(candidate.module, candidate.state.rule.choices())
     except BaseException:
         for candidate in reversed(done):
             remove_patch(candidate.module, candidate.state)
         raise
-    besides = Counter((type(module).__name__, what) for module, what in prepared if what is not None)
-    return [f"{count} {name}: {what}" for (name, what), count in besides.items()]
 
 
 def _restore_sites(sites: Sequence[Site]) -> int:

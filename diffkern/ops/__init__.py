@@ -5,7 +5,7 @@ from diffkern.ops.add_norm_silu_pad import add_norm_silu_pad
 from diffkern.ops.fp8 import activation_fp8, gate_residual_norm_modulate_fp8, linear_fp8, norm_modulate_fp8
 from diffkern.ops.group_norm import channel_rms_norm_silu, group_norm_silu
 from diffkern.ops.joint_qk_norm_rope import joint_qk_norm_rope
-from diffkern.ops.linear import linear_gelu, packed_linear
+from diffkern.ops.linear import linear_gelu
 from diffkern.ops.modulate import gate_residual, gate_residual_norm_modulate, norm_modulate
 from diffkern.ops.norm import layer_norm, rms_norm
 from diffkern.ops.qk_norm_rope import qk_norm_rope
@@ -29,7 +29,6 @@ __all__ = [
     "linear_gelu",
     "norm_modulate",
     "norm_modulate_fp8",
-    "packed_linear",
     "qk_norm_rope",
     "quick_gelu",
     "rms_norm",

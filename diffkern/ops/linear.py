@@ -1,4 +1,4 @@
-r"""Linear layers: with the activation in the epilogue of the matrix product, and several that read the same rows.
+r"""Linear layers with the activation in the epilogue of the matrix product.
 
 Numerical contract (``docs/numerics.md`` has the table): float32, float16 or bfloat16, one dtype for all operands
 (float64 too). Where the GPU's library has the epilogue, the sum with the bias reaches the activation in float32
@@ -10,7 +10,6 @@ torch's own: see :mod:`diffkern.providers.cublaslt`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,22 +41,6 @@ CONTRACT = (
         "float32 sums and activation",
         "before and after the activation, to the dtype of the input",
         exact="F.gelu(F.linear(x, weight, bias), approximate)",
-    ),
-    ContractRow(
-        "packed_linear",
-        "weights, and biases, one after another in memory",
-        "one dtype",
-        "float32 sums",
-        "once, to the dtype of the input",
-        exact="F.linear(x, torch.cat(weights), torch.cat(biases))",
-    ),
-    ContractRow(
-        "packed_linear",
-        "any other",
-        "one dtype",
-        "float32 sums",
-        "once, to the dtype of the input",
-        exact="torch.cat([F.linear(x, *layer) for layer in zip(weights, biases)], -1)",
     ),
 )
 
@@ -161,75 +144,6 @@ def _linear_gelu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, None, None
 
 
-def packed_linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), *, provider: str | None = None
-) -> Tensor:
-    r"""Linear layers that read the same rows, side by side: :math:`x [W_1; W_2; \dots]^\top + [b_1; b_2; \dots]`.
-
-    Where the weights lie one after another in memory, as parts of one tensor do, this is one product, which fills a GPU
-    better than several small ones; otherwise it is one for each. The weights are never copied.
-
-    Args:
-        x: Input of shape ``[..., K]``.
-        weights: Of shape ``[N_i, K]``, of the dtype of ``x``; one at least.
-        biases: Of shape ``[N_i]``, as many as there are weights, or none.
-        provider: ``"eager"`` or None: it is the product of torch's own library.
-
-    Returns:
-        A new contiguous tensor of shape ``[..., N_1 + N_2 + ...]``, whose parts along the last dimension are the
-        results of the layers. Differentiable in all tensors. Under autocast they are cast as ``F.linear`` casts them.
-
-    Raises:
-        ValueError: there is no weight, there are biases for some only, or shapes or devices do not fit together.
-        TypeError: dtypes differ.
-    """
-    weights, biases = list(weights), list(biases)
-    dtype = _autocast_dtype(x)
-    if dtype is not None:
-        x, weights, biases = x.to(dtype), [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
-    y: Tensor = _packed_linear.call((x, weights, biases), (), provider)
-    return y
-
-
-def _packed_linear_prepare(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> tuple[Any, ...]:
-    if not weights:
-        raise ValueError("packed_linear needs one weight at least")
-    if biases and len(biases) != len(weights):
-        raise ValueError(f"there are {len(weights)} weights and {len(biases)} biases: give one for each, or none")
-    for tensor in (*weights, *biases):
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"weights and biases must be of the dtype of the input, {x.dtype}, got {tensor.dtype}")
-    for weight in weights:
-        if x.ndim == 0 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"an input of shape {tuple(x.shape)} and a weight of shape {tuple(weight.shape)} do not fit together"
-            )
-    for weight, bias in zip(weights, biases, strict=False):
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"a bias has shape {tuple(bias.shape)}, and its weight {weight.shape[0]} rows")
-    return x, weights, biases
-
-
-def _packed_linear_fake(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
-
-
-def _packed_linear_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weights, biases, _ = inputs
-    ctx.biases = len(biases)
-    ctx.save_for_backward(x, *weights)
-
-
-def _packed_linear_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """As the layers' own; the gradient of the input is the sum over the layers."""
-    x, *weights = ctx.saved_tensors
-    rows = as_matrix(x)
-    grads = as_matrix(grad).split([weight.shape[0] for weight in weights], 1)
-    grad_x = sum(part @ weight for part, weight in zip(grads, weights, strict=True)).view(x.shape)
-    grad_biases = [part.sum(0) for part in grads[: ctx.biases]]
-    return grad_x, [part.t() @ rows for part in grads], grad_biases, None
-
-
 def _is_measured(device_type: str, dtype: torch.dtype) -> bool:
     """Whether algorithms are measured for such operands; ``torch.compile`` takes the answer for a constant."""
     return cublaslt.serves(device_type, dtype)
@@ -246,13 +160,6 @@ def _linear_gelu_traced(x: Tensor, weight: Tensor, bias: Tensor | None, function
     return plain_linear_gelu(x, weight, bias, function)
 
 
-_packed_linear = Op(
-    "packed_linear",
-    _packed_linear_prepare,
-    _packed_linear_fake,
-    _packed_linear_setup_context,
-    _packed_linear_backward,
-)
 _linear_gelu = Op(
     "linear_gelu",
     _linear_gelu_prepare,

@@ -32,7 +32,7 @@ from diffkern.providers.base import KERNEL_DTYPES, ROPE_DTYPES, Kernel, Request,
 from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
 #: What a linear layer has to fuse, torch itself fuses; and rows of fp8 are for NVIDIA's GPUs alone.
-_OF_TORCH, _OF_NVIDIA = ("linear_", "packed_linear"), "_fp8"
+_OF_TORCH, _OF_NVIDIA = "linear_", "_fp8"
 #: The ops of a build.
 _OPS = tuple(
     op

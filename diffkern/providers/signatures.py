@@ -67,7 +67,6 @@ SIGNATURES: Mapping[str, str] = {
         "ScalarType? out_dtype=None) -> Tensor"
     ),
     "norm_modulate_fp8": f"(Tensor x, {_MODULATION}) -> (Tensor, Tensor)",
-    "packed_linear": "(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
     "qk_norm_rope": (
         "(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, "
         f"Tensor[] cos, Tensor[] sin, Tensor[] cos_k, Tensor[] sin_k, {_AXES}, int norm=1, float eps=1e-6, "

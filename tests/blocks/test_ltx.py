@@ -35,7 +35,7 @@ from diffkern.blocks import fingerprint
 from diffkern.blocks.ltx import RECIPE
 from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.blocks.native_attention import is_native, native
-from diffkern.cache import forget, memory
+from diffkern.cache import drop, memory
 from tests.injection.models import all_fused, ltx_inputs, randomise, run, tiny_ltx
 
 DIM, TEXT = 32, 16
@@ -645,7 +645,7 @@ def _denoise(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
 def _without_chain(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     """One run in which no block knows the next one."""
     for layer in model.transformer_blocks:
-        forget(layer)
+        drop(layer)
     return _denoise(model, arguments)
 
 

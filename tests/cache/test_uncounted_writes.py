@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import diffkern
 from diffkern import cache, inject_optimized_kernels
-from diffkern.blocks import packing
 from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.cache import derived, memory
 from diffkern.graph.derived import derived_tensors
@@ -350,18 +349,6 @@ def test_forget_takes_a_pipeline_and_refuses_what_is_none() -> None:
     assert diffkern.forget(Pipeline(transformer=model, scheduler=None)) > 0
     with pytest.raises(TypeError, match="expected a diffusers pipeline"):
         diffkern.forget("transformer")  # type: ignore[arg-type]
-
-
-def test_forget_leaves_what_restore_needs() -> None:
-    model, stock = twins("fast")
-    block = model.transformer_blocks[0]
-    assert packing.pack(block, "attn1")
-    diffkern.forget(model)
-    layers = [block.attn1.get_submodule(name) for name in packing.NAMES]
-    assert len({layer.weight.untyped_storage().data_ptr() for layer in layers}) == 1
-    diffkern.restore(model)
-    assert len({layer.weight.untyped_storage().data_ptr() for layer in layers}) == len(layers)
-    assert_steps_alike(model, stock, ltx_inputs(), "exact", 2)
 
 
 @pytest.mark.parametrize("numerics", ["fast", "fp8"])

@@ -265,21 +265,6 @@ def linear_gelu(d: Draw) -> Case:
     return Case("linear_gelu", operands, {"approximate": d.one_of("tanh", "none")}, True)
 
 
-def packed_linear(d: Draw) -> Case:
-    dtype, values = _start(d)
-    depth = d.one_of(0, 1, 3, 16, 24, 64)
-    rows = [d.one_of(0, 1, 5, 16, 40) for _ in range(d.one_of(1, 2, 3))]
-    with_bias = d.maybe(True)
-    if d.chance(0.5):  # one after another in memory
-        weights = list(d.tensor([sum(rows), depth], dtype, Values(0.2), plain=True).split(rows))
-        biases = list(d.tensor([sum(rows)], dtype, plain=True).split(rows))
-    else:
-        weights = [d.tensor([count, depth], dtype, Values(0.2)) for count in rows]
-        biases = [d.tensor([count], dtype) for count in rows]
-    x = d.tensor([*d.lead(depth), depth], dtype, Values(values.scale, 0.0, values.special))
-    return Case("packed_linear", {"x": x, "weights": weights, "biases": biases if with_bias else []}, {}, True)
-
-
 def _rotation_options(d: Draw, dtype: torch.dtype) -> tuple[dict[str, Any], bool]:
     arithmetic = d.one_of("float32", "float32", "float64", "input")
     return {"pairing": d.one_of("interleaved", "half"), "arithmetic": arithmetic}, arithmetic == "input"
@@ -503,7 +488,7 @@ GENERATORS: dict[str, Callable[[Draw], Case]] = {
     for generator in (
         activation_fp8, add_norm_silu_pad, channel_rms_norm_silu, expand_axes, gate_residual,
         gate_residual_norm_modulate, gate_residual_norm_modulate_fp8, geglu, gelu, glu, group_norm_silu,
-        joint_qk_norm_rope, layer_norm, linear_fp8, linear_gelu, norm_modulate, norm_modulate_fp8, packed_linear,
+        joint_qk_norm_rope, layer_norm, linear_fp8, linear_gelu, norm_modulate, norm_modulate_fp8,
         qk_norm_rope, quick_gelu, rms_norm, rope, rope_3d, silu, swiglu,
     )
 }  # fmt: skip

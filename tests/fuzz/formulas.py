@@ -172,11 +172,6 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str
     return (_activated(_affine(x @ weight.t(), None, bias), _gelu_name(approximate)),)
 
 
-def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    layers = [x @ weight.t() for weight in weights]
-    return (torch.cat([y + b for y, b in zip(layers, biases, strict=True)] if biases else layers, -1),)
-
-
 def _rotated(
     x: Tensor,
     cos: Tensor,

@@ -60,15 +60,11 @@ def test_every_call_gives_the_bits_of_torch(dtype: torch.dtype, caplog: pytest.L
         x, weight, bias = _operands(rows, columns, depth, dtype)
         gelu = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
         plain, without = F.linear(x, weight, bias), F.linear(x, weight)
-        parts, biases = weight.chunk(2), bias.chunk(2)
-        apart = [part.clone() for part in parts]
-        layers = torch.cat([F.linear(x, *layer) for layer in zip(apart, biases, strict=True)], -1)
         with caplog.at_level(logging.INFO):
             for _ in range(3):
                 assert torch.equal(ops.linear_gelu(x, weight, bias), gelu)
-                assert torch.equal(ops.packed_linear(x, parts, biases), plain)
-                assert torch.equal(ops.packed_linear(x, parts), without)
-                assert torch.equal(ops.packed_linear(x, apart, biases), layers)
+                assert torch.equal(layers.linear(x, weight, bias), plain)
+                assert torch.equal(layers.linear(x, weight, None), without)
     assert sum("torch's algorithm takes" in record.message for record in caplog.records) >= 12
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
@@ -152,14 +148,10 @@ def test_a_cuda_graph_may_hold_it_measured_or_not(calls: int) -> None:
 def test_inductor_holds_the_op() -> None:
     x, weight, bias = _operands(*SIZES)
     expected = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-    parts, biases = weight.chunk(2), bias.chunk(2)
-    compiled = torch.compile(
-        lambda x: (ops.linear_gelu(x, weight, bias), ops.packed_linear(x, parts, biases)), fullgraph=True
-    )
+    compiled = torch.compile(lambda x: ops.linear_gelu(x, weight, bias), fullgraph=True)
     with torch.no_grad():
         for _ in range(3):
-            gelu, packed = compiled(x)
-            assert torch.equal(gelu, expected) and torch.equal(packed, F.linear(x, weight, bias))
+            assert torch.equal(compiled(x), expected)
 
 
 @pytest.mark.gpu
@@ -178,7 +170,7 @@ def test_what_torch_is_allowed_is_part_of_the_choice(monkeypatch: pytest.MonkeyP
     for allowed in (False, True, False):
         monkeypatch.setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", allowed)
         for _ in range(3):
-            assert torch.equal(ops.packed_linear(x, [weight], [bias]), F.linear(x, weight, bias))
+            assert torch.equal(layers.linear(x, weight, bias), F.linear(x, weight, bias))
 
 
 def test_plain_pytorch_gains_where_its_library_computes_a_product_with_its_activation() -> None:

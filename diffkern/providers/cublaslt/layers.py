@@ -5,16 +5,12 @@ The activation is in the epilogue of cublasLt, where that is the library; elsewh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import repeat
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern.providers.cublaslt.choice import multiply
 from diffkern.providers.cublaslt.product import Scales
-from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager.activation import apply
 from diffkern.providers.eager.fp8 import linear_fp8
 
@@ -45,43 +41,9 @@ def linear_gelu_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     return out.copy_(apply(F.linear(x, weight, bias), function))
 
 
-def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Computes :func:`diffkern.ops.packed_linear`."""
-    if transforms_active():
-        return torch.cat([F.linear(x, *layer) for layer in zip(weights, biases or repeat(None), strict=False)], -1)
-    weight, bias = together(weights), together(biases) if biases else None
-    if weight is not None and (bias is not None or not biases):
-        return linear(x, weight, bias)
-    rows = as_matrix(x)
-    y = x.new_empty(rows.shape[0], sum(weight.shape[0] for weight in weights))
-    parts = y.split([weight.shape[0] for weight in weights], 1)
-    for weight, bias, part in zip(weights, biases or repeat(None), parts, strict=False):
-        multiply(rows, weight, bias, part, None, False, _linear)
-    return y.view(*x.shape[:-1], y.shape[1])
-
-
 def as_matrix(x: Tensor) -> Tensor:
     """The rows of ``x``, one below the other; also of rows without elements, which ``reshape(-1, 0)`` cannot count."""
     return x.flatten(0, -2) if x.ndim > 1 else x[None]
-
-
-def together(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The one tensor that matrices or vectors are the parts of, one below the other; None if they are not."""
-    first = tensors[0]
-    address, dtype, row, rows = first.data_ptr(), first.dtype, first.shape[1:], 0
-    for tensor in tensors:
-        if tensor.data_ptr() != address or tensor.dtype is not dtype or not tensor.is_contiguous():
-            return None
-        shape = tensor.shape
-        if shape[1:] != row:
-            return None
-        address += tensor.nbytes
-        rows += shape[0]
-    # Two allocations may lie next to each other by chance; a view may not reach from one into the other.
-    storage = first.untyped_storage()
-    if address > storage.data_ptr() + storage.nbytes():
-        return None
-    return first.detach().as_strided((rows, *row), (*row, 1))
 
 
 def linear_rows(
@@ -94,8 +56,8 @@ def linear_rows(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None) -> Tensor:
-    y = F.linear(x, weight, bias)
-    return y if out is None else out.copy_(y)
+    assert out is None
+    return F.linear(x, weight, bias)
 
 
 def _gelu_of_linear(

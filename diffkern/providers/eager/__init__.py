@@ -44,7 +44,6 @@ _MODULES: Mapping[str, ModuleType] = {
     "linear_gelu": layers,
     "norm_modulate": modulate,
     "norm_modulate_fp8": fp8,
-    "packed_linear": layers,
     "qk_norm_rope": rope_qk_norm,
     "rms_norm": norm,
     "rope": rope,
