@@ -247,16 +247,19 @@ def read_norm(norm: Any, semantics: NormSemantics, x: Tensor) -> dict[str, Any] 
     """Weight, bias and eps of a norm for an input ``x``; None where kernels cannot read them."""
     eps = getattr(norm, semantics.eps) if type(semantics.eps) is str else semantics.eps
     arguments: dict[str, Any] = {"eps": eps}
-    parameters: Any
     if semantics.reader is not None:
         parameters = semantics.reader(norm, x)
         if parameters is None:
             return None
+        weight, bias = parameters
     else:
-        names = semantics.weight, semantics.bias
-        parameters = tuple([None if name is None else parameter_of(norm, name) for name in names])
+        weight = None if semantics.weight is None else parameter_of(norm, semantics.weight)
+        bias = None if semantics.bias is None else parameter_of(norm, semantics.bias)
     # Wan's norms have the number 0 where they have no bias.
-    arguments.update({name: p for name, p in zip(("weight", "bias"), parameters, strict=True) if isinstance(p, Tensor)})
+    if isinstance(weight, Tensor):
+        arguments["weight"] = weight
+    if isinstance(bias, Tensor):
+        arguments["bias"] = bias
     return arguments
 
 

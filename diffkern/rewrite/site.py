@@ -118,6 +118,8 @@ class FusedSite:
         self.cost: tuple[Cost, Cost] | None = None
         self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
+        self._call: Any = _CALLS.get(plan.rule.op)  # others compute themselves
+        self._may_differ = trained is not None or (plan.rule.keeps and not plan.gives_residual)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
         found = None if norm is None else norm_of(norm)
@@ -132,6 +134,8 @@ class FusedSite:
             semantics = None if child is None else norm_of(child)
             if semantics is not None:
                 self.norms[name] = semantics[1]
+        norms = [found for found in (self._semantics, *self.norms.values()) if found is not None]
+        self._reads_parameters = self.over != LAST_DIM or any(found.weight is not None for found in norms)
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
@@ -142,8 +146,10 @@ class FusedSite:
                 size = x.device, x.dtype, x.numel().bit_length()
                 if self.gains.get(size):
                     return self.run_original(module, *leaves, reason=self.gains[size])
-        signature = self.signature(module, leaves)
-        way, reason = self.way(module, leaves, signature), ""
+        signature = self.signature(module, leaves) if self._reads_parameters else signature_of(leaves)
+        way, reason = self.ways.get(signature), ""
+        if way is None and signature not in self.ways:
+            way = self.way(module, leaves, signature)
         if way is None:
             reason = self.reasons.get(signature, _UNPROVEN)
         elif torch.is_grad_enabled() and self._wants_gradients(module, leaves):
@@ -158,7 +164,10 @@ class FusedSite:
         if compiling:
             return self.compute(module, leaves, way, self.provider)
         try:
-            result = self.compute(module, leaves, way, self.provider, self.room)
+            if self.room or self._may_differ:
+                result = self.compute(module, leaves, way, self.provider, self.room)
+            else:
+                result = self._call(self, module, self._operands(module, *leaves), way, self.provider)
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, (KernelFileError, torch.OutOfMemoryError)):
                 raise
