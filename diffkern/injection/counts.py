@@ -50,10 +50,7 @@ class CallCounts:
 
     def add_fused(self, calls: int = 1) -> None:
         """Counts calls that ran fused; -1 for one that did not after all."""
-        thread = get_ident()
-        if thread not in MEASURING:  # as _add, which takes twice as long to call as to run
-            key = thread, _FUSED, ""
-            self._counts[key] = self._counts.get(key, 0) + calls
+        self._add(_FUSED, "", calls)
 
     def add_stock(self, reason: str) -> None:
         """Counts a call that ran stock."""
