@@ -265,6 +265,7 @@ def model_table() -> str:
     """The sites of every tiny denoiser by rule, and below it what stays as it is."""
     import torch
 
+    from scripts.check_models.controlnets import CONTROLNETS
     from scripts.check_models.convolutional import AUTOENCODERS, LEFT, NOT_FUSED, UNETS
     from scripts.check_models.denoisers import DENOISERS
     from scripts.check_models.rewritten import CALLED_OTHERWISE, LEFT_AS_WRITTEN, RewrittenModel, batch_of_two, run
@@ -288,7 +289,7 @@ def model_table() -> str:
         lines.append(f"| {name} | `{denoiser.cls}` | {text} |")
         left.update({(*place, why): None for place, why in rewritten.left.items()})
     lines += ["", "| convolutional model | class | sites | what stays |", "|---|---|---|---|"]
-    for name, tiny in (AUTOENCODERS | UNETS).items():
+    for name, tiny in (AUTOENCODERS | UNETS | CONTROLNETS).items():
         rewritten = RewrittenModel.of(tiny.build())
         counts = "; ".join(f"{rule}: {rewritten.sites[rule]}" for rule in sorted(rewritten.sites))
         stays = [f"{rule}: {why}" for rule, why in NOT_FUSED.get(name, {}).items()]

@@ -6,17 +6,20 @@
 
 namespace diffkern {
 
-// out = silu((x - mean) / sqrt(variance + eps) * weight + bias), with mean and variance of each sample and group.
+// out = silu((x + add - mean) / sqrt(variance + eps) * weight + bias), with mean and variance of each sample and group.
 // All in float32, rounded once.
 struct GroupNormParams {
   const void* x;
   const void* weight;  // contiguous, or null
   const void* bias;    // contiguous, or null
+  const void* add;     // a value for each entry of the batch and channel, add_steps apart, or null
   void* out;
   void* partials;  // on the CPU samples * groups * parts times count, mean and squares, as doubles
   Dtype x_dtype;   // and that of out
   Dtype weight_dtype;
   Dtype bias_dtype;
+  Dtype add_dtype;
+  int64_t add_steps[2];
   bool silu;
   float eps;
   SampleShape shape;
@@ -32,6 +35,13 @@ constexpr int64_t kPartElements = 8192;
 constexpr int64_t kMaxPlaneParts = 64;    // which every block merges for itself
 constexpr int64_t kMaxPixelParts = 1024;  // the same with channels side by side, on the CPU
 constexpr int64_t kPixelTile = 256;       // channels that such a part has, or so
+
+// Where the value that is added to a channel of a sample is.
+namespace {
+DIFFKERN_HOST_DEVICE int64_t add_offset(const GroupNormParams& p, int64_t sample, int64_t channel) {
+  return sample_batch(p.shape, sample) * p.add_steps[0] + channel * p.add_steps[1];
+}
+}  // namespace
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

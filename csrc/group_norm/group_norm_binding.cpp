@@ -33,8 +33,8 @@ bool run_group_norm(GroupNormParams p, const Tensor& x, const Tensor& out, bool 
   return true;
 }
 
-Tensor group_norm_silu(Tensor x, int64_t num_groups, OptionalTensor weight, OptionalTensor bias, double eps, bool silu,
-                       bool per_frame, bool preserve_strides) {
+Tensor group_norm_silu(Tensor x, int64_t num_groups, OptionalTensor weight, OptionalTensor bias, OptionalTensor add,
+                       double eps, bool silu, bool per_frame, bool preserve_strides) {
   constexpr const char* kOp = "group_norm_silu";
   STD_TORCH_CHECK(x.dim() >= 2, kOp, ": x must have at least two dimensions");
   STD_TORCH_CHECK(!per_frame || x.dim() == 5, kOp, ": frames of their own need an x of shape [B, C, T, H, W]");
@@ -44,11 +44,14 @@ Tensor group_norm_silu(Tensor x, int64_t num_groups, OptionalTensor weight, Opti
   const Parameter plain_weight = per_channel(weight, x, kOp, "weight");
   const Parameter plain_bias = per_channel(bias, x, kOp, "bias");
   GroupNormParams params{};
+  const Parameter plain_add = per_sample(add, x, kOp, "add", params.add_steps);
   params.x_dtype = dtype_of(x.scalar_type(), kOp, "x");
   params.weight = plain_weight.data;
   params.weight_dtype = plain_weight.dtype;
   params.bias = plain_bias.data;
   params.bias_dtype = plain_bias.dtype;
+  params.add = plain_add.data;
+  params.add_dtype = plain_add.dtype;
   params.silu = silu;
   params.eps = static_cast<float>(eps);
   params.groups = num_groups;
@@ -67,8 +70,8 @@ Tensor group_norm_silu(Tensor x, int64_t num_groups, OptionalTensor weight, Opti
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
   m.def(
-      "group_norm_silu(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
-      "bool silu=True, bool per_frame=False, bool preserve_strides=False) -> Tensor");
+      "group_norm_silu(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, Tensor? add=None, "
+      "float eps=1e-5, bool silu=True, bool per_frame=False, bool preserve_strides=False) -> Tensor");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {

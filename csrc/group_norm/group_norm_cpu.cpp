@@ -53,11 +53,17 @@ struct Normaliser {
   double rate;
 };
 
-// After the parts have been merged into the first one.
-Normaliser normaliser_of(const GroupNormParams& p, int64_t sample, int64_t group) {
+// What is added to a channel before the norm: it moves the mean of its values, and nothing else.
+double added(const GroupNormParams& p, int64_t sample, int64_t channel) {
+  return p.add == nullptr ? 0.0 : parameter(p.add, p.add_dtype, add_offset(p, sample, channel), 0.0f);
+}
+
+// For a channel of the group, after the parts have been merged into the first one.
+Normaliser normaliser_of(const GroupNormParams& p, int64_t sample, int64_t group, int64_t channel) {
   const Statistics& all = *partial_of(p, sample, group);
-  const float mean = static_cast<float>(all.mean);
-  return {mean, static_cast<float>(all.mean - static_cast<double>(mean)),
+  const double of_channel = all.mean - added(p, sample, channel);
+  const float mean = static_cast<float>(of_channel);
+  return {mean, static_cast<float>(of_channel - static_cast<double>(mean)),
           1.0 / std::sqrt(all.squares / all.count + static_cast<double>(p.eps))};
 }
 
@@ -100,7 +106,9 @@ void planes_statistics(const GroupNormParams& p, int64_t sample, int64_t group, 
   each_run(p, part, [&](int64_t channel, int64_t position, int n) {
     load(p.x, p.x_dtype, base + channel * p.x_steps.channel + position * p.x_steps.position, p.x_steps.position, n,
          values);
-    sum.merge(statistics_of(values, n));
+    Statistics run = statistics_of(values, n);
+    run.mean += added(p, sample, group * channels + channel);
+    sum.merge(run);
   });
   partial_of(p, sample, group)[part] = sum;
 }
@@ -110,9 +118,10 @@ void planes_normalise(const GroupNormParams& p, int64_t sample, int64_t group, i
   const int64_t first = group * (p.shape.channels / p.groups);
   const int64_t x_base = sample_offset(p.shape, p.x_steps, sample);
   const int64_t out_base = sample_offset(p.shape, p.out_steps, sample);
-  const Normaliser norm = normaliser_of(p, sample, group);
+  Normaliser norm{};
+  int64_t channel = -1;
   each_run(p, part, [&](int64_t in_group, int64_t position, int n) {
-    const int64_t channel = first + in_group;
+    if (first + in_group != channel) norm = normaliser_of(p, sample, group, channel = first + in_group);
     load(p.x, p.x_dtype, x_base + channel * p.x_steps.channel + position * p.x_steps.position, p.x_steps.position, n,
          values);
     const float factor = static_cast<float>(norm.rate * parameter(p.weight, p.weight_dtype, channel, 1.0f));
@@ -161,7 +170,10 @@ void pixels_statistics(const GroupNormParams& p, int64_t sample, int64_t part) {
   const int64_t of_group = p.shape.channels / p.groups;
   for (int64_t group = 0; group < p.groups; ++group) {
     Statistics sum;
-    for (int64_t c = 0; c < of_group; ++c) sum.merge(channels[group * of_group + c]);
+    for (int64_t c = group * of_group; c < (group + 1) * of_group; ++c) {
+      channels[c].mean += added(p, sample, c);
+      sum.merge(channels[c]);
+    }
     partial_of(p, sample, group)[part] = sum;
   }
 }
@@ -173,15 +185,10 @@ void pixels_normalise(const GroupNormParams& p, int64_t sample, int64_t part) {
   const int64_t of_group = p.shape.channels / p.groups;
   const int64_t x_base = sample_offset(p.shape, p.x_steps, sample);
   const int64_t out_base = sample_offset(p.shape, p.out_steps, sample);
-  Normaliser norm{};
-  int64_t group = -1;
   for (int64_t first = 0; first < p.shape.channels; first += kChunk) {
     const int width = static_cast<int>(std::min<int64_t>(kChunk, p.shape.channels - first));
     for (int c = 0; c < width; ++c) {
-      if ((first + c) / of_group != group) {
-        group = (first + c) / of_group;
-        norm = normaliser_of(p, sample, group);
-      }
+      const Normaliser norm = normaliser_of(p, sample, (first + c) / of_group, first + c);
       means[c] = norm.mean;
       rests[c] = norm.mean_rest;
       factors[c] = static_cast<float>(norm.rate * parameter(p.weight, p.weight_dtype, first + c, 1.0f));

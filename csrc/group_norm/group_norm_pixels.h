@@ -85,8 +85,11 @@ __global__ void __launch_bounds__(kPixelThreads, kBlocks)
     each_channel<kCount>(plan, place.column, [&](int j, int group, bool) {
       const float mean = sums[j] * share;
       const float around = squares[j] - sums[j] * mean;
+      const int64_t tile_channel = place.first_channel(plan);
+      const float more = added(p, place.sample, tile_channel + group * plan.of_group,
+                               tile_channel + place.column * kCount + j);
       // Rounding may leave less than nothing; a NaN is let through.
-      sums_of[j][thread] = {(pivots[j] - references[group]) + mean, around < 0.0f ? 0.0f : around};
+      sums_of[j][thread] = {(pivots[j] - references[group]) + (mean + more), around < 0.0f ? 0.0f : around};
     });
   }
   __syncthreads();
@@ -153,7 +156,10 @@ __global__ void __launch_bounds__(kPixelThreads, kBlocks)
     const float2 parameters = weights_and_biases[place.column * kCount + j];
     means[j] = norm.mean;
     factors[j] = norm.rate * parameters.x;
-    offsets[j] = parameters.y - norm.rest * factors[j];
+    const int64_t first = place.first_channel(plan);
+    const float more =
+        added(p, place.sample, first + group * plan.of_group, first + place.column * kCount + j);
+    offsets[j] = parameters.y + (more - norm.rest) * factors[j];
   });
 
   T* out = static_cast<T*>(p.out) + place.offset<kCount>(p, plan, p.out_steps);

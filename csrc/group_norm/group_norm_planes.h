@@ -115,12 +115,15 @@ __global__ void __launch_bounds__(kGroupThreads) planes_statistics(const GroupNo
     float count = 0.0f;
 #pragma unroll
     for (int i = 0; i < kSumPackets; ++i) {
-      if (at + i * kGroupThreads >= end) continue;
+      const uint32_t item = at + i * kGroupThreads;
+      if (item >= end) continue;
       held[i].unpack_to(values[i]);
       count += kCount;
+      const uint32_t channel = items_per_channel == items ? 0 : item / items_per_channel;
+      const float more = added(p, block.sample, first_channel, first_channel + channel);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        values[i][j] -= pivot;
+        values[i][j] = (values[i][j] - pivot) + more;
         sum += values[i][j];
       }
     }
@@ -171,11 +174,12 @@ __global__ void __launch_bounds__(kGroupThreads)
     const uint32_t channel = item / items_per_channel;
     const float factor = norm.rate * parameter(p.weight, p.weight_dtype, first_channel + channel, 1.0f);
     const float offset = parameter(p.bias, p.bias_dtype, first_channel + channel, 0.0f);
+    const float mean = norm.mean - added(p, block.sample, first_channel, first_channel + channel);
     float values[kCount];
     held[i].unpack_to(values);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      values[j] = ((values[j] - pivot) - norm.mean) * factor + offset;
+      values[j] = ((values[j] - pivot) - mean) * factor + offset;
       if (p.silu) values[j] = silu<T>(values[j]);
     }
     store<T, kCount>(values, out + channel * p.out_steps.channel +
@@ -198,7 +202,7 @@ PlanePlan plan_planes(const GroupNormParams& p) {
   const Steps& out = p.out_steps;
   PlanePlan plan{};
   plan.group_size = of_group * p.shape.positions;
-  plan.run = of_group == 1 || x.channel == p.shape.positions;
+  plan.run = of_group == 1 || (x.channel == p.shape.positions && p.add == nullptr);
   const bool x_fits = aligned(p.x) && all_multiples(count, x.batch, x.frame);
   plan.sum_packets = x_fits && (plan.run ? all_multiples(count, plan.group_size, of_group * x.channel)
                                          : all_multiples(count, p.shape.positions, x.channel));

@@ -1,10 +1,20 @@
 // Statistics of some values, and how the GPU kernels of group_norm_silu merge them.
 #pragma once
 
-#include "../common/gpu.h"
+#include "../common/gpu_samples.h"
+#include "group_norm.h"
 
 namespace diffkern {
 namespace {
+
+// What is added to a channel before the norm, less what is added to the first channel of its group: what is added to all
+// of a group, the norm takes out again.
+__device__ __forceinline__ float added(const GroupNormParams& p, int64_t sample, int64_t first_channel,
+                                       int64_t channel) {
+  if (p.add == nullptr) return 0.0f;
+  return parameter(p.add, p.add_dtype, add_offset(p, sample, channel), 0.0f) -
+         parameter(p.add, p.add_dtype, add_offset(p, sample, first_channel), 0.0f);
+}
 
 // With the mean relative to something that the values are close to.
 struct Statistics {

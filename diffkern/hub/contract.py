@@ -268,8 +268,8 @@ def _gate_residual_norm_modulate(random: Random, dtype: torch.dtype) -> list[tup
 
 
 def _group_norm_silu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
-    x, weight, bias = random(2, 32, 5, 7), 1 + random(32, scale=0.3), random(32)
-    return [(x, 8, weight, bias, 1e-5, silu, False, False) for silu in (False, True)]
+    x, weight, bias, add = random(2, 32, 5, 7), 1 + random(32, scale=0.3), random(32), random(2, 32)
+    return [(x, 8, weight, bias, a, 1e-5, silu, False, False) for silu in (False, True) for a in (None, add)]
 
 
 def _channel_rms_norm_silu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:

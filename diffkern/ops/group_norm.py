@@ -28,6 +28,7 @@ CONTRACT = (
     ContractRow("group_norm_silu", "silu", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
     ContractRow("group_norm_silu", "no activation", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
     ContractRow("group_norm_silu", "frames each", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
+    ContractRow("group_norm_silu", "add", _ANY_MIX, _CENTRED + "; the sum, too", "once, to the input's dtype"),
     ContractRow("channel_rms_norm_silu", "add", _ANY_MIX, "float32", "once, to the input's dtype"),
     ContractRow(
         "channel_rms_norm_silu",
@@ -47,6 +48,7 @@ def group_norm_silu(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    add: Tensor | None = None,
     activation: str | None = "silu",
     frames: str = "joint",
     memory_format: torch.memory_format | None = None,
@@ -54,7 +56,8 @@ def group_norm_silu(
 ) -> Tensor:
     r"""Group normalisation, and SiLU of it.
 
-    .. math:: y = \operatorname{silu}\left(\frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot w_c + b_c\right)
+    .. math:: y = \operatorname{silu}\left(\frac{z - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot w_c + b_c\right), \quad
+        z = x + a_{bc}
 
     with mean and variance over the ``C / num_groups`` channels of a group and all positions.
 
@@ -64,6 +67,8 @@ def group_norm_silu(
         weight: ``w`` of shape ``[C]``, or None.
         bias: ``b`` of shape ``[C]``, or None.
         eps: ``ε``, added to the variance.
+        add: ``a``, of a shape that broadcasts to ``[B, C, 1, ...]``, such as the embedding of the time step in a
+            residual block; or None. The sum is not rounded.
         activation: ``"silu"``, or None for the norm alone.
         frames: ``"joint"``; or ``"each"``, for ``[B, C, T, H, W]``: every frame has its own statistics, as in the
             models that fold time into the batch.
@@ -73,7 +78,7 @@ def group_norm_silu(
         provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
 
     Returns:
-        A new tensor of the shape and dtype of ``x``. Differentiable in ``x``, ``weight`` and ``bias``.
+        A new tensor of the shape and dtype of ``x``. Differentiable in ``x``, ``weight``, ``bias`` and ``add``.
 
     Raises:
         TypeError: ``x`` is not floating point.
@@ -86,7 +91,9 @@ def group_norm_silu(
         preserve = x.device.type == "cpu" and _is_channels_last(x)
     else:
         preserve = memory_format is torch.preserve_format
-    y: Tensor = _group_norm_silu.call((x, num_groups, weight, bias), (eps, activation, frames, preserve), provider)
+    add = None if add is None else _per_sample("add", add, x)
+    operands = x, num_groups, weight, bias, add
+    y: Tensor = _group_norm_silu.call(operands, (eps, activation, frames, preserve), provider)
     return y
 
 
@@ -224,6 +231,7 @@ def _group_norm_silu_prepare(
     num_groups: int,
     weight: Tensor | None,
     bias: Tensor | None,
+    add: Tensor | None,
     eps: float,
     activation: str | None,
     frames: str,
@@ -238,7 +246,7 @@ def _group_norm_silu_prepare(
         raise ValueError(f"a group of an input of shape {tuple(x.shape)} has one element, and no variance")
     _check_parameter("weight", weight, x)
     _check_parameter("bias", bias, x)
-    return x, num_groups, weight, bias, eps, silu, per_frame, preserve_strides
+    return x, num_groups, weight, bias, add, eps, silu, per_frame, preserve_strides
 
 
 def _group_norm_silu_fake(
@@ -246,6 +254,7 @@ def _group_norm_silu_fake(
     num_groups: int,
     weight: Tensor | None,
     bias: Tensor | None,
+    add: Tensor | None,
     eps: float,
     silu: bool,
     per_frame: bool,
@@ -255,15 +264,15 @@ def _group_norm_silu_fake(
 
 
 def _group_norm_silu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.num_groups, weight, bias, ctx.eps, ctx.silu, ctx.per_frame, _, _ = inputs
+    x, ctx.num_groups, weight, bias, add, ctx.eps, ctx.silu, ctx.per_frame, _, _ = inputs
     # Without SiLU the gradients do not depend on the bias.
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, bias if ctx.silu else None)
+    ctx.save_for_backward(x, weight, bias if ctx.silu else None, add)
 
 
 def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Backward of the unrounded formula; the statistics are computed again rather than kept."""
-    x, weight, bias = ctx.saved_tensors
+    x, weight, bias, add = ctx.saved_tensors
     dtype = compute_dtype(x)
 
     def grouped(tensor: Tensor) -> Tensor:
@@ -283,7 +292,8 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
         batch, channels, frames, *size = x.shape
         return tensor.reshape(batch, frames, channels, *size).transpose(1, 2)
 
-    wide, grad = grouped(x), grouped(grad)
+    added = x if add is None else x.to(dtype) + add.to(dtype)[(..., *(None,) * (x.ndim - 2))]
+    wide, grad = grouped(added), grouped(grad)
     centred = wide - wide.mean((2, 3), keepdim=True)
     scale = torch.rsqrt(centred.square().mean((2, 3), keepdim=True) + ctx.eps)
     normed = centred * scale
@@ -291,18 +301,22 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
         y = normed if weight is None else normed * per_channel(weight)
         y = y if bias is None else y + per_channel(bias)
         grad = apply_backward(grad, y, "silu")
-    needs_x, needs_weight, needs_bias = _needs_grad(ctx, 0, 2, 3)
-    grad_x = grad_weight = grad_bias = None
-    if needs_x:
+    needs_x, needs_weight, needs_bias, needs_add = _needs_grad(ctx, 0, 2, 3, 4)
+    grad_x = grad_weight = grad_bias = grad_add = None
+    if needs_x or needs_add:
         weighted = grad if weight is None else grad * per_channel(weight)
         mean = weighted.mean((2, 3), keepdim=True)
         along = (weighted * normed).mean((2, 3), keepdim=True)
-        grad_x = ungrouped(scale * (weighted - mean - normed * along)).to(x.dtype)
+        wide_grad = ungrouped(scale * (weighted - mean - normed * along))
+        grad_x = wide_grad.to(x.dtype) if needs_x else None
+        if needs_add:
+            spatial = tuple(range(2, x.ndim))
+            grad_add = (wide_grad.sum(spatial) if spatial else wide_grad).to(add.dtype)
     if needs_weight:
         grad_weight = (grad * normed).sum((0, 3)).flatten().to(weight.dtype)
     if needs_bias:
         grad_bias = grad.sum((0, 3)).flatten().to(ctx.bias_dtype)
-    return (grad_x, None, grad_weight, grad_bias, *(None,) * 5)
+    return (grad_x, None, grad_weight, grad_bias, grad_add, *(None,) * 5)
 
 
 def _needs_grad(ctx: Any, *arguments: int) -> tuple[bool, ...]:

@@ -45,8 +45,8 @@ SIGNATURES: Mapping[str, str] = {
     ),
     "glu": "(Tensor value, Tensor gate, str function, bool round_activation=False) -> Tensor",
     "group_norm_silu": (
-        "(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, bool silu=True, "
-        "bool per_frame=False, bool preserve_strides=False) -> Tensor"
+        "(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, Tensor? add=None, float eps=1e-5, "
+        "bool silu=True, bool per_frame=False, bool preserve_strides=False) -> Tensor"
     ),
     "joint_qk_norm_rope": (
         "(Tensor q, Tensor k, Tensor q_2, Tensor k_2, Tensor? q_weight, Tensor? k_weight, Tensor? q_weight_2, "

@@ -42,7 +42,7 @@ def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype:
 
 
 def _shapes(site: FusedSite, module: nn.Module) -> Iterator[tuple[Shape, tuple[Shape, ...]]]:
-    """The shapes that ``x`` may have, each with those that scale, shift and gate may have beside it."""
+    """The shapes that ``x`` may have, each with those that what is added and multiplied may have beside it."""
     size = _size(site, module)
     if site.over == LAST_DIM:
         yield (2, ROWS, size), ((2, 1, size), (2, size), (size,))
@@ -70,7 +70,7 @@ def _leaves(
 
     def candidates(shape: Shape, beside: Any) -> Iterator[Any]:
         for role in site.plan.roles:
-            if modulates and role in ("scale", "shift", "gate"):
+            if modulates and role in ("scale", "shift", "gate", "add"):
                 yield torch.randn(shape, generator=generator, device="cpu").to(device, modulation)
             else:
                 yield halves.get(role, x) if role else beside

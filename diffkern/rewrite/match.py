@@ -228,6 +228,19 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class PerChannel:
+    """A value for each sample and channel: what is written, here or where it is defined, as ``x[:, :, None, None]``."""
+
+    name: str
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
+        definition = scope.flow.single(node)
+        if is_per_channel(node if definition is None else definition.value):
+            yield from Leaf(self.name).match(scope, node, match)
+
+
+@dataclass(frozen=True)
 class Linear:
     """A call of a linear layer; its module has the name ``linear``."""
 
@@ -338,6 +351,12 @@ def is_view(node: ast.expr) -> bool:
     if isinstance(node, ast.Subscript):
         return True
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in VIEWS
+
+
+def is_per_channel(node: ast.expr | None) -> bool:
+    """Whether an expression is ``x[:, :, None]``, with any number of None: one value for each sample and channel."""
+    index = node.slice.elts if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) else []
+    return len(index) > 2 and [ast.unparse(part) for part in index] == [":", ":", *["None"] * (len(index) - 2)]
 
 
 def is_number(flow: Flow, node: ast.expr, seen: frozenset[Definition] = frozenset()) -> bool:

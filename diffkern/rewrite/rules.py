@@ -12,7 +12,20 @@ from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
 from diffkern.rewrite.masks import PairMask
-from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Linear, Norm, OnePlus, Product, Rotation, Shape, Sum
+from diffkern.rewrite.match import (
+    Activated,
+    Either,
+    Kept,
+    Leaf,
+    Linear,
+    Norm,
+    OnePlus,
+    PerChannel,
+    Product,
+    Rotation,
+    Shape,
+    Sum,
+)
 from diffkern.rewrite.query_key import (
     JOINED_FIRST,
     JOINED_LAST,
@@ -63,6 +76,10 @@ _POST_NORM = Sum(Leaf("shift"), Either((Product(Norm(Leaf("x")), Leaf("scale")),
 _WHOLE = {"scale_offset": 0.0}
 
 
+#: ``silu(norm(x + embedding[:, :, None, None]))``, as residual blocks add the embedding of the time step.
+_EMBEDDED = Activated("norm", frozenset({"silu"}), Norm(Sum(Leaf("x"), PerChannel("add")), over=GROUPS))
+
+
 def _activated(over: str) -> Shape:
     """``silu`` of a norm, modulated or not."""
     norm = Norm(Leaf("x"), over=over)
@@ -78,6 +95,7 @@ RULES = (
     Rule("rotation of query and key", "qk_norm_rope", RotatedTogether()),
     Rule("concatenation of heads", "qk_norm_rope", Joined()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
+    Rule("embedding, norm, SiLU", "group_norm_silu", _EMBEDDED),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),
     Rule(

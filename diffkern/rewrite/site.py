@@ -400,7 +400,7 @@ def _group_norm_silu(
     x = operands["x"]
     arguments = site.norm_arguments(module, x) or {}
     if "scale" not in operands:
-        return ops.group_norm_silu(x, **arguments, **way.options, provider=provider)
+        return ops.group_norm_silu(x, **arguments, **way.options, add=operands.get("add"), provider=provider)
     # Modulation is an affine map of each channel, as weight and bias are: one of each sample, if samples are channels.
     if arguments["frames"] == "each":
         raise ValueError("a group norm of single frames takes no modulation")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffkern.rewrite.facts import PRESENT, UNKNOWN, Facts
+from diffkern.rewrite.match import is_per_channel
 
 _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_,
@@ -48,8 +49,32 @@ def decide_branches(tree: ast.FunctionDef, facts: Facts | None, given: Mapping[s
     decider.visit(tree)
     if decider.decided:
         _tidy_blocks(tree)
+    decided = _decide_made(tree) or decider.decided
+    if decided:
         ast.fix_missing_locations(tree)
-    return decider.decided
+    return decided
+
+
+def _decide_made(tree: ast.FunctionDef) -> bool:
+    """Decides ``if temb is not None`` behind ``temb = self.proj(temb)[:, :, None, None]``, which is never None."""
+    decided = False
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block: Any = getattr(node, name, None)
+            for index, made in enumerate(block if isinstance(block, list) else ()):
+                target = made.targets[0] if isinstance(made, ast.Assign) and len(made.targets) == 1 else None
+                if not isinstance(target, ast.Name) or not is_per_channel(made.value):
+                    continue
+                decider = _Decider(None, set(), {target.id: Given(PRESENT, (float("inf"), 0.0))})
+                at = index + 1
+                while at < len(block) and _first_store(block[at], target.id) == (float("inf"), 0.0):
+                    kept = decider.visit(block[at])
+                    block[at : at + 1] = kept if isinstance(kept, list) else [kept]
+                    at += len(kept) if isinstance(kept, list) else 1
+                decided |= decider.decided
+    if decided:
+        _tidy_blocks(tree)
+    return decided
 
 
 class _Decider(ast.NodeTransformer):
@@ -248,9 +273,10 @@ def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
     return f"{ast.unparse(key)} in {ast.unparse(call)}"
 
 
-def _first_store(tree: ast.FunctionDef, name: str) -> tuple[float, float]:
+def _first_store(tree: ast.stmt, name: str) -> tuple[float, float]:
     """Where in the source a variable is bound first, behind which it is no longer the argument."""
-    places, nodes = [(float("inf"), 0.0)], [(statement, False) for statement in tree.body]
+    body = tree.body if isinstance(tree, ast.FunctionDef) else [tree]
+    places, nodes = [(float("inf"), 0.0)], [(statement, False) for statement in body]
     while nodes:
         node, repeated = nodes.pop()
         if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):

@@ -1,4 +1,4 @@
-"""Tiny autoencoders, UNets and ControlNets of diffusers with random weights, and inputs for them."""
+"""Tiny autoencoders and UNets of diffusers with random weights, and inputs for them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ _HUNYUAN_15: dict[str, Any] = {
     "latent_channels": 4, "block_out_channels": (8, 8, 16), "layers_per_block": 1, "spatial_compression_ratio": 4,
     "temporal_compression_ratio": 2,
 }  # fmt: skip
-_UNET: dict[str, Any] = {
+UNET: dict[str, Any] = {
     "block_out_channels": (8, 16), "sample_size": 8, "layers_per_block": 1, "cross_attention_dim": 16,
     "attention_head_dim": 4, "norm_num_groups": 4,
 }  # fmt: skip
-_CONTROL = {name: value for name, value in _UNET.items() if name != "sample_size"}
-_MOTION = {name: value for name, value in _UNET.items() if name not in ("sample_size", "attention_head_dim")}
-_CROSS: dict[str, Any] = {
+_MOTION = {name: value for name, value in UNET.items() if name not in ("sample_size", "attention_head_dim")}
+CROSS: dict[str, Any] = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
 }  # fmt: skip
 
 
-def _noisy(*size: int, **more: tuple[int, ...]) -> Inputs:
+def noisy(*size: int, **more: tuple[int, ...]) -> Inputs:
     """A sample, a time step, a text, and other tensors."""
 
     def inputs(draw: Draw, n: int) -> dict[str, Any]:
@@ -48,6 +47,19 @@ def _noisy(*size: int, **more: tuple[int, ...]) -> Inputs:
     return inputs
 
 
+def shrink_tiles(model: Any, size: int) -> None:
+    """Makes the tiles of an autoencoder so wide and high, half of which overlaps, and switches them on."""
+    sizes = {name: value for name, value in model.__dict__.items() if name.startswith("tile_") and "frames" not in name}
+    for name, value in sizes.items():
+        if "latent_min" in name:
+            setattr(model, name, value * size // sizes[name.replace("latent", "sample")])
+        elif "stride" in name or "min_overlap" in name:
+            setattr(model, name, size // 2)
+        elif "sample_min" in name:
+            setattr(model, name, size)
+    model.enable_tiling()
+
+
 def _small_tiles(model: Any) -> None:
     """Allegro has no other way than tiles, and its own are larger than these videos."""
     model.enable_tiling()
@@ -55,15 +67,35 @@ def _small_tiles(model: Any) -> None:
 
 
 #: Models that take no two samples at once as these inputs are.
-ONE_SAMPLE = frozenset({"allegro", "hunyuan_video15", "unet_motion", "controlnet_sparse"})
+ONE_SAMPLE = frozenset({"allegro", "hunyuan_video15", "unet_motion", "controlnet_sparse", "controlnet_union"})
 
-#: Models that have no bfloat16 on a CPU, stock either: pooling in three dimensions, embeddings in float32.
-FLOAT32_ONLY = frozenset({"cosmos", "stable_cascade"})
+#: Models that have no half dtype on a CPU, stock either: pooling in three dimensions, embeddings in float32, a Fourier
+#: transform, latents in bytes.
+FLOAT32_ONLY = frozenset({"cosmos", "stable_cascade", "mmaudio", "tiny"})
+
+#: Models that have no float16 there: pooling in three dimensions.
+NO_FLOAT16 = frozenset({"vidtok"})
+
+#: Classes that are exported and have no tiny model here, with the reason.
+NOT_BUILT = {
+    "ControlNetXSAdapter": "it has no forward: UNetControlNetXSModel runs its parts",
+    "MotionAdapter": "it has no forward: UNetMotionModel runs its parts",
+    "LTX2VideoDiffusionDecoderModel": "its attention runs under torch.compile, which no float64 reference passes",
+}
+#: Models whose forward runs a part of their modules.
+RUN_IN_PART = {"proteina": "its forward decodes alone"}
+
 #: Rules whose sites stay as they are written there, by model, with the reason.
 NOT_FUSED = {
     "vq": {"gated residual": "the loss of the codebook is a number times a tensor of no dimension"},
     "vq_spatial": {"gated residual": "the loss of the codebook is a number times a tensor of no dimension"},
     "kvae_video": {"gated residual": "its convolutions return more than a tensor"},
+    "kandinsky6_sr": {"gated residual": "the places of the taps of its convolutions are numbers"},
+    "mmaudio_vocoder": {"modulation": "the places of its upsamplers are numbers"},
+    "minimax_audio": {"gated residual": "the places of its residual blocks are numbers"},
+    "proteina": {"gated linear unit": "its gate is a sigmoid, which glu does not know"},
+    "controlnet_union": {"gated linear unit": "its gate is a sigmoid, which glu does not know"},
+    "controlnet_xs": {"gated residual": "the strength of its control is a number"},
 }
 
 #: Why norms of a model stay as they are though an activation follows them, or though there is an op for them.
@@ -222,12 +254,128 @@ AUTOENCODERS: dict[str, Denoiser] = {
          "decoder_input_channels": 4},
         lambda draw, n: {"sample": draw(1, 2, 32)},
     ),
+    "tiny": Denoiser(
+        "AutoencoderTiny",
+        {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8), "num_encoder_blocks": (1, 1),
+         "num_decoder_blocks": (1, 1)},
+        _image(),
+    ),
+    "consistency": Denoiser(
+        "ConsistencyDecoderVAE",
+        {"encoder_block_out_channels": (8, 16), "encoder_down_block_types": ("DownEncoderBlock2D",) * 2,
+         "encoder_layers_per_block": 1, "encoder_norm_num_groups": 4, "decoder_block_out_channels": (8, 16),
+         "decoder_down_block_types": ("ResnetDownsampleBlock2D",) * 2, "decoder_layers_per_block": 1,
+         "decoder_norm_num_groups": 4, "decoder_up_block_types": ("ResnetUpsampleBlock2D",) * 2},
+        _image(),
+    ),
+    "ltx": Denoiser(
+        "AutoencoderKLLTXVideo",
+        {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8, 8, 8),
+         "layers_per_block": (1, 1, 1, 1, 1), "decoder_layers_per_block": (1, 1, 1, 1, 1), "patch_size": 1},
+        _video(9, 32),
+    ),
+    "ltx_timestep": Denoiser(
+        "AutoencoderKLLTXVideo",
+        {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "decoder_block_out_channels": (8, 8, 8, 8),
+         "layers_per_block": (1, 1, 1, 1, 1), "decoder_layers_per_block": (1, 1, 1, 1, 1), "patch_size": 1,
+         "timestep_conditioning": True},
+        lambda draw, n: {"sample": draw(1, 3, 9, 32, 32), "temb": draw.time(1.0)},
+    ),
+    "kandinsky6_sr": Denoiser(
+        "Kandinsky6SRVAE",
+        {"latent_channels": 4, "encoder_block_out_channels": (32, 32, 32), "decoder_block_out_channels": (32, 32, 32),
+         "layers_per_block": 1, "temporal_compression_ratio": 2},
+        _video(),
+    ),
+    "kandinsky6_sr_bank": Denoiser(
+        "Kandinsky6SRLatentUpscalerBank",
+        {"in_channels": 4, "stage_channels": (32, 32, 32), "num_pre_blocks": 1, "num_mid_blocks": 1,
+         "num_post_blocks": 1, "num_x2_adapter_blocks": 1},
+        lambda draw, n: {"latents": draw(1, 4, 2, 8, 8), "scale": 2},
+    ),
+    "minimax": Denoiser(
+        "AutoencoderKLMiniMaxH3",
+        {"latent_channels": 4, "block_out_channels": (8, 16), "layers_per_block": 1,
+         "spatial_downsample_factors": (2, 2), "temporal_downsample_factors": (1, 2), "norm_num_groups": 4,
+         "decoder_num_layers": 1, "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 16,
+         "latents_mean": (0.0,) * 4, "latents_std": (1.0,) * 4, "clip_length": 5, "token_drop": 1},
+        _video(10),
+    ),
+    "rae": Denoiser(
+        "AutoencoderRAE",
+        {"encoder_hidden_size": 64, "encoder_patch_size": 4, "encoder_num_hidden_layers": 1, "decoder_hidden_size": 16,
+         "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 32,
+         "patch_size": 4, "encoder_input_size": 16},
+        _image(),
+    ),
+    "minimax_audio": Denoiser(
+        "AutoencoderKLMiniMaxH3Audio",
+        {"encoder_dim": 8, "encoder_rates": (2, 2), "latent_dim": 16, "latent_channels": 4, "num_attention_heads": 2,
+         "decoder_dim": 16, "decoder_rates": (2, 2), "decoder_kernel_sizes": (4, 4), "resblock_kernel_sizes": (3,),
+         "resblock_dilation_sizes": ((1, 3),)},
+        lambda draw, n: {"sample": draw(1, 1, 32)},
+    ),
+    "longcat_audio": Denoiser(
+        "LongCatAudioDiTVae",
+        {"channels": 8, "c_mults": [1, 2], "strides": [2, 4], "latent_dim": 4, "encoder_latent_dim": 8,
+         "downsampling_ratio": 8},
+        lambda draw, n: {"sample": draw(1, 1, 64)},
+    ),
+    "mmaudio_vocoder": Denoiser(
+        "MMAudioVocoder",
+        {"num_mels": 8, "upsample_initial_channel": 16, "upsample_rates": (2, 2), "upsample_kernel_sizes": (4, 4),
+         "resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1, 3),)},
+        lambda draw, n: {"mel": draw(1, 8, 16)},
+    ),
+    "minimax_vocoder": Denoiser(
+        "MiniMaxMusic3Vocoder",
+        {"latent_channels": 8, "decoder_input_dim": 16, "decoder_hidden_dim": 16, "upsampling_ratios": (2, 2)},
+        lambda draw, n: {"latents": draw(1, 8, 16)},
+    ),
+    "kvae_audio": Denoiser(
+        "AutoencoderKLKVAEAudio",
+        {"encoder_dim": 8, "encoder_rates": [2, 4], "latent_dim": 16, "codebook_dim": 4, "decoder_dim": 16,
+         "decoder_rates": [4, 2], "attn_num_heads": 2},
+        lambda draw, n: {"sample": draw(1, 1, 32)},
+    ),
+    "cosmos3_audio": Denoiser(
+        "Cosmos3AVAEAudioTokenizer",
+        {"vocoder_input_dim": 4, "dec_dim": 8, "dec_c_mults": (1, 2), "dec_strides": (2, 4), "enc_dim": 8,
+         "enc_intermediate_dim": 16, "enc_num_layers": 1, "enc_num_blocks": 1, "enc_n_fft": 8, "enc_hop_length": 2,
+         "enc_latent_dim": 8, "enc_c_mults": (1, 2), "enc_strides": (2, 2)},
+        lambda draw, n: {"sample": draw(1, 2, 64)},
+    ),
+    "same": Denoiser(
+        "AutoencoderSAME",
+        {"patch_size": 4, "encoder_channels": 16, "encoder_c_mults": [2], "encoder_strides": [2],
+         "encoder_transformer_depths": [1], "latent_dim": 8, "dim_heads": 16},
+        lambda draw, n: {"sample": draw(1, 2, 64)},
+    ),
+    "mmaudio": Denoiser(
+        "MMAudioVAE",
+        {"mel_bins": 16, "latent_channels": 4, "hidden_channels": 16, "channel_multipliers": (1, 2),
+         "layers_per_block": 1, "n_fft": 64, "hop_length": 16},
+        lambda draw, n: {"sample": draw(1, 256)},
+    ),
+    "proteina": Denoiser(
+        "RFD4ProteinaAutoencoder",
+        {"atom37_mask": [[True] * 37] * 8, "allowed_residue_types": [[True] * 8] * 3, "latent_dim": 8,
+         "n_residue_types": 8, "num_token_types": 3, "nlayers": 1, "token_dim": 16, "nheads": 2, "dim_cond": 8,
+         "pair_repr_dim": 8, "token_type_emb_dim": 8},
+        lambda draw, n: {
+            "z_latent": draw(1, 6, 8), "ca_coors_nm": draw(1, 6, 3), "padding_mask": draw.mask(1, 6).bool(),
+            "token_type": draw.integers(1, 6, below=3),
+            "conditioning": {
+                "is_in_context_conditioning": draw.integers(1, 6, below=1), "supports_local_latent": draw.mask(1, 6),
+            },
+        },
+    ),
 }  # fmt: skip
 
 UNETS: dict[str, Denoiser] = {
-    "unet2d_condition": Denoiser("UNet2DConditionModel", {**_UNET, **_CROSS}, _noisy(4, 8, 8)),
+    "unet2d_condition": Denoiser("UNet2DConditionModel", {**UNET, **CROSS}, noisy(4, 8, 8)),
     "unet2d_scale_shift": Denoiser(
-        "UNet2DConditionModel", {**_UNET, **_CROSS, "resnet_time_scale_shift": "scale_shift"}, _noisy(4, 8, 8)
+        "UNet2DConditionModel", {**UNET, **CROSS, "resnet_time_scale_shift": "scale_shift"}, noisy(4, 8, 8)
     ),
     "unet2d": Denoiser(
         "UNet2DModel",
@@ -238,9 +386,9 @@ UNETS: dict[str, Denoiser] = {
     ),
     "unet3d": Denoiser(
         "UNet3DConditionModel",
-        {**_UNET, "down_block_types": ("DownBlock3D", "CrossAttnDownBlock3D"),
+        {**UNET, "down_block_types": ("DownBlock3D", "CrossAttnDownBlock3D"),
          "up_block_types": ("CrossAttnUpBlock3D", "UpBlock3D")},
-        _noisy(4, 2, 8, 8),
+        noisy(4, 2, 8, 8),
     ),
     "unet_motion": Denoiser(
         "UNetMotionModel",
@@ -248,7 +396,7 @@ UNETS: dict[str, Denoiser] = {
          "block_out_channels": (16, 32), "norm_num_groups": 16,
          "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion"), "num_attention_heads": 2,
          "motion_num_attention_heads": 2},
-        lambda draw, n: {**_noisy(4, 2, 8, 8)(draw, n), "encoder_hidden_states": draw(2, 6, 16)},
+        lambda draw, n: {**noisy(4, 2, 8, 8)(draw, n), "encoder_hidden_states": draw(2, 6, 16)},
     ),
     "unet_spatio_temporal": Denoiser(
         "UNetSpatioTemporalConditionModel",
@@ -278,7 +426,7 @@ UNETS: dict[str, Denoiser] = {
         {"time_embedding_dim": 16, "groups": 4, "attention_head_dim": 4, "layers_per_block": 3,
          "block_out_channels": (32, 64), "cross_attention_dim": 16, "encoder_hid_dim": 16},
         lambda draw, n: {
-            **_noisy(4, 8, 8)(draw, n), "encoder_attention_mask": draw.mask(1, 6),
+            **noisy(4, 8, 8)(draw, n), "encoder_attention_mask": draw.mask(1, 6),
         },
     ),
     "stable_cascade": Denoiser(
@@ -304,25 +452,19 @@ UNETS: dict[str, Denoiser] = {
     ),
     "audioldm2": Denoiser(
         "AudioLDM2UNet2DConditionModel",
-        {**_UNET, **_CROSS, "cross_attention_dim": ((None, 16, 16),) * 2},
-        lambda draw, n: {**_noisy(4, 8, 8)(draw, n), "encoder_hidden_states_1": draw(1, 6, 16)},
+        {**UNET, **CROSS, "cross_attention_dim": ((None, 16, 16),) * 2},
+        lambda draw, n: {**noisy(4, 8, 8)(draw, n), "encoder_hidden_states_1": draw(1, 6, 16)},
     ),
-    "controlnet": Denoiser(
-        "ControlNetModel",
-        {**_CONTROL, "in_channels": 4, "down_block_types": _CROSS["down_block_types"],
-         "conditioning_embedding_out_channels": (8, 8), "projection_class_embeddings_input_dim": None},
-        _noisy(4, 8, 8, controlnet_cond=(3, 16, 16)),
-    ),
-    "controlnet_sparse": Denoiser(
-        "SparseControlNetModel",
-        {**_CONTROL, "in_channels": 4, "down_block_types": ("DownBlockMotion", "CrossAttnDownBlockMotion"),
-         "conditioning_embedding_out_channels": (8, 8), "motion_num_attention_heads": 2, "num_attention_heads": 2,
-         "use_simplified_condition_embedding": False, "conditioning_channels": 3,
-         "concat_conditioning_mask": True},
+    "uvit2d": Denoiser(
+        "UVit2DModel",
+        {"hidden_size": 32, "cond_embed_dim": 16, "micro_cond_encode_dim": 8, "micro_cond_embed_dim": 40,
+         "encoder_hidden_size": 16, "vocab_size": 20, "codebook_size": 16, "in_channels": 16, "block_out_channels": 16,
+         "num_res_blocks": 1, "block_num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "intermediate_size": 32, "sample_size": 4},
         lambda draw, n: {
-            **_noisy(4, 2, 8, 8, controlnet_cond=(3, 2, 16, 16))(draw, n), "conditioning_mask": draw(1, 1, 2, 16, 16),
-            "encoder_hidden_states": draw(2, 6, 16),
+            "input_ids": draw.integers(1, 4, 4), "encoder_hidden_states": draw(1, 6, 16),
+            "pooled_text_emb": draw(1, 16), "micro_conds": draw.integers(1, 5).to(draw.dtype),
         },
     ),
-    "dreamlite": Denoiser("DreamLiteUNetModel", {**_UNET, **_CROSS}, _noisy(4, 8, 8)),
+    "dreamlite": Denoiser("DreamLiteUNetModel", {**UNET, **CROSS}, noisy(4, 8, 8)),
 }  # fmt: skip

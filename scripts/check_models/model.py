@@ -51,7 +51,7 @@ class Denoiser:
 
     Attributes:
         cls: Its class in diffusers.
-        config: The arguments of the constructor.
+        config: The arguments of the constructor; one that is a tuple of tiny models takes those, built.
         inputs: Draws the arguments of a call, at a size of 8 or 12.
         prepare: What a user does with such a model before the first call.
     """
@@ -64,7 +64,8 @@ class Denoiser:
     def build(self) -> nn.Module:
         """The model in float32 on the CPU, with weights behind which no wrong kernel could hide."""
         torch.manual_seed(0)
-        model: nn.Module = getattr(diffusers, self.cls)(**self.config)
+        config = {name: _built(value) for name, value in self.config.items()}
+        model: nn.Module = getattr(diffusers, self.cls)(**config)
         self.prepare(model)
         for module in model.modules():
             if isinstance(module, nn.Linear):
@@ -83,3 +84,8 @@ class Denoiser:
             if any(part in kept for part in path.split(".")):
                 module.float()
         return model
+
+
+def _built(value: Any) -> Any:
+    of_models = isinstance(value, tuple) and value and all(isinstance(part, Denoiser) for part in value)
+    return [part.build() for part in value] if of_models else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ def run(model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     """All that a call returns, as one vector in float64."""
     torch.manual_seed(0)
     with torch.no_grad():
-        results = [leaf for leaf in tree_leaves(model(**arguments, return_dict=False)) if isinstance(leaf, Tensor)]
+        plain = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
+        results = [leaf for leaf in tree_leaves(model(**arguments, **plain)) if isinstance(leaf, Tensor)]
     return torch.cat([result.double().reshape(-1) for result in results])
 
 

@@ -220,7 +220,9 @@ def group_norm_silu(d: Draw) -> Case:
         "frames": d.one_of("joint", "each") if by_frame else "joint",
         "memory_format": d.one_of(None, torch.preserve_format, torch.contiguous_format),
     }  # fmt: skip
-    return Case("group_norm_silu", {"x": d.tensor(shape, dtype, values), "weight": weight, "bias": bias}, options)
+    tensors = {"x": d.tensor(shape, dtype, values), "weight": weight, "bias": bias}
+    tensors["add"] = d.maybe(d.tensor([*shape[:2], *(1,) * (len(shape) - 2)], d.other(dtype)))
+    return Case("group_norm_silu", tensors, options)
 
 
 def channel_rms_norm_silu(d: Draw) -> Case:

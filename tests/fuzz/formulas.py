@@ -133,9 +133,10 @@ def gate_residual_norm_modulate(
 
 
 def group_norm_silu(
-    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, activation: str | None,
-    frames: str, **_: Any,
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, add: Tensor | None, eps: float,
+    activation: str | None, frames: str, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    x = x if add is None else x + add
     groups = x.unflatten(1, (num_groups, -1))
     dims = (2, 4, 5) if frames == "each" else tuple(range(2, groups.ndim))
     y = _normalised(groups, "layer", eps, dims).flatten(1, 2)

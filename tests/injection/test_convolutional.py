@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels
 from diffkern.verify.measures import relative_error
-from scripts.check_models.convolutional import AUTOENCODERS, UNETS
-from scripts.check_models.rewritten import batch_of_two, run
+from scripts.check_models.controlnets import CONTROLNETS
+from scripts.check_models.convolutional import AUTOENCODERS, ONE_SAMPLE, UNETS, shrink_tiles
+from scripts.check_models.rewritten import batch_of_two, drawing, run
 
 EVERYWHERE = {"*": "eager"}
+MODELS = AUTOENCODERS | UNETS | CONTROLNETS
+if importlib.util.find_spec("torchvision") is None:
+    MODELS.pop("controlnet_cosmos")
 
 
 def _resnet(**options: Any) -> ResnetBlock2D:
@@ -27,38 +32,44 @@ def _drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
+#: Autoencoders of every kind of tiling.
+TILED = (
+    "kl", "wan", "kl_flux2", "dc", "kvae", "wan_22", "qwenimage", "qwenimage21", "hunyuan_image", "hunyuan_video",
+    "hunyuan_video15", "hunyuan_refiner", "cogvideox", "mochi", "magvit", "vidtok", "consistency", "ltx", "ltx2",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["kl", "wan", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("hunyuan_video", "cogvideox")]],
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in ("kl", "wan"))) for name in TILED]
 )
 def test_tiles_and_slices_of_an_injected_autoencoder_are_those_of_stock(name: str) -> None:
     tiny = AUTOENCODERS[name]
     model: Any = tiny.build()
-    sample = _drawn(2, 3, 24, 24) if name == "kl" else _drawn(2, 3, 5, 24, 16)
+    small = tiny.inputs(drawing(torch.float32), 8)["sample"]
+    size = min(small.shape[-2:])
+    sample = _drawn(1 if name in ONE_SAMPLE else 2, *small.shape[1:-2], size * 3 // 2, size)
+    whole = run(model, {"sample": sample})
     model.enable_slicing()
-    model.enable_tiling()
-    for side in ("height", "width"):
-        for size in (f"tile_sample_min_{side}", "tile_sample_min_size"):
-            if hasattr(model, size):
-                setattr(model, size, 16)
-        if hasattr(model, f"tile_sample_stride_{side}"):
-            setattr(model, f"tile_sample_stride_{side}", 8)
-    if hasattr(model, "tile_latent_min_size"):
-        model.tile_latent_min_size = 8
+    shrink_tiles(model, size)
     stock = run(model, {"sample": sample})
+    assert not torch.equal(stock, whole)
     report = inject_optimized_kernels(model, config=EVERYWHERE)
     fused = run(model, {"sample": sample})
     calls = report.calls()
-    assert sum(counts["fused"] for counts in calls.values()) > 2 * len(calls)
+    assert sum(counts["fused"] for counts in calls.values()) > len(calls)
     assert not sum(counts["stock"] for counts in calls.values())
     assert relative_error(fused, stock) < 1e-5
     report.restore()
     assert torch.equal(run(model, {"sample": sample}), stock)
 
 
-def test_restoring_a_unet_leaves_weights_and_results_bit_for_bit_as_they_were() -> None:
-    tiny = UNETS["unet2d_condition"]
-    model, arguments = tiny.build(), batch_of_two(tiny, torch.float32)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "unet2d_condition")) for name in MODELS]
+)
+def test_restoring_leaves_weights_and_results_bit_for_bit_as_they_were(name: str) -> None:
+    tiny = MODELS[name]
+    model = tiny.build()
+    arguments = tiny.inputs(drawing(torch.float32), 8) if name in ONE_SAMPLE else batch_of_two(tiny, torch.float32)
     stock = run(model, arguments)
     before = {name: (value.clone(), value.stride(), value.data_ptr()) for name, value in model.state_dict().items()}
     report = inject_optimized_kernels(model, config=EVERYWHERE)
@@ -89,6 +100,68 @@ def test_a_resnet_block_is_as_close_to_float64_as_stock(shift: str, channels_las
     (calls,) = report.calls().values()
     assert (calls["fused"], calls["stock"]) == (2, 0)
     assert relative_error(fused, reference) <= 1.05 * relative_error(stock, reference) + 1e-6
+
+
+def test_a_resnet_adds_the_embedding_of_the_time_step_inside_of_its_second_norm() -> None:
+    block = _resnet()
+    x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
+    report = inject_optimized_kernels(block, config=EVERYWHERE)
+    text = report.source("")
+    assert "hidden_states + temb" not in text and "temb is not None" not in text
+    before = block(x, temb)
+    block.time_emb_proj.register_forward_hook(lambda module, args, output: output + 1.5 * torch.arange(16.0))
+    after, stock = block(x, temb), type(block).forward(block, x, temb)
+    assert relative_error(after, stock) < 1e-6 < relative_error(before, stock)
+    (calls,) = report.calls().values()
+    assert (calls["fused"], calls["stock"]) == (4, 0)
+
+
+class _Summed(nn.Module):
+    """A norm of a sum: of an embedding for each channel, which may be left out, or of whatever it is given."""
+
+    def __init__(self, per_channel: bool) -> None:
+        super().__init__()
+        self.per_channel = per_channel
+        self.norm, self.act = nn.GroupNorm(4, 16), nn.SiLU()
+
+    def forward(self, x: Tensor, temb: Tensor, left_out: bool = False) -> Tensor:
+        if self.per_channel:
+            temb = temb.tanh()[:, :, None, None]
+        if left_out:
+            temb = None
+        if temb is not None:
+            x = x + temb
+        else:
+            x = x - 1
+        return self.act(self.norm(x))
+
+
+def test_an_embedding_that_may_be_left_out_is_asked_for() -> None:
+    block = _Summed(per_channel=True).requires_grad_(False)
+    x, temb = _drawn(2, 16, 8, 8), _drawn(2, 16)
+    stock = [block(x, temb, left_out) for left_out in (False, True)]
+    inject_optimized_kernels(block, config=EVERYWHERE)
+    for left_out in (False, True):
+        torch.testing.assert_close(block(x, temb, left_out), stock[left_out], rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_of_two_images_is_made_before_the_norm() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(4, 16), nn.SiLU()
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            x = x + other
+            return self.act(self.norm(x))
+
+    block = Block().requires_grad_(False)
+    x, other = _drawn(2, 16, 8, 8), _drawn(2, 16, 8, 8).flip(0)
+    stock = block(x, other)
+    report = inject_optimized_kernels(block, config=EVERYWHERE)
+    torch.testing.assert_close(block(x, other), stock, rtol=1e-5, atol=1e-5)
+    (calls,) = report.calls().values()
+    assert (calls["fused"], calls["stock"]) == (1, 0)
 
 
 def test_each_frame_has_its_own_statistics_where_the_stock_norm_folds_time_into_the_batch() -> None:

@@ -40,11 +40,12 @@ def _call_activation(activation: ModuleType) -> None:
 
 def _call_group_norm(group_norm: ModuleType) -> None:
     weight = torch.empty(320)
-    for x in (torch.empty(1, 320, 64, 64, dtype=torch.bfloat16), _channels_last(1, 256, 64, 64)):
-        group_norm.group_norm_silu(x, 32, weight[: x.shape[1]], weight[: x.shape[1]], 1e-5, True, False, True)
-    group_norm.group_norm_silu(_channels_last(1, 320, 64, 64).half(), 32, weight, weight, 1e-5, True, False, True)
+    add = torch.empty(1, 256, dtype=torch.bfloat16)
+    for x, more in ((torch.empty(1, 320, 64, 64, dtype=torch.bfloat16), None), (_channels_last(1, 256, 64, 64), add)):
+        group_norm.group_norm_silu(x, 32, weight[: x.shape[1]], weight[: x.shape[1]], more, 1e-5, True, False, True)
+    group_norm.group_norm_silu(_channels_last(1, 320, 64, 64).half(), 32, weight, weight, None, 1e-5, True, False, True)
     video = torch.empty(1, 320, 3, 64, 64, dtype=torch.float16)
-    group_norm.group_norm_silu(video[..., ::2], 32, None, None, 1e-5, False, True, False)
+    group_norm.group_norm_silu(video[..., ::2], 32, None, None, None, 1e-5, False, True, False)
 
 
 def _call_channel_rms(group_norm: ModuleType) -> None:

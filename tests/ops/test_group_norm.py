@@ -24,10 +24,11 @@ _EXAMPLES = 10 if INTERPRETED or torch.cuda.is_available() else 60
 
 
 def _float64(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, *, silu: bool, each: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, add: Tensor | None = None, *, silu: bool,
+    each: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result in float64, from the formula alone, and the largest admissible error of each element."""
-    wide = x.double()
+    wide = x.double() if add is None else x.double() + add.double().view(*add.shape[:2], *(1,) * (x.ndim - 2))
     wide = wide.transpose(1, 2).flatten(0, 1) if each else wide
     grouped = wide.reshape(wide.shape[0], groups, -1)
     centred = grouped - grouped.mean(-1, keepdim=True)
@@ -55,6 +56,7 @@ def _check(
     groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    add: Tensor | None = None,
     *,
     provider: str,
     activation: str | None = "silu",
@@ -68,6 +70,7 @@ def _check(
             groups,
             weight,
             bias,
+            add=add,
             activation=activation,
             frames=frames,
             memory_format=memory_format,
@@ -77,7 +80,7 @@ def _check(
     assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
     if memory_format is not None:
         assert strides_that_matter(y) == strides_that_matter(torch.empty_like(x, memory_format=memory_format))
-    truth, bound = _float64(x, groups, weight, bias, silu=activation is not None, each=frames == "each")
+    truth, bound = _float64(x, groups, weight, bias, add, silu=activation is not None, each=frames == "each")
     if provider == "eager" and _torch_is_inaccurate(x):
         bound = 10 * bound
     reference.assert_within(y, (truth, bound))
@@ -132,6 +135,14 @@ def make_image(
     return x
 
 
+def make_add(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    """What is added to each channel of a sample, as half of a wider buffer that is NaN elsewhere."""
+    buffer = torch.full((shape[0], 2 * shape[1]), torch.nan, dtype=dtype, device=device)
+    view = buffer[:, ::2] if seed % 2 else buffer[:, : shape[1]]
+    view.copy_(3 * torch.randn(view.shape, generator=torch.Generator().manual_seed(seed)))
+    return view.view(*view.shape, *(1,) * (len(shape) - 2))
+
+
 @hypothesis.settings(max_examples=_EXAMPLES)
 @hypothesis.given(
     layout=st.sampled_from(sorted(LAYOUTS)),
@@ -143,6 +154,7 @@ def make_image(
     shift=st.sampled_from((0.0, 3.0)),
     weight=st.tuples(st.sampled_from(("none", "plain", "strided", "offset")), st.sampled_from(_DTYPES)),
     bias=st.tuples(st.sampled_from(("none", "plain", "strided")), st.sampled_from(_DTYPES)),
+    add=st.sampled_from((None, *_DTYPES)),
     activation=st.sampled_from(("silu", None)),
     memory_format=st.sampled_from((None, torch.preserve_format, torch.contiguous_format)),
     each=st.booleans(),
@@ -160,6 +172,7 @@ def test_any_layout_shape_and_dtypes_agree_with_float64(
     shift: float,
     weight: Any,
     bias: Any,
+    add: torch.dtype | None,
     activation: str | None,
     memory_format: torch.memory_format | None,
     each: bool,
@@ -171,7 +184,8 @@ def test_any_layout_shape_and_dtypes_agree_with_float64(
     w = make_parameter(weight[0], shape[1], weight[1], device)
     b = make_parameter(bias[0], shape[1], bias[1], device, seed=2)
     frames = "each" if each and x.ndim == 5 else "joint"
-    _check(x, groups, w, b, provider=provider, activation=activation, frames=frames, memory_format=memory_format)
+    a = None if add is None else make_add(shape, add, device, seed)
+    _check(x, groups, w, b, a, provider=provider, activation=activation, frames=frames, memory_format=memory_format)
 
 
 #: Shapes that take other ways through the kernels: (shape, groups).
@@ -200,6 +214,8 @@ def test_every_way_through_the_kernels(name: str, layout: str, provider: str, de
         weight = make_parameter("plain", shape[1], dtype, device)
         bias = make_parameter("offset", shape[1], dtype, device, seed=2)
         _check(x, groups, weight, bias, provider=provider, memory_format=torch.preserve_format)
+        add = make_add(shape, dtype, device, seed=1)
+        _check(x, groups, weight, bias, add, provider=provider, memory_format=torch.preserve_format)
 
 
 def test_values_are_those_of_the_contiguous_reference(provider: str, device: str) -> None:
@@ -261,7 +277,12 @@ def test_zero_size_inputs_forward_and_backward(shape: tuple[int, ...], provider:
 # --- the contract --------------------------------------------------------------------------------------
 
 # case: (activation, frames)
-CASES = {"silu": ("silu", "joint"), "no activation": (None, "joint"), "frames each": ("silu", "each")}
+CASES = {
+    "silu": ("silu", "joint"),
+    "no activation": (None, "joint"),
+    "frames each": ("silu", "each"),
+    "add": ("silu", "joint"),
+}
 
 
 def test_every_row_of_the_contract_is_tested() -> None:
@@ -276,12 +297,14 @@ def test_the_error_is_at_most_that_of_the_torch_chain(case: str, layout: str, pr
         x = make_image(layout, (4, 64, 4, 12, 10), dtype, device, shift=0.5)
         weight = make_parameter("plain", 64, dtype, device)
         bias = make_parameter("plain", 64, dtype, device, seed=2)
-        y = ops.group_norm_silu(x, 16, weight, bias, activation=activation, frames=frames, provider=provider)
-        folded = x.transpose(1, 2).flatten(0, 1) if frames == "each" else x
+        add = make_add(tuple(x.shape), dtype, device) if case == "add" else None
+        y = ops.group_norm_silu(x, 16, weight, bias, add=add, activation=activation, frames=frames, provider=provider)
+        added = x if add is None else x + add
+        folded = added.transpose(1, 2).flatten(0, 1) if frames == "each" else added
         stock = F.group_norm(folded, 16, weight, bias)
         stock = stock if activation is None else F.silu(stock)
         stock = stock.unflatten(0, (4, 4)).transpose(1, 2) if frames == "each" else stock
-        truth, _ = _float64(x, 16, weight, bias, silu=activation is not None, each=frames == "each")
+        truth, _ = _float64(x, 16, weight, bias, add, silu=activation is not None, each=frames == "each")
         assert relative_error(y, truth) <= 1.05 * relative_error(stock, truth) + 1e-6
 
 
@@ -292,6 +315,19 @@ def test_a_mean_far_from_zero_costs_no_accuracy(layout: str, provider: str, devi
         y = ops.group_norm_silu(x, 2, activation=None, provider=provider)
         truth, _ = _float64(x, 2, None, None, silu=False, each=False)
         assert relative_error(y, truth) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_a_mean_far_from_zero_costs_no_accuracy_where_each_channel_has_its_own(
+    layout: str, provider: str, device: str
+) -> None:
+    if provider == "eager":
+        pytest.skip("it rounds the sum to float32, as stock does")
+    x = make_image(layout, (2, 8, 32, 32), torch.float32, device, shift=1e4)
+    add = make_add((2, 8, 32, 32), torch.float32, device)
+    y = ops.group_norm_silu(x, 2, activation=None, add=add, provider=provider)
+    truth, _ = _float64(x, 2, None, None, add, silu=False, each=False)
+    assert relative_error(y, truth) < 1e-6
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -347,7 +383,8 @@ def test_opcheck(provider: str, device: str) -> None:
     for layout in ("contiguous", "channels_last", "every_second_column"):
         x = make_image(layout, (2, 8, 3, 4, 5), torch.float32, device).detach().requires_grad_()
         weight = make_parameter("strided", 8, torch.float16, device)
-        for options in ({}, {"per_frame": True, "preserve_strides": True}, {"silu": False, "eps": 1e-3}):
+        add = torch.randn(2, 8, device=device)
+        for options in ({}, {"per_frame": True, "preserve_strides": True}, {"silu": False, "eps": 1e-3, "add": add}):
             torch.library.opcheck(torch.ops.diffkern.group_norm_silu, (x, 4, weight), {"provider": provider, **options})
 
 
@@ -360,6 +397,8 @@ def test_gradients_are_those_of_the_formula(options: dict[str, Any], device: str
     call = lambda x, *parameters: ops.group_norm_silu(x, 2, *parameters, **options)  # noqa: E731
     assert torch.autograd.gradcheck(call, leaves)
     assert torch.autograd.gradcheck(call, leaves[:1])
+    added = lambda x, add: ops.group_norm_silu(x, 2, add=add, **options)  # noqa: E731
+    assert torch.autograd.gradcheck(added, (leaves[0], leaf(2, 4, 1, 1, 1)))
     assert torch.autograd.gradgradcheck(call, leaves)
 
 
@@ -397,6 +436,8 @@ def test_bad_arguments_are_named(device: str) -> None:
         ops.group_norm_silu(x, 2, torch.ones(4, device=device))
     with pytest.raises(ValueError, match="bias is on meta"):
         ops.group_norm_silu(x, 2, None, torch.ones(6, device="meta"))
+    with pytest.raises(ValueError, match=r"add of shape \(2, 6, 4, 4\) does not broadcast to one value per sample"):
+        ops.group_norm_silu(x, 2, add=x)
     with pytest.raises(ValueError, match="has one element, and no variance"):
         ops.group_norm_silu(x[:1, :, :1, :1], 6)
     with pytest.raises(ValueError, match="unknown activation 'relu'"):

@@ -14,6 +14,7 @@ def group_norm_silu(
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    add: Tensor | None = None,
     eps: float = 1e-5,
     silu: bool = True,
     per_frame: bool = False,
@@ -26,6 +27,7 @@ def group_norm_silu(
         num_groups: Number of groups, a divisor of ``C``.
         weight: Shape ``[C]``, or None.
         bias: Shape ``[C]``, or None.
+        add: Added to ``x`` before the norm; shape ``[B, C]``, any strides, or None.
         eps: Added to the variance.
         silu: False leaves the SiLU out.
         per_frame: For ``[B, C, T, H, W]``: every frame has its own statistics.
@@ -34,7 +36,7 @@ def group_norm_silu(
     Returns:
         A new tensor of the shape and dtype of ``x``.
     """
-    return ops.group_norm_silu(x, num_groups, weight, bias, eps, silu, per_frame, preserve_strides)
+    return ops.group_norm_silu(x, num_groups, weight, bias, add, eps, silu, per_frame, preserve_strides)
 
 
 def channel_rms_norm_silu(
@@ -74,7 +76,7 @@ def register_fakes() -> None:
     """Tells tracing what the ops return."""
 
     @fake("group_norm_silu")
-    def _(x, num_groups, weight, bias, eps, silu, per_frame, preserve_strides):
+    def _(x, num_groups, weight, bias, add, eps, silu, per_frame, preserve_strides):
         memory_format = torch.preserve_format if preserve_strides else torch.contiguous_format
         return torch.empty_like(x, memory_format=memory_format)
 

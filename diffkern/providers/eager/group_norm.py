@@ -21,6 +21,7 @@ def group_norm_silu(
     num_groups: int,
     weight: Tensor | None,
     bias: Tensor | None,
+    add: Tensor | None,
     eps: float,
     silu: bool,
     per_frame: bool,
@@ -28,6 +29,7 @@ def group_norm_silu(
 ) -> Tensor:
     """Computes :func:`diffkern.ops.group_norm_silu`."""
     upcast = x.to(compute_dtype(x))
+    upcast = upcast if add is None else upcast + _channels(add, upcast)
     groups = upcast.unflatten(1, (num_groups, x.shape[1] // num_groups))
     dims = (2, *range(4 if per_frame else 3, groups.ndim))
     centred = groups - groups.mean(dims, keepdim=True)

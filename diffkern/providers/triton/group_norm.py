@@ -41,6 +41,7 @@ def group_norm_silu(
     num_groups: int,
     weight: Tensor | None,
     bias: Tensor | None,
+    add: Tensor | None,
     eps: float,
     silu: bool,
     per_frame: bool,
@@ -52,16 +53,17 @@ def group_norm_silu(
         return y
     launch = group_launch_for(x.shape, x.stride(), y.stride(), num_groups, per_frame)
     if launch is None:
-        dense = group_norm_silu(x.contiguous(), num_groups, weight, bias, eps, silu, per_frame, False)
+        dense = group_norm_silu(x.contiguous(), num_groups, weight, bias, add, eps, silu, per_frame, False)
         return y.copy_(dense)
     partial = torch.empty(launch.samples * num_groups * launch.parts * 3, dtype=torch.float32, device=x.device)
     fixed = (launch.nested, launch.positions, launch.groups, launch.columns)
     with device_guard(x.device):
         group_statistics_kernel[(launch.samples * launch.group_tiles * launch.parts,)](
-            x, partial, *launch.walk, *launch.x_geometry, *fixed, num_warps=_NUM_WARPS, enable_fp_fusion=True
-        )
+            x, add, partial, *launch.walk, *launch.x_geometry, *_strides(add), *fixed,
+            num_warps=_NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
         group_normalise_kernel[(launch.samples * launch.group_tiles * launch.tiles,)](
-            x, partial, weight, bias, y, *launch.walk, *launch.x_geometry, *launch.y_geometry,
+            x, add, partial, weight, bias, y, *launch.walk, *launch.x_geometry, *_strides(add), *launch.y_geometry,
             _stride(weight), _stride(bias), eps, silu, _power_of_two(launch.parts), *fixed,
             num_warps=_NUM_WARPS, enable_fp_fusion=True,
         )  # fmt: skip

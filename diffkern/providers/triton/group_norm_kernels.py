@@ -54,10 +54,18 @@ def _pivots(x_ptr, group_tile, group, channels, stride, inside, GROUPS: tl.const
     return tl.load(x_ptr + channel * stride, mask=inside, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _added(a_ptr, stride, group_tile, group, channel, channels, inside, GROUPS: tl.constexpr):
+    """What is added to each column, less what is added to the first channel of its group: values are relative to it."""
+    first = (group_tile * GROUPS + group).to(tl.int64) * channels
+    own = tl.load(a_ptr + channel * stride, mask=inside, other=0.0).to(tl.float32)
+    return own - tl.load(a_ptr + first * stride, mask=inside, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def group_statistics_kernel(
-    x_ptr, partial_ptr, num_groups, channels, positions, channel_tiles, tiles, parts, samples1, group_tiles,
-    x_n0, x_n1, x_c, size0, size1, x0, x1, x2,
+    x_ptr, a_ptr, partial_ptr, num_groups, channels, positions, channel_tiles, tiles, parts, samples1, group_tiles,
+    x_n0, x_n1, x_c, size0, size1, x0, x1, x2, a_n, a_c,
     NESTED: tl.constexpr, POSITIONS: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Writes count, mean and squares of one share of ``GROUPS`` groups, three floats for each."""
@@ -65,7 +73,8 @@ def group_statistics_kernel(
     part = program % parts
     group_tile = (program // parts) % group_tiles
     sample_index = program // parts // group_tiles
-    x_ptr += (sample_index // samples1).to(tl.int64) * x_n0 + (sample_index % samples1).to(tl.int64) * x_n1
+    n0 = (sample_index // samples1).to(tl.int64)
+    x_ptr += n0 * x_n0 + (sample_index % samples1).to(tl.int64) * x_n1
 
     # Sums around the mean of the first tile, so that no large terms cancel in the end.
     count = tl.zeros((COLS,), dtype=tl.float32)
@@ -79,7 +88,10 @@ def group_statistics_kernel(
         inside = (position < positions)[:, None] & exists[None, :]
         rows = _spatial_offsets(position, size0, size1, x0, x1, x2, NESTED)
         x = tl.load(x_ptr + rows[:, None] + (channel * x_c)[None, :], mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(inside, x - _pivots(x_ptr, group_tile, group, channels, x_c, exists, GROUPS)[None, :], 0.0)
+        x -= _pivots(x_ptr, group_tile, group, channels, x_c, exists, GROUPS)[None, :]
+        if a_ptr is not None:
+            x += _added(a_ptr + n0 * a_n, a_c, group_tile, group, channel, channels, exists, GROUPS)[None, :]
+        x = tl.where(inside, x, 0.0)
         rows_inside = tl.minimum(positions - first, POSITIONS).to(tl.float32)
         if tile == part:
             centre = tl.sum(x, axis=0) / rows_inside
@@ -109,13 +121,13 @@ def group_statistics_kernel(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def group_normalise_kernel(
-    x_ptr, partial_ptr, w_ptr, b_ptr, y_ptr,
+    x_ptr, a_ptr, partial_ptr, w_ptr, b_ptr, y_ptr,
     num_groups, channels, positions, channel_tiles, tiles, parts, samples1, group_tiles,
-    x_n0, x_n1, x_c, size0, size1, x0, x1, x2, y_n0, y_n1, y_c, y0, y1, y2, w_stride, b_stride, eps,
+    x_n0, x_n1, x_c, size0, size1, x0, x1, x2, a_n, a_c, y_n0, y_n1, y_c, y0, y1, y2, w_stride, b_stride, eps,
     SILU: tl.constexpr, PARTS: tl.constexpr,
     NESTED: tl.constexpr, POSITIONS: tl.constexpr, GROUPS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile of ``silu((x - mean) / sqrt(var + eps) * w + b)``."""
+    """Writes one tile of ``silu((x + a - mean) / sqrt(var + eps) * w + b)``."""
     # Backwards: what the first pass read last is still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program % tiles
@@ -144,6 +156,8 @@ def group_normalise_kernel(
     rate = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
     # From groups to columns.
     mean = tl.gather(mean, group, 0)
+    if a_ptr is not None:
+        mean -= _added(a_ptr + n0 * a_n, a_c, group_tile, group, channel, channels, exists, GROUPS)
     rate = tl.gather(rate, group, 0)
     if w_ptr is not None:
         rate *= tl.load(w_ptr + channel * w_stride, mask=exists, other=0.0).to(tl.float32)
