@@ -108,6 +108,20 @@ inline Tensor empty_contiguous(const Tensor& x, int64_t rank, const int64_t* siz
   return empty_strided(x, rank, sizes, strides.data(), dtype);
 }
 
+// A tensor with room for two along one dimension.
+inline Tensor empty_joint(const Tensor& first, const Tensor& second, int64_t dim, const char* op) {
+  const int64_t rank = first.dim();
+  STD_TORCH_CHECK(second.dim() == rank && dim >= 0 && dim < rank - 1, op, ": the streams cannot be joined along ", dim);
+  constexpr int64_t kMaxTensorRank = 64;
+  std::array<int64_t, kMaxTensorRank> sizes;
+  STD_TORCH_CHECK(rank <= kMaxTensorRank, op, ": ", rank, " dimensions are more than the compiled kernels step through");
+  for (int64_t i = 0; i < rank; ++i) {
+    sizes[i] = first.size(i) + (i == dim ? second.size(i) : 0);
+    STD_TORCH_CHECK(i == dim || first.size(i) == second.size(i), op, ": the streams differ in dimension ", i);
+  }
+  return empty_contiguous(first, rank, sizes.data(), first.scalar_type());
+}
+
 #if defined(DIFFKERN_ROWS8)
 // Rows in e4m3 of the shape that `sizes` gives, and the scale of each row in float32.
 struct Rows8 {

@@ -434,19 +434,6 @@ std::tuple<Tensor, Tensor> qk_norm_rope(
   return {q_out, k_out};
 }
 
-// A tensor with room for two along one dimension.
-Tensor empty_joint(const Tensor& first, const Tensor& second, int64_t dim, const char* op) {
-  const int64_t rank = first.dim();
-  STD_TORCH_CHECK(second.dim() == rank && dim >= 0 && dim < rank - 1, op, ": the streams cannot be joined along ", dim);
-  std::array<int64_t, kMaxRank> sizes;
-  STD_TORCH_CHECK(rank <= kMaxRank, op, ": ", rank, " dimensions are more than the compiled kernels step through");
-  for (int64_t i = 0; i < rank; ++i) {
-    sizes[i] = first.size(i) + (i == dim ? second.size(i) : 0);
-    STD_TORCH_CHECK(i == dim || first.size(i) == second.size(i), op, ": the streams differ in dimension ", i);
-  }
-  return empty_contiguous(first, rank, sizes.data(), first.scalar_type());
-}
-
 std::tuple<Tensor, Tensor> joint_qk_norm_rope(
     Tensor q, Tensor k, Tensor q_2, Tensor k_2, std::optional<Tensor> q_weight, std::optional<Tensor> k_weight,
     std::optional<Tensor> q_weight_2, std::optional<Tensor> k_weight_2, std::optional<Tensor> q_bias,
