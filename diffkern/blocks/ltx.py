@@ -42,16 +42,17 @@ from diffkern.blocks.ltx_rope import TracedTables, axial_tables
 from diffkern.blocks.pieces import are_silent, gelu_feed_forward, per_head, plain, unfit_input, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.blocks.rms_pieces import (
+    Project,
     Rotation,
     attend,
-    attend_to_text,
     is_gelu,
     is_weightless,
     norms_are_plain,
+    project_each,
     project_out,
+    project_text,
 )
 from diffkern.blocks.steps import EXACT, FAST, FP8, FastSteps
-from diffkern.blocks.text import TextAttention, text_attention
 from diffkern.cache import version
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.contract import FP8_ALLOWANCE
@@ -70,7 +71,7 @@ class LTXBlock(BlockRecipe):
     """
 
     op = "ltx_block"
-    ops = ("norm_modulate", "qk_norm_rope", "rms_norm", "gate_residual", "gate_residual_norm_modulate")
+    ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
     fingerprints = frozenset({"c846e58e0ac2885e"})
     versions = "diffusers 0.42"
     is_one_op = True
@@ -198,8 +199,8 @@ class LTXBlock(BlockRecipe):
         else:
             stock_norms = "attn2.norm_q and norm_k" in stock
             stock_norms |= not steps.fuses_norms
-            kept = None if stock_norms else text_attention(block, "attn2", text)
-            y = _attention(block.attn2, x, text, None, mask, stock_norms, provider, kept=kept)
+            project = project_each if torch.compiler.is_compiling() else project_text(block, "attn2")
+            y = _attention(block.attn2, x, text, None, mask, stock_norms, provider, project=project)
 
         if "norm2" in stock:
             x = steps.gate_residual(x, y, None, provider)
@@ -287,18 +288,14 @@ def _rotation(tables: Tables | None, heads: int) -> Rotation:
 
 def _attention(
     attention: Any, x: Any, context: Any, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
-    provider: str | None, weights: Fp8Weights | None = None, kept: TextAttention | None = None,
+    provider: str | None, weights: Fp8Weights | None = None, project: Project = project_each,
 ) -> Tensor:  # fmt: skip
     """``LTXVideoAttnProcessor``, its products in fp8 where there are weights for them."""
     # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
     dispatch = stock_module.dispatch_attention_fn
-    if kept is not None:
-        return project_out(
-            attention, attend_to_text(attention, x, context, mask, stock_norms, dispatch, provider, kept)
-        )
     rotation = _rotation(tables, attention.heads)
     if weights is None:
-        y = attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider)
+        y = attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider, project)
         return project_out(attention, y)
     rows = quantize_rowwise(x, provider)  # of self-attention, whose context is x
     y = attend(attention, rows, rows, rotation, mask, stock_norms, dispatch, provider, weights.project)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 #: diffusers, which a user of such a block has imported already.
 _RECIPES = {
     "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": ("ltx_block", "diffkern.blocks.ltx"),
-    "diffusers.models.transformers.transformer_ltx2.LTX2VideoTransformerBlock": ("ltx2_block", "diffkern.blocks.ltx2"),
     "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": (
         "ltx_rope",
         "diffkern.blocks.ltx_rope",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.models.activations import GELU
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from diffkern.blocks.native_attention import is_native, native
 from diffkern.blocks.pieces import plain, plain_linear, run_layer, untouched
-from diffkern.ops import qk_norm_rope, rms_norm
-
-if TYPE_CHECKING:
-    from diffkern.blocks.text import TextAttention
+from diffkern.cache.text import drop_layer_of_text, layer_of_text
+from diffkern.ops import qk_norm_rope
 
 #: Calls a child of an attention module: its name, the layer, its input.
 Run = Callable[[str, nn.Module, Any], Tensor]
@@ -62,9 +60,8 @@ def attend(
     heads, children = attention.heads, attention._modules
     query, key, value = project(children, x, context)
     norm_q, norm_k = children["norm_q"], children["norm_k"]
-    if stock_norms or not rotation:
-        # Without a rotation one by one: a key that is kept must be the same to the bit as one that is not.
-        query, key = _normalised(norm_q, query, stock_norms, provider), _normalised(norm_k, key, stock_norms, provider)
+    if stock_norms:
+        query, key = norm_q(query), norm_k(key)
         if rotation:
             query, key = qk_norm_rope(query, key, norm=None, across_heads=heads, provider=provider, **rotation)
     else:
@@ -75,37 +72,21 @@ def attend(
     return _dispatched(attention, query, key, value, mask, dispatch)
 
 
-def attend_to_text(
-    attention: Any, x: Tensor, text: Tensor, mask: Tensor | None, stock_norms: bool, dispatch: Any,
-    provider: str | None, kept: TextAttention,
-) -> Tensor:  # fmt: skip
-    """As :func:`attend` without a rotation, the keys and values computed once for each text.
+def project_text(block: nn.Module, name: str) -> Project:
+    """As :func:`project_each`, with what is made of a text kept beside ``block``, whose attention ``name`` is."""
 
-    Args:
-        attention: As there.
-        x: As there.
-        text: The context.
-        mask: As there.
-        stock_norms: As there.
-        dispatch: As there.
-        provider: As there.
-        kept: The keys and values of this attention.
-    """
-    children = attention._modules
+    def project(children: Mapping[str, Any], x: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def of_text(layer_name: str) -> Tensor:
+            layer, kept = children[layer_name], None
+            if plain_linear(layer, text.device, text.dtype):
+                kept = layer_of_text(block, f"{name}.{layer_name}", layer, text, lambda: run_layer(layer, text))
+            else:
+                drop_layer_of_text(block, f"{name}.{layer_name}")
+            return run_layer(layer, text) if kept is None else kept
 
-    def keys_and_values() -> tuple[Tensor, Tensor]:
-        key = run_layer(children["to_k"], text)
-        return _normalised(children["norm_k"], key, stock_norms, provider), run_layer(children["to_v"], text)
+        return run_layer(children["to_q"], x), of_text("to_k"), of_text("to_v")
 
-    query = _normalised(children["norm_q"], run_layer(children["to_q"], x), stock_norms, provider)
-    key, value = kept.keys_and_values(children, text, keys_and_values)
-    return _dispatched(attention, query, key, value, mask, dispatch)
-
-
-def _normalised(norm: Any, x: Tensor, stock: bool, provider: str | None) -> Tensor:
-    if stock:
-        return norm(x)  # type: ignore[no-any-return]
-    return rms_norm(x, norm._parameters["weight"], eps=norm.eps, provider=provider)
+    return project
 
 
 def _dispatched(

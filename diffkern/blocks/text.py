@@ -1,17 +1,9 @@
-"""What a denoiser computes from its text: the same at every step of a run, so computed once.
-
-The projection of the caption, and in each block the keys and values of the attention to it, depend on the text and on
-weights alone. They are kept as long as both are valid (:mod:`diffkern.cache.derived`). To check a weight at every step
-costs about as much as its product with a text, so ``exact``, which must find every write in time, keeps none of this.
-"""
+"""The projection of a caption, computed once for each text; see :mod:`diffkern.cache.text`."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from diffusers.models.activations import FP32SiLU
@@ -21,68 +13,12 @@ from typing_extensions import override
 
 from diffkern.blocks.pieces import plain_linear, unfit_surroundings, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
+from diffkern.cache import DerivedCache, TensorFingerprint, memory
+from diffkern.cache.text import CAPTIONS, MAX_TEXTS, Caption, is_cacheable, of_weight
 from diffkern.providers import KERNEL_DTYPES
-from diffkern.providers.dispatch_modes import modes_active, transforms_active
-
-#: Texts that are kept: guidance may call a model with two in turn.
-MAX_TEXTS = 2
 
 #: Activations that compute nothing but what their class and ``approximate`` say.
 _ACTIVATIONS = (nn.GELU, nn.SiLU, FP32SiLU)
-
-Pair = tuple[Tensor, Tensor]
-
-
-def is_cacheable(tensor: Tensor) -> bool:
-    """Whether what is computed from ``tensor`` may be kept: PyTorch counts writes, and nothing traces the call."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.is_grad_enabled()
-        and not torch.is_inference_mode_enabled()
-        and version(tensor) is not None
-        and not transforms_active()
-        and not modes_active()
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Projected:
-    """A caption that was projected.
-
-    Attributes:
-        caption: The caption.
-        weights: The weights of both layers.
-        result: The result, which others are given.
-        activation: What is between the two layers.
-        states: The result itself. It is kept, so that no other tensor can have its address.
-    """
-
-    caption: TensorFingerprint
-    weights: tuple[TensorFingerprint, ...]
-    result: TensorFingerprint
-    activation: Hashable
-    states: Tensor
-
-    def holds(self, activation: Hashable, weights: Sequence[Tensor]) -> bool:
-        """Whether it is valid, for its own caption."""
-        return self.activation == activation and self.result.matches(self.states) and match_all(self.weights, weights)
-
-    def produced(self, states: Tensor) -> bool:
-        """Whether these states are the result, unchanged, maybe another view of the same shape."""
-        own = self.states
-        return (
-            own.data_ptr() == states.data_ptr()
-            and own.shape == states.shape
-            and own.stride() == states.stride()
-            and own.dtype == states.dtype
-            and not states.is_neg()
-            and self.result.version == version(own) == version(states)
-        )
-
-
-#: Results that are kept, by their addresses.
-_projected: WeakValueDictionary[int, _Projected] = WeakValueDictionary()
 
 
 class _Caption(DerivedCache):
@@ -90,7 +26,7 @@ class _Caption(DerivedCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: list[_Projected] = []
+        self._kept: list[Caption] = []
 
     @override
     def fingerprints(self) -> Iterable[TensorFingerprint]:
@@ -115,123 +51,18 @@ class _Caption(DerivedCache):
                 return kept.states.detach()  # a view: each has requires_grad and grad of its own
         if caption.is_cuda and torch.cuda.is_current_stream_capturing():
             return _project(module, caption)  # into memory of the graph, which each replay writes again
-        sources = TensorFingerprint.of(caption), tuple(map(_of_weight, weights))
+        sources = TensorFingerprint.of(caption), tuple(map(of_weight, weights))
         y = _project(module, caption).detach()
-        kept = _Projected(*sources, TensorFingerprint.of(y), activation, y)
+        kept = Caption(*sources, TensorFingerprint.of(y), activation, y)
         others = [other for other in valid if other.caption.tensor() is not None]
         self._kept = [*others[1 - MAX_TEXTS :], kept]
-        _projected[y.data_ptr()] = kept
+        CAPTIONS[y.data_ptr()] = kept
         return y.detach()
-
-
-def _of_weight(weight: Tensor) -> TensorFingerprint:
-    return TensorFingerprint.of(weight, rotates=True)
 
 
 def _project(module: Any, caption: Tensor) -> Tensor:
     result: Tensor = PixArtAlphaTextProjection.forward(module, caption)
     return result
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A text that an attention was called with.
-
-    Attributes:
-        text: The projection of its caption.
-        eps: Of the norm of the keys.
-        signs: What could be seen of the weights.
-        sources: The weights, where something is kept.
-        pair: Keys, normalised, and values; None until the text comes a second time.
-        versions: Of the pair. Attention backends get it, and may write into it.
-    """
-
-    text: weakref.ref[_Projected]
-    eps: float
-    signs: Hashable
-    sources: tuple[TensorFingerprint, ...] = ()
-    pair: Pair | None = None
-    versions: tuple[int | None, ...] = ()
-
-
-class TextAttention(DerivedCache):
-    """The keys and values of the texts that one attention was called with last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._texts: list[_Text] = []
-
-    @override
-    def fingerprints(self) -> Iterable[TensorFingerprint]:
-        return [source for text in self._texts for source in text.sources]
-
-    @override
-    def entries(self) -> list[object]:
-        return list(self._texts)
-
-    def keys_and_values(self, children: Mapping[str, Any], states: Tensor, compute: Callable[[], Pair]) -> Pair:
-        """Returns those of a text: the kept ones, or what ``compute`` returns.
-
-        Args:
-            children: Of the attention: plain layers and norms.
-            states: The hidden states of the text.
-            compute: Computes keys, normalised, and values.
-        """
-        projected = _projected.get(states.data_ptr())
-        if projected is None or not projected.produced(states):
-            return compute()  # of a text that is no kept projection
-        texts, weights, eps = self._texts, _weights(children), children["norm_k"].eps
-        known = next((text for text in texts if text.text() is projected), None)
-        if known is not None and known.pair is not None and known.eps == eps and match_all(known.sources, weights):
-            if known.versions == tuple(map(version, known.pair)):
-                return known.pair
-            self.is_disabled = True
-        if self.is_disabled:
-            return compute()
-        signs = tuple([(id(weight), version(weight), weight.data_ptr()) for weight in weights])
-        again = known is not None and known.eps == eps and known.signs == signs
-        if states.is_cuda and torch.cuda.is_current_stream_capturing():
-            return compute()
-        # Kept at the second time only: texts that are others at every call, and weights that come and go, are not.
-        sources = tuple(map(_of_weight, weights)) if again else ()
-        pair = compute()
-        kept = (pair, tuple(map(version, pair))) if again else ()
-        text = _Text(weakref.ref(projected), eps, signs, sources, *kept)
-        others = [other for other in texts if other is not known and other.text() is not None]
-        self._texts = [*others[1 - MAX_TEXTS :], text]
-        return pair
-
-
-def text_attention(block: nn.Module, name: str, states: Tensor) -> TextAttention | None:
-    """What is kept for an attention of a block to the text; None where nothing may be.
-
-    Args:
-        block: The block.
-        name: The name of the attention in it, whose processor is the stock one, and whose norms are plain.
-        states: The hidden states of the text.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    children: Any = block._modules[name]._modules  # type: ignore[union-attr]
-    device, dtype = states.device, states.dtype
-    if not (plain_linear(children["to_k"], device, dtype) and plain_linear(children["to_v"], device, dtype)):
-        # An adapter, say: what it leaves behind when it goes may be merged.
-        memory(block).get("texts", {}).pop(name, None)
-        return None
-    if not is_cacheable(states):
-        return None
-    caches = memory(block).setdefault("texts", {})
-    if name not in caches:
-        caches[name] = TextAttention()
-    cache: TextAttention = caches[name]
-    cache.on_call(device)
-    return cache
-
-
-def _weights(children: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    key, value = children["to_k"]._parameters, children["to_v"]._parameters
-    given = key["weight"], key["bias"], value["weight"], value["bias"], children["norm_k"]._parameters["weight"]
-    return tuple([weight for weight in given if weight is not None])
 
 
 #: Rows of a caption below which projecting it takes no longer than reading the weights alone.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
 from diffkern.rewrite.reference import clone_for_verification
 from diffkern.rewrite.rotation import streams_of
-from diffkern.rewrite.site import FusedSite, OnceSite
+from diffkern.rewrite.site import FusedSite, OnceSite, TextSite
 from diffkern.verify.contract import ROWS
 from diffkern.verify.samples import sample_shape
 
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Proves a site for the operands that a model of ``dtype`` will probably have; what is met besides waits."""
-    if (device, dtype) in site.tried or isinstance(site, OnceSite):  # which needs no proof
+    if (device, dtype) in site.tried or isinstance(site, (OnceSite, TextSite)):  # which needs no proof
         return
     site.tried.add((device, dtype))
     if site.plan.rule.op == "rope":

@@ -40,7 +40,7 @@ class Effects:
         receiver: The name of the module in it.
         is_pure_child: Whether a call of a child of ``self`` leaves its arguments alone, as norms and activations do.
         is_fresh_child: Whether such a call returns a new tensor, as norms and linear layers do.
-        is_pure_function: Whether a global function only reads its arguments.
+        is_pure_function: Whether a global function, or a method ``self.name``, only reads its arguments.
     """
 
     def __init__(
@@ -99,11 +99,13 @@ class Effects:
             base = base.value  # type: ignore[assignment]
         if isinstance(base, ast.Name) and base.id in ("torch", "F", "nn", "math", "logger", "warnings"):
             return not self._flow.is_local(base)
-        return self._is_pure_method(call) or self._is_pure_child(function)
+        return self._is_pure_method(call) or self._is_pure_child(function) or self.is_pure_helper(call)
 
     def is_pure_helper(self, call: ast.Call) -> bool:
-        """Whether a call is that of a global function which only reads its arguments."""
+        """Whether a call is that of a global function, or a static method, which only reads its arguments."""
         function = call.func
+        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+            return function.value.id == self._receiver and self._is_pure_function(f"self.{function.attr}")
         if not isinstance(function, ast.Name) or self._flow.is_local(function):
             return False
         return self._is_pure_function(function.id)
@@ -164,7 +166,9 @@ class Effects:
             if definition not in self._roots:
                 self._roots[definition] = frozenset({definition})  # cuts the circles of loops
                 source = definition.value if definition.value is not None else definition.source
-                if source is not None:
+                if isinstance(source, ast.Call) and source is not definition.value and self._is_site(source):
+                    self._roots[definition] = frozenset({("result", source, definition.name)})  # each is a new tensor
+                elif source is not None:
                     self._roots[definition] = self.storage(source)
             roots |= self._roots[definition]
         return roots

@@ -176,14 +176,17 @@ def replace_match(
         if placement.kind == "hoist":
             replaced.append(both)
         else:
-            _insert(flow.places[end].block, end, [both])
+            moved = [definition.statement for definition in placement.moved if definition.statement is not None]
+            _insert(flow.places[end].block, end, [both, *[copy.copy(statement) for statement in moved]])
+            for statement in moved:
+                _replace(flow.places[statement].block, statement, [], like=statement)
         _replace(flow.places[kept.statement].block, kept.statement, replaced, like=kept.statement)
         call = ast.Name(result, ast.Load())
     for old in gone:
         assert old is not None
         _replace(flow.places[old].block, old, evaluated_early(old), like=old)
     _Swap(root, ast.copy_location(call, root)).visit(end)
-    ast.fix_missing_locations(scope.flow.tree)
+    ast.fix_missing_locations(end)
 
 
 class _Swap(ast.NodeTransformer):
@@ -200,12 +203,16 @@ def _replace(block: list[ast.stmt], old: ast.stmt, new: list[ast.stmt], like: as
     index = next(i for i, statement in enumerate(block) if statement is old)
     if not new and len(block) == 1:
         new = [ast.Pass()]
-    block[index : index + 1] = [ast.copy_location(statement, like) for statement in new]
+    block[index : index + 1] = [_located(statement, like) for statement in new]
 
 
 def _insert(block: list[ast.stmt], before: ast.stmt, new: list[ast.stmt]) -> None:
     index = next(i for i, statement in enumerate(block) if statement is before)
-    block[index:index] = [ast.copy_location(statement, before) for statement in new]
+    block[index:index] = [_located(statement, before) for statement in new]
+
+
+def _located(statement: ast.stmt, like: ast.stmt) -> ast.stmt:
+    return ast.fix_missing_locations(ast.copy_location(statement, like))
 
 
 def _aside(step: ast.expr) -> Iterable[ast.expr]:

@@ -100,7 +100,10 @@ class Facts:
         return bool(path) and self._answer("linear", path, self._is_linear)  # type: ignore[return-value]
 
     def is_projection(self, path: Path) -> bool:
-        """Whether a call of the child returns a new tensor, whatever its class: a linear layer, plain or not."""
+        """Whether a call of the child returns a new tensor, whatever its class: that of a linear layer, plain or not.
+
+        An attention ends with one.
+        """
         return bool(path) and self._answer("projection", path, self._is_projection)  # type: ignore[return-value]
 
     def activation(self, path: Path) -> str | None:
@@ -141,7 +144,7 @@ class Facts:
         )
 
     def _is_projection(self, path: Path) -> bool:
-        return self._is_linear(path)
+        return self._is_linear(path) or re.search(r"(^|_)attn\d*(_|$)", _name_of(path)) is not None
 
     def _value(self, path: Path) -> object:
         return UNKNOWN
@@ -182,7 +185,8 @@ class ModuleFacts(Facts):
         return plain_attribute(self._module, path[0])
 
     def _is_projection(self, path: Path) -> bool:
-        return hasattr(child_of(self._module, path), "in_features")
+        child = child_of(self._module, path)
+        return hasattr(child, "in_features") or hasattr(child, "to_out")
 
     def _activation(self, path: Path) -> str | None:
         child = child_of(self._module, path)

@@ -25,12 +25,14 @@ class Placement:
             residual. ``"sink"``: right before the statement of the root.
         early: Leaves that are evaluated where their statement stood, since they cannot move.
         removed: Definitions that nothing needs any longer.
+        moved: Definitions of norms that others modulate, too, and that follow the residual to where it is computed.
         moves_calls: Whether a module is called in another order, or more often, than in the source.
     """
 
     kind: str
     early: tuple[ast.expr, ...]
     removed: tuple[Definition, ...]
+    moved: tuple[Definition, ...]
     moves_calls: bool
 
 
@@ -62,18 +64,18 @@ class Placer:
             if reason is not None:
                 return reason
         kept = match.kept if match.kept is not None and self._other_uses(match.kept, match) else None
-        removed, duplicated = [], False
+        removed, shared = [], []
         for definition in definitions:
             if definition is kept or (is_alias(definition) and self._other_uses(definition, match)):
                 continue
             if not self._other_uses(definition, match):
                 removed.append(definition)
             elif self._is_modulated_twice(definition, match):
-                duplicated = True
+                shared.append(definition)
             else:
                 return f"{definition.name} is used again"
         for kind in ("inline",) if kept is None else ("hoist", "sink"):
-            found = self._try(kind, root, match, leaves, tuple(removed), kept, duplicated)
+            found = self._try(kind, root, match, leaves, tuple(removed), kept, tuple(shared))
             if isinstance(found, Placement):
                 return found
         return found
@@ -86,7 +88,7 @@ class Placer:
         leaves: tuple[ast.expr, ...],
         removed: tuple[Definition, ...],
         kept: Definition | None,
-        duplicated: bool,
+        shared: tuple[Definition, ...],
     ) -> Placement | str:
         flow, end = self._flow, self._flow.statement[root]
         home = end
@@ -99,8 +101,11 @@ class Placer:
                 home, point = kept.statement, flow.order[kept.statement]
             else:
                 point = flow.first[end]
-                if any(flow.order[use] < point for use in self._other_uses(kept, match)):
+                others = [use for definition in (kept, *shared) for use in self._other_uses(definition, match)]
+                if any(flow.order[use] < point for use in others):
                     return f"{kept.name} is used between the residual and the norm"
+                if any(flow.single(_argument(definition)) is not kept for definition in shared):
+                    return "a norm that is modulated twice does not read the residual itself"
         early = []
         for leaf in leaves:
             stands = flow.statement[leaf]
@@ -119,8 +124,8 @@ class Placer:
         reason = self._disturbed(match, leaves, point)
         if reason is not None:
             return reason
-        moves = duplicated or self._passes_calls(match, point)
-        return Placement(kind, tuple(early), removed, moves)
+        moves = bool(shared) or self._passes_calls(match, point)
+        return Placement(kind, tuple(early), removed, shared if kind == "sink" else (), moves)
 
     def _unreachable(self, start: ast.stmt, end: ast.stmt) -> str | None:
         """Why what stands in ``start`` cannot be computed at ``end``: loops and contexts are not entered."""
@@ -216,6 +221,12 @@ class Placer:
             for start, end in spans
             for node in self._flow.between(start, end)
         )
+
+
+def _argument(definition: Definition) -> ast.expr:
+    """What a norm reads whose result a definition is."""
+    assert isinstance(definition.value, ast.Call)
+    return definition.value.args[0]
 
 
 def is_alias(definition: Definition) -> bool:

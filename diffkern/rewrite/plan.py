@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import CodeType
 from typing import Any
 
@@ -23,7 +24,13 @@ from diffkern.rewrite.purity import is_pure
 from diffkern.rewrite.query_key import QueryKey, concatenated, pair_statements, separate_statements
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
-from diffkern.rewrite.variants import activate_in_branches, decide_branches, drop_options, split_by_arguments
+from diffkern.rewrite.variants import (
+    activate_in_branches,
+    decide_branches,
+    drop_options,
+    split_by_arguments,
+    split_by_flags,
+)
 
 #: Names in rewritten functions: what decides which sites are on, what runs if none may, and what concatenates in the
 #: memory of a site's result.
@@ -67,6 +74,11 @@ class SitePlan:
     gives_residual: bool
     moves_calls: bool
     halves: tuple[str, ...] = ()
+
+    def computes_what(self, other: SitePlan) -> bool:
+        """Whether another site is the same place of the source, in another branch of the rewritten function."""
+        code = {"index", "original", "operands"}
+        return all(getattr(self, one.name) == getattr(other, one.name) for one in fields(self) if one.name not in code)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +127,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         split_by_arguments(tree, facts)
     else:
         inline.inline_nested(tree)
+        split_by_flags(tree, facts)
     options = drop_options(tree)
     as_written = copy.deepcopy(tree)
     # A processor's rotation is a call that the shape knows, whatever it computes.
@@ -204,10 +217,16 @@ class _Planner:
         return False
 
     def _is_pure_function(self, name: str) -> bool:
-        function = self._source.function.__globals__.get(name)
         if name not in self._pure:
-            self._pure[name] = is_pure(function)
+            self._pure[name] = is_pure(self._function(name))
         return self._pure[name]
+
+    def _function(self, name: str) -> object:
+        """The global function of a name, or of ``self.name`` the static method."""
+        if not name.startswith("self."):
+            return self._source.function.__globals__.get(name)
+        method = inspect.getattr_static(self._facts.cls, name[5:], None)
+        return method.__func__ if isinstance(method, staticmethod) else None
 
     def _place(self, rule: Rule, scope: Scope, placer: Placer, root: ast.expr, match: Match) -> str | None:
         """Writes a match into the tree; the reason if there is no place for it."""
@@ -217,10 +236,13 @@ class _Planner:
         if isinstance(placement, str):
             return placement
         pure = [name for name, is_known in self._pure.items() if is_known]  # what the place may depend on
-        self.replaced.update({name: scope.namespace[name] for name in (*match.functions, *pure)})
+        self.replaced.update({name: self._function(name) for name in (*match.functions, *pure)})  # type: ignore[misc]
         self.helpers.update(helper for step in match.steps if (helper := inline.helper_of(step)) is not None)
-        self.sites.append(self._site(rule, scope, root, match, region, placement, kept is not None))
-        replace_match(scope, root, match, region, placement, kept, len(self.sites) - 1)
+        site = self._site(rule, scope, root, match, region, placement, kept is not None)
+        same = next((known for known in self.sites if known.computes_what(site)), None)
+        if same is None:
+            self.sites.append(site)
+        replace_match(scope, root, match, region, placement, kept, (same or site).index)
         return None
 
     def _site(

@@ -19,13 +19,16 @@ from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature
-from diffkern.rewrite.site import FusedSite, Observer, OnceSite, Trained, join
+from diffkern.rewrite.site import FusedSite, Observer, OnceSite, TextSite, Trained, join
 from diffkern.rewrite.source import LOCK, Source, recompile
+from diffkern.rewrite.texts import OfText
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
 #: With this set to 0 in the environment nothing is rewritten.
 SWITCH = "DIFFKERN_REWRITE"
 
+#: The classes of sites that need no proof, by their shapes.
+_SITES: Mapping[type, type[FusedSite]] = {PairMask: OnceSite, OfText: TextSite}
 #: Plans by function; they hold code and no function, so that a class can go.
 _PLANS: WeakKeyDictionary[Callable[..., Any], list[Plan]] = WeakKeyDictionary()
 _DECLINED: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
@@ -129,7 +132,7 @@ class Rewriter:
         function = inspect.unwrap(forward)
 
         def made(plan: SitePlan) -> FusedSite:
-            op, kind = plan.rule.op, OnceSite if isinstance(plan.rule.shape, PairMask) else FusedSite
+            op, kind = plan.rule.op, _SITES.get(type(plan.rule.shape), FusedSite)
             return kind(plan, function, module, self._providers.get(op, self._provider), self._trained.get(op))
 
         sites = tuple(map(made, found.sites))

@@ -69,6 +69,7 @@ class Form:
         across_heads: Whether the norm is one over all heads.
         heads_first: Whether heads come before tokens, where that matters: in a norm over all of them.
         partial: Whether the columns of the tables say how many elements of a head are rotated, the first ones.
+        heads_in_tables: Whether the heads of queries and keys are not taken apart, and tables have them before tokens.
     """
 
     tables: str | None = None
@@ -77,6 +78,7 @@ class Form:
     across_heads: bool = False
     heads_first: bool = False
     partial: bool = False
+    heads_in_tables: bool = False
 
     def of(self, tables: list[Tensor]) -> Tables | tuple[None, None]:
         """Cosines and sines that broadcast against queries or keys."""
@@ -102,6 +104,7 @@ FORMS = tuple(
         for heads_dim in (None, -2, -3)
         for partial in ((True, False) if tables in _FULL and not norm[0] else (False,))
     ]
+    + [Form("cosines and sines", None, pairing, True, heads_in_tables=True) for pairing in ("interleaved", "half")]
 )
 NORMS = (Form(), Form(across_heads=True))
 
@@ -160,7 +163,11 @@ def call_qk_norm_rope(
             start += q.shape[dim]
         if form.heads_first:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if form.heads_first or form.heads_in_tables:
             pairs = [(_tokens_first(cos), _tokens_first(sin)) for cos, sin in pairs]
+        if form.heads_in_tables:
+            assert pairs[0][0] is not None
+            q, k = [x.unflatten(-1, (pairs[0][0].shape[-2], -1)) for x in (q, k)]
         cos = pairs[0][0]
         if form.partial and cos is not None and cos.shape[-1] != q.shape[-1]:
             options["rotary_dim"] = cos.shape[-1]
@@ -204,6 +211,7 @@ def call_qk_norm_rope(
             flat[0], flat[1], cos=cos, sin=sin, **of_k, **norm, across_heads=heads, **options, provider=provider
         )
         by_head = [y.view_as(x) for y, x in zip(both, (q, k), strict=True)]
+        by_head = [y.flatten(-2) for y in by_head] if form.heads_in_tables else by_head
         results.append([y.transpose(1, 2) for y in by_head] if form.heads_first else by_head)
     of_both = zip(*results, strict=True)
     one, other = [parts[0] if dim is None else concatenate(parts, dim, in_order) for parts in of_both]

@@ -36,6 +36,7 @@ from diffkern.rewrite.query_key import (
     QueryKey,
     RotatedTogether,
 )
+from diffkern.rewrite.texts import OfText
 
 _GATES = frozenset({"tanh", "sigmoid"})
 _GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
@@ -96,6 +97,7 @@ RULES = (
     Rule("concatenation of heads", "qk_norm_rope", Joined()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _EMBEDDED),
+    Rule("key or value of a text, once a text", "qk_norm_rope", OfText()),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),
     Rule(

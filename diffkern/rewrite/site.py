@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import ops
+from diffkern.blocks.pieces import plain_linear
 from diffkern.cache.in_call import once_in_call
+from diffkern.cache.text import drop_layer_of_text, layer_of_text
 from diffkern.matching import NormSemantics
 from diffkern.ops.linear import concatenate
 from diffkern.providers.base import KernelFileError
@@ -44,6 +46,8 @@ Observer = Callable[[nn.Module, str | None], None]
 #: Computes a site for a module, its operands by name, and the way that its op is called.
 Trained = Callable[["FusedSite", nn.Module, dict[str, Any], "Way"], Any]
 
+#: How a norm is called, see :attr:`Way.calls_norm`.
+BY_SUM = "by sum"
 #: The operands by which a site is large or small.
 _SIZED = ("x", "residual", "y", "q")
 
@@ -57,7 +61,8 @@ class Way:
     Attributes:
         options: Arguments of the op beside the operands, the norm's and the provider.
         calls_norm: None if the op computes the norm; else the norm is called as the module it is, and this is the
-            dtype that its argument is cast to (the argument's own with ``"same"``).
+            dtype that its argument is cast to (the argument's own with ``"same"``); with :data:`BY_SUM` torch computes
+            the sum of an RMS norm without weight, whose order no kernel has, and an op what is elementwise.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -268,9 +273,17 @@ class FusedSite:
             arguments["eps_mode"] = "clamp" if semantics.clamp_eps else "add"
         return arguments
 
-    def run_norm(self, module: nn.Module, x: Tensor, dtype: torch.dtype | str) -> Tensor:
-        """Calls the norm as the module that it is."""
+    def run_norm(self, module: nn.Module, x: Tensor, dtype: torch.dtype | str, provider: str | None) -> Tensor:
+        """Calls the norm as the module that it is, or torch for its sum alone."""
         norm: Any = child_of(module, self._norm_path)  # type: ignore[arg-type]
+        if dtype == BY_SUM:
+            arguments = self.norm_arguments(module, x)
+            if arguments is None or arguments.keys() & {"weight", "bias"} or arguments["norm"] != "rms":
+                raise ValueError("it is no RMS norm without weight")
+            factor = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + arguments["eps"])
+            return ops.norm_modulate(
+                x, factor, norm=None, scale_offset=0.0, rounding="once", out_dtype=x.dtype, provider=provider
+            )
         y: Tensor = norm(x if isinstance(dtype, str) else x.to(dtype))
         return y
 
@@ -291,6 +304,31 @@ class OnceSite(FusedSite):
         if self.observer is not None:
             self.observer(module, None)
         return result
+
+
+class TextSite(FusedSite):
+    """A linear layer of attention, whose result is kept where it is called with a text; else as it is written."""
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        (states,), path = leaves, self.plan.modules["linear"]
+        layer = child_of(module, path)
+        if torch.compiler.is_compiling() or type(states) is not Tensor or layer is None:
+            return self.original(module, states)
+        if not plain_linear(layer, states.device, states.dtype):
+            return self.run_original(module, states)
+        result = layer_of_text(module, path[-1], layer, states, lambda: self.original(module, states))
+        if result is None:
+            return self.original(module, states)
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return result
+
+    def run_original(self, module: nn.Module, *leaves: Any, reason: str = "") -> Any:
+        """Calls the layer, which has a hook or an adapter, and keeps nothing."""
+        drop_layer_of_text(module, self.plan.modules["linear"][-1])
+        return super().run_original(module, *leaves, reason=reason)
 
 
 def join(site: Callable[..., Any], front: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -355,7 +393,7 @@ def _norm_modulate(
 ) -> Tensor:
     arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
     if arguments is None:
-        x = site.run_norm(module, operands.pop("x"), way.calls_norm or "same")
+        x = site.run_norm(module, operands.pop("x"), way.calls_norm or "same", provider)
         return ops.norm_modulate(x, **operands, **{**way.options, "norm": None}, provider=provider)
     return ops.norm_modulate(**operands, **{**arguments, **way.options}, provider=provider)
 
@@ -376,7 +414,7 @@ def _gate_residual_norm_modulate(
     modulation = {name: operands.pop(name) for name in ("scale", "shift") if name in operands}
     gating = {name: options[name] for name in ("gate_activation", "rounding") if name in options}
     residual = ops.gate_residual(**operands, **gating, out_dtype=options.get("residual_dtype"), provider=provider)
-    y = site.run_norm(module, residual, way.calls_norm or "same")
+    y = site.run_norm(module, residual, way.calls_norm or "same", provider)
     if not modulation:
         return residual, y.to(options.get("out_dtype") or y.dtype)
     rest = {name: options[name] for name in ("scale_offset", "rounding", "out_dtype") if name in options}

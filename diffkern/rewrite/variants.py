@@ -28,7 +28,7 @@ _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Given:
-    """What is known of an argument up to a line and column of the source: None, or PRESENT."""
+    """What is known of an argument up to a line and column of the source: None, PRESENT, or whether it is true."""
 
     value: object
     end: tuple[float, float]
@@ -40,7 +40,7 @@ def decide_branches(tree: ast.FunctionDef, facts: Facts | None, given: Mapping[s
     Args:
         tree: It is changed.
         facts: Knows the attributes of the module; None decides tests of constants alone, as inlined helpers have them.
-        given: Arguments that are known to be None, or known not to be (PRESENT).
+        given: Arguments that are known to be None, known not to be (PRESENT), or known to be true or false.
 
     Returns:
         Whether anything was decided.
@@ -136,6 +136,9 @@ class _Decider(ast.NodeTransformer):
             if one is UNKNOWN or other is UNKNOWN:
                 return UNKNOWN
             return _COMPARE[type(node.ops[0])](one, other)
+        if isinstance(node, ast.Name):
+            flag = self._given.get(node.id)
+            return flag.value if flag is not None and isinstance(flag.value, bool) else UNKNOWN
         if self._facts is None or not isinstance(node, ast.Attribute) or node.attr in self._stored:
             return UNKNOWN
         own = isinstance(node.value, ast.Name) and node.value.id == self._facts.receiver
@@ -221,6 +224,73 @@ def split_by_arguments(tree: ast.FunctionDef, facts: Facts, most: int = 2) -> No
             ast.copy_location(node, tree.body[start])
     split.body, split.orelse = branches
     tree.body[start:] = [split]
+
+
+def split_by_flags(tree: ast.FunctionDef, facts: Facts) -> None:
+    """Makes a branch of a body for all of its flags true, one for all false, and one for any other choice.
+
+    Flags are arguments, by default True or False, that decide whether something is added to a variable:
+    ``if use_cross_attention: x = x + ...``. So the sums and norms before, in and behind that ``if`` are one straight
+    line. Sites of one place are the same in all branches.
+    """
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    flags = {name: None for name in _flags(tree) if name not in stored}
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If) and _adds(node)]
+    asked = [_asked(test) for test in tests]
+    names = list(dict.fromkeys(name for one in asked if one and one <= flags.keys() for name in sorted(one)))
+    if not names:
+        return
+    start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
+    branches: list[list[ast.stmt]] = []
+    for value in (True, False):
+        branch = copy.copy(tree)
+        branch.body = copy.deepcopy(tree.body[start:])
+        decide_branches(branch, facts, {name: Given(value, (float("inf"), 0.0)) for name in names})
+        branches.append(branch.body)
+    text = f"if {' and '.join(names)}:\n    pass\nelif not ({' or '.join(names)}):\n    pass\nelse:\n    pass"
+    split = ast.parse(text if len(names) > 1 else f"if {names[0]}:\n    pass\nelse:\n    pass").body[0]
+    assert isinstance(split, ast.If)
+    for node in ast.walk(split):
+        if "lineno" in node._attributes:
+            ast.copy_location(node, tree.body[start])
+    split.body, split.orelse = branches[0], branches[1] if len(names) == 1 else split.orelse
+    if len(names) > 1:
+        inner = split.orelse[0]
+        assert isinstance(inner, ast.If)
+        inner.body, inner.orelse = branches[1], tree.body[start:]
+    tree.body[start:] = [split]
+
+
+def _flags(tree: ast.FunctionDef) -> list[str]:
+    """The arguments that are True or False by default."""
+    arguments = tree.args
+    positional = [*arguments.posonlyargs, *arguments.args][::-1]
+    pairs = [*zip(positional, arguments.defaults[::-1], strict=False)]
+    pairs += [
+        (one, default) for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default
+    ]
+    return [one.arg for one, default in pairs if isinstance(default, ast.Constant) and isinstance(default.value, bool)]
+
+
+def _adds(node: ast.If) -> bool:
+    """Whether a branch adds to a variable that is there before it."""
+    assigned = [part for one in node.body for part in ast.walk(one) if isinstance(part, ast.Assign)]
+    return any(
+        isinstance(part.value, ast.BinOp)
+        and isinstance(part.value.op, ast.Add)
+        and ast.unparse(part.targets[0]) in (ast.unparse(part.value.left), ast.unparse(part.value.right))
+        for part in assigned
+    )
+
+
+def _asked(test: ast.expr) -> set[str]:
+    """The variables of which a test asks the truth, and nothing else; empty for other tests."""
+    if isinstance(test, ast.Name):
+        return {test.id}
+    parts = [test.operand] if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else []
+    parts = test.values if isinstance(test, ast.BoolOp) else parts
+    names = [_asked(part) for part in parts]
+    return set().union(*names) if all(names) else set()
 
 
 def drop_options(tree: ast.FunctionDef) -> list[str]:

@@ -29,7 +29,7 @@ from diffkern.rewrite.facts import LAST_DIM, child_of
 from diffkern.rewrite.match import ANY_ACTIVATION
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
 from diffkern.rewrite.rotation import FORMS, NORMS
-from diffkern.rewrite.site import FusedSite, Way
+from diffkern.rewrite.site import BY_SUM, FusedSite, Way
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
 from diffkern.verify.gain import LARGEST_TIMED, kept_costs, reason_without_gain
@@ -234,6 +234,8 @@ class SiteVerifier:
             if norm is None or self.measure or self.numerics != "exact":
                 yield way
             if norm is not None:
+                if self.numerics == "exact":
+                    yield replace(way, calls_norm=BY_SUM)
                 yield replace(way, calls_norm="same")
                 yield replace(way, calls_norm=torch.float32)
 
