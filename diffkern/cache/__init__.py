@@ -10,14 +10,16 @@ from diffkern.cache.derived import (
     start_round,
     version,
 )
-from diffkern.cache.memory import drop, memory
+from diffkern.cache.memory import UNDO, drop, forget, memory
 
 __all__ = [
+    "UNDO",
     "DerivedCache",
     "TensorFingerprint",
     "checks_paused",
     "drop",
     "entries_of",
+    "forget",
     "generation",
     "match_all",
     "memory",

@@ -7,6 +7,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+#: The entry with the functions that undo what a recipe did to the module itself, each called with the module. Entries
+#: whose names begin with it are what these functions need: :func:`drop` leaves them alone.
+UNDO = "undo"
+
 _memories: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -18,6 +22,14 @@ def memory(module: nn.Module) -> dict[str, Any]:
 def drop(module: nn.Module) -> bool:
     """Drops every tensor that is kept of ``module``; returns whether there was anything. Its patches stay."""
     kept = _memories.get(module, {})
-    held = bool(kept)
-    kept.clear()
-    return held
+    names = [name for name in tuple(kept) if not name.startswith(UNDO)]
+    for name in names:
+        kept.pop(name, None)
+    return bool(names)
+
+
+def forget(module: nn.Module) -> None:
+    """Drops all that is kept of ``module`` and undoes what was done to it: its patches are gone."""
+    for undo in memory(module).pop(UNDO, ()):
+        undo(module)
+    _memories.pop(module, None)

@@ -18,7 +18,7 @@ from diffkern.injection.attention import install, plan_attention, restore_attent
 from diffkern.injection.components import all_components, select_components
 from diffkern.injection.graph_fusion import is_distributed
 from diffkern.injection.kernel_selector import KernelSelector
-from diffkern.injection.planning import Candidate, plan_graphs, plan_modules, walk
+from diffkern.injection.planning import Candidate, plan_graphs, plan_layouts, plan_modules, walk
 from diffkern.injection.proving import choose_provider, refuse_fallbacks, verify_candidates
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import Rewriters
@@ -117,6 +117,8 @@ def inject_optimized_kernels(
         trained = {} if training is None else training.trained_sites()
         rewriters = Rewriters(numerics, verify, trained, cuda_graph is not False if times else None)
         candidates = plan_modules(modules, config, selector, training, rewriters, report)
+        if times:
+            candidates += plan_layouts(modules, candidates, report, cuda_graph is not False)
         by_time = cuda_graph == "auto"
         if cuda_graph and (config.measures or not by_time):
             candidates += plan_graphs(modules, report, by_time=by_time, memory=graph_memory)

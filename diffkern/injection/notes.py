@@ -38,6 +38,13 @@ def traced(report: str) -> str:
     return report
 
 
+def add(report: str, note: str) -> None:
+    """Adds a line to a report, once."""
+    found = find_report(report)
+    if found is not None and note not in found.notes:
+        found.notes.append(note)
+
+
 def graph_decided(report: str, path: str, shape: str, trial: Trial) -> None:
     """Says what was measured of the steps of a model, and what they are now: the latest of each shape."""
     found, start = find_report(report), f"{path}, input {shape}: "

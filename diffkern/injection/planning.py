@@ -14,6 +14,7 @@ from torch import nn
 
 from diffkern.blocks import OPS as BLOCK_OPS
 from diffkern.blocks import fingerprint, recipe_for
+from diffkern.blocks.layout import is_convolutional
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
@@ -25,6 +26,7 @@ from diffkern.injection.fp8_fusion import Fp8Layers, is_linear
 from diffkern.injection.fusion import Fusion
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
 from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
+from diffkern.injection.layout_fusion import LayoutFusion
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
@@ -213,6 +215,33 @@ def plan_graphs(
         if by_time:
             report.notes.append(f"{name or site.class_name}: {TIMED_AT_FIRST}")
     return candidates
+
+
+def plan_layouts(
+    modules: Mapping[str, nn.Module], candidates: Sequence[Candidate], report: InjectionReport, replayed: bool
+) -> list[Candidate]:
+    """Convolutional models, and the halves of autoencoders, whose first call decides about channels last.
+
+    What a block of a recipe lays out by itself is left alone.
+    """
+    planned = []
+    blocks = tuple(candidate.site.path for candidate in candidates if candidate.fusion.is_block)
+    for name, model in modules.items():
+        halves = {half: model._modules.get(half) for half in ("encoder", "decoder")} if hasattr(model, "decode") else {}
+        for half, module in {"": model, **halves}.items():
+            path = ".".join(filter(None, (name, half)))
+            inside = [block for block in blocks if f"{block}.".startswith(f"{path}." if path else "")]
+            if module is None or inside or (halves and not half) or not is_convolutional(module):
+                continue
+            option = Option(LayoutFusion(report.numerics, replayed), Rule(), "time")
+            if any(isinstance(state.fusion, LayoutFusion) for state in patches(module)):
+                continue
+            devices = _likely_devices(module, model)[:1]
+            if _reason_to_leave(module, [option], report.numerics, devices[0]) is None:
+                site = Site(path, full_name(type(module)), op=option.fusion.op, how=option.how, waiting=True)
+                site._module = weakref.ref(module)
+                planned.append(Candidate(module, site, [option], (_dtype(model),), devices))
+    return planned
 
 
 #: Packages whose forwards are not rewritten: adapters and quantised layers belong to their owners.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
-from diffkern.cache import drop
+from diffkern.cache import forget
 from diffkern.cache.in_call import one_model_call
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks, notes
@@ -502,7 +502,7 @@ def unpatch(module: nn.Module) -> int:
     module.__dict__.pop(ATTRIBUTE, None)
     for removed in stack:
         removed.restored = True
-    drop(module)
+    forget(module)
     return len(stack)
 
 
@@ -519,5 +519,5 @@ def remove_patch(module: nn.Module, state: PatchState) -> bool:
     else:
         stack[place - 1].below = state.below
     state.restored = True
-    drop(module)
+    forget(module)
     return True

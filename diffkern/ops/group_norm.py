@@ -11,6 +11,9 @@ Numerical contract (``docs/numerics.md`` has the table):
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +42,25 @@ CONTRACT = (
     ),
     ContractRow("channel_rms_norm_silu", "scale and shift", _ANY_MIX, "float32", "once, to the input's dtype"),
 )
+
+
+class _Following(threading.local):
+    """Whether results lie like inputs in this thread."""
+
+    layout = False
+
+
+_following = _Following()
+
+
+@contextmanager
+def following_layout() -> Iterator[None]:
+    """Within, :func:`group_norm_silu` keeps channels last on every device, unless a call says how its result lies."""
+    before, _following.layout = _following.layout, True
+    try:
+        yield
+    finally:
+        _following.layout = before
 
 
 def group_norm_silu(
@@ -88,7 +110,8 @@ def group_norm_silu(
     Source: Wu and He, "Group Normalization", 2018.
     """
     if memory_format is None:
-        preserve = x.device.type == "cpu" and _is_channels_last(x)
+        follows = x.device.type == "cpu" or (not torch.compiler.is_compiling() and _following.layout)
+        preserve = follows and _is_channels_last(x)
     else:
         preserve = memory_format is torch.preserve_format
     add = None if add is None else _per_sample("add", add, x)
@@ -292,7 +315,7 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
         batch, channels, frames, *size = x.shape
         return tensor.reshape(batch, frames, channels, *size).transpose(1, 2)
 
-    added = x if add is None else x.to(dtype) + add.to(dtype)[(..., *(None,) * (x.ndim - 2))]
+    added = x if add is None else x.to(dtype) + add.to(dtype).reshape(*add.shape, *(1,) * (x.ndim - 2))
     wide, grad = grouped(added), grouped(grad)
     centred = wide - wide.mean((2, 3), keepdim=True)
     scale = torch.rsqrt(centred.square().mean((2, 3), keepdim=True) + ctx.eps)

@@ -131,8 +131,6 @@ class _Summed(nn.Module):
             temb = None
         if temb is not None:
             x = x + temb
-        else:
-            x = x - 1
         return self.act(self.norm(x))
 
 

@@ -1,0 +1,224 @@
+"""A convolutional model that computes in channels last inside, where that takes less time on the device at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from diffkern.blocks import layout
+from diffkern.cache import memory
+from diffkern.injection import notes
+from diffkern.injection.fusion import Fusion
+from diffkern.injection.state import LOCK, PatchState, patches, run_below
+from diffkern.ops.group_norm import following_layout
+from diffkern.providers import Choice
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.providers.foreign import preserved, summary
+from diffkern.verify import choices, gradients
+from diffkern.verify.contract import SANE
+from diffkern.verify.gain import costs_of, kept_costs, reason_without_gain
+from diffkern.verify.isolation import Copy, tensors_of
+from diffkern.verify.measures import relative_error
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+OP = "channels_last"
+#: What memory knows: "" where the model computes in channels last, else why it does not.
+_DECIDED = "layout"
+#: ... and how the results of stock are laid out.
+_RESULT = "layout of results"
+#: What a call may take, in seconds, to be repeated for its times; the first one proves and compiles, too.
+_LONGEST = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutFusion(Fusion):
+    """A model whose weights are laid out in channels last if its first call takes less time so.
+
+    Attributes:
+        numerics: ``"exact"`` has it only with the bits of stock, on the input of the first call.
+        replayed: What counts, see :func:`diffkern.verify.gain.reason_without_gain`.
+    """
+
+    numerics: str
+    replayed: bool
+
+    @property
+    @override
+    def op(self) -> str:
+        return OP
+
+    @property
+    @override
+    def proves_itself(self) -> bool:
+        return True
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        return args, dict(kwargs)
+
+    @override
+    def primary_input(self, call: Call) -> Tensor:
+        tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+        return next((x for x in tensors if x.ndim in (4, 5) and x.is_floating_point()), torch.empty(0, device="cpu"))
+
+    @override
+    def declines(self, module: nn.Module, call: Call) -> str | None:
+        """Why a call runs in the layout that the user has. What was decided before holds."""
+        decided = memory(module).get(_DECIDED)
+        if decided:
+            return str(decided)
+        reason = _unfit_call(module, self.primary_input(call), call)
+        if decided == "" and reason is None:
+            reason = layout.changed(module)
+            if reason is not None:
+                memory(module)[_DECIDED] = reason
+        if decided == "" and reason is not None and not torch.compiler.is_compiling():
+            layout.give_back(module)
+        return reason
+
+    @override
+    def allowed_in_strict(self, module: nn.Module, call: Call) -> bool:
+        """Always: nobody asked for it."""
+        return True
+
+    @override
+    def compute(self, module: nn.Module, call: Call, provider: str | None, stock: tuple[str, ...]) -> Any:
+        if memory(module).get(_DECIDED) == "":
+            return self._in_channels_last(module, call)
+        with LOCK:
+            return self._decide(module, call)
+
+    def _in_channels_last(self, module: nn.Module, call: Call) -> Any:
+        args, kwargs = call
+        layout.convert(module)
+        with following_layout():
+            return layout.laid_out(run_below(module, args, kwargs, self), memory(module).get(_RESULT, ""))
+
+    def _decide(self, module: nn.Module, call: Call) -> Any:
+        """The result of the first call, after which the layout is decided, unless it took too long to tell."""
+        reason = layout.unfit(module)
+        x = self.primary_input(call)
+        key = "layout", type(module).__qualname__, x.ndim, str(x.dtype), f"2^{x.numel().bit_length() - 1} numbers"
+        known = costs_of(choices.recall(x.device, *key) or "")
+        results = choices.recall(x.device, _RESULT, *key)
+        if reason is None and known is not None and results is not None and self.numerics != "exact":
+            memory(module)[_RESULT] = results
+            reason = reason_without_gain(known[0], known[1], self.replayed)
+            self._tell(module, reason, reason or f"{known[0]} instead of {known[1]}")
+            return self._in_channels_last(module, call) if not reason else self._as_it_is(module, call, reason)
+        if reason is not None:
+            self._tell(module, reason, reason)
+            return self._as_it_is(module, call, reason)
+        copy, began = Copy(call).call, time.perf_counter()
+        result = self._as_it_is(module, call, "its layout is not decided yet")
+        _finish(x.device)
+        memory(module)[_RESULT] = layout.layouts(result)
+        choices.remember(x.device, memory(module)[_RESULT], _RESULT, *key)
+        if time.perf_counter() - began > _LONGEST and "warm" not in memory(module):
+            memory(module)["warm"] = True  # most of it may have been proofs and compilers
+            return result
+        if time.perf_counter() - began > _LONGEST:
+            reason = said = f"a call takes more than {_LONGEST:.0f} s, too long to be timed in both layouts"
+        else:
+            reason, said = self._weigh(module, copy, x.device, key)
+        (layout.give_back if reason else layout.convert)(module)
+        self._tell(module, reason, said)
+        return result
+
+    def _weigh(self, module: nn.Module, call: Call, device: torch.device, key: tuple[Hashable, ...]) -> tuple[str, str]:
+        """Why a model does not compute in channels last, or ""; and what the report says of it."""
+
+        def as_it_is() -> Any:
+            args, kwargs = Copy(call).call
+            layout.give_back(module)
+            return run_below(module, args, kwargs, self)
+
+        def in_channels_last() -> Any:
+            return self._in_channels_last(module, Copy(call).call)
+
+        try:
+            with torch.no_grad(), preserved(device):
+                results = []
+                for compute in (in_channels_last, as_it_is):
+                    torch.manual_seed(0)
+                    results.append(tensors_of(compute()))
+                reason = self._difference(*results)
+                del results
+                found = None if reason else kept_costs((in_channels_last, as_it_is), device, *key)
+        except Exception as error:  # a model that asks for strides, or for more memory than there is
+            return (reason := f"it does not run in channels last: {summary(error)}"), reason
+        if found is None:
+            return reason, reason
+        reason = reason_without_gain(found[0], found[1], self.replayed)
+        return reason, reason or f"{found[0]} instead of {found[1]}"
+
+    def _difference(self, ours: list[Tensor], stock: list[Tensor]) -> str:
+        for one, other in zip(ours, stock, strict=True):
+            if self.numerics == "exact" and not (torch.equal(one, other) and one.stride() == other.stride()):
+                return "in channels last its result has other bits"
+            if one.is_floating_point() and relative_error(one, other.double()) > SANE.get(one.dtype, 0.0):
+                return "in channels last its result is another"
+        return ""
+
+    def _as_it_is(self, module: nn.Module, call: Call, reason: str) -> Any:
+        state = self._state(module)
+        if state is not None:
+            state.counts.add_fused(-1)
+            state.counts.add_stock(reason)
+        return run_below(module, *call, self)
+
+    def _tell(self, module: nn.Module, reason: str, said: str) -> None:
+        """Keeps a decision, and puts it into the report."""
+        memory(module)[_DECIDED] = reason
+        state = self._state(module)
+        if state is not None and state.site is not None:
+            state.site.waiting, state.site.reason = bool(reason), said
+            what = "keeps its layout" if reason else "computes in channels last"
+            notes.add(state.report, f"{state.site.path or type(module).__name__} {what}: {said}")
+
+    def _state(self, module: nn.Module) -> PatchState | None:
+        return next((state for state in patches(module) if state.fusion is self), None)
+
+    @override
+    def kind(self, module: nn.Module) -> Hashable:
+        return id(module)
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        return Choice(OP, self.compute, ())
+
+
+def _unfit_call(module: nn.Module, x: Tensor, call: Call) -> str | None:
+    """Why a call runs in the layout that the user has, whatever was decided; or None."""
+    if torch.compiler.is_compiling():
+        return "inside of torch.compile"
+    if x.ndim not in (4, 5) or type(x) is not Tensor or x.is_meta:
+        return "its input is no plain image or video"
+    if layout.layouts(x) == "l":
+        return "its input is in channels last already, which convolutions follow"
+    if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(call)):
+        return "it draws numbers from a generator of the caller"
+    if module.training:
+        return "it is in training mode"
+    if torch.is_grad_enabled() and gradients.wanted(module, x):
+        return "gradients are wanted"
+    if transforms_active() or modes_active():
+        return "under a transform or a mode of torch"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured around it"
+    return None
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

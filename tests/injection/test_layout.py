@@ -1,0 +1,250 @@
+"""Channels last inside of convolutional models: what decides about it, and that nothing but the layout changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffkern import InjectionReport, KernelConfig, inject_optimized_kernels
+from diffkern.blocks import layout
+from diffkern.injection import layout_fusion
+from diffkern.verify import gain
+from diffkern.verify.measures import relative_error
+from scripts.check_models.convolutional import AUTOENCODERS, UNETS
+from scripts.check_models.rewritten import batch_of_two, run
+
+MODELS = AUTOENCODERS | UNETS
+#: Sites of a provider that was asked for are not timed: what is timed here is the layout.
+CONFIG = KernelConfig({"*": "eager"}, measure=True)
+
+
+@pytest.fixture
+def gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels last is faster here, whatever this machine's clock says."""
+    monkeypatch.setattr(layout_fusion, "reason_without_gain", lambda *costs: "")
+
+
+def _inject(model: nn.Module, **options: Any) -> InjectionReport:
+    return inject_optimized_kernels(model, config=CONFIG, cuda_graph=False, **options)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{id(parent)} {name}": child.weight  # type: ignore[dict-item]
+        for parent, name, child in layout.convolutions(model)
+        if max(child.kernel_size) > 1 and min(child.weight.shape[:2]) > 1  # type: ignore[arg-type, union-attr, index]
+    }
+
+
+def _are_last(model: nn.Module) -> set[bool]:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return {w.is_contiguous(memory_format=formats[w.ndim]) for w in _weights(model).values()}
+
+
+#: Shapes of latents.
+LATENTS = {"kl": (2, 4, 8, 8), "hunyuan_video": (1, 4, 2, 4, 4), "wan": (1, 4, 2, 8, 8)}
+
+
+def _call(model: Any, name: str) -> Tensor:
+    """A decode or a step."""
+    if name not in LATENTS:
+        return run(model, batch_of_two(MODELS[name], torch.float32))
+    latents = torch.randn(LATENTS[name], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        result: Tensor = model.decode(latents.to(next(model.parameters()).device), return_dict=False)[0]
+    return result
+
+
+def _inside(model: Any, name: str) -> nn.Module:
+    part: nn.Module = model.decoder if name in LATENTS else model
+    return part
+
+
+@pytest.mark.usefixtures("gains")
+@pytest.mark.parametrize(
+    "name", ["kl", "unet2d_condition", "hunyuan_video", pytest.param("wan", marks=pytest.mark.exhaustive)]
+)
+def test_a_model_that_gains_computes_in_channels_last_and_is_restored_bit_for_bit(name: str) -> None:
+    model = MODELS[name].build()
+    before = {key: (value.clone(), value.stride()) for key, value in model.state_dict().items()}
+    parameters = list(model.parameters())
+    stock = _call(model, name)
+    report = _inject(model)
+    for _ in range(2):
+        result = _call(model, name)
+        assert relative_error(result, stock) < 1e-5 and result.stride() == stock.stride()
+        assert _are_last(_inside(model, name)) == {True}
+        # What is saved has the strides that it had; the next call converts again.
+        for key, value in model.state_dict().items():
+            kept, strides = before[key]
+            assert torch.equal(value, kept) and value.stride() == strides
+    assert any("computes in channels last" in note for note in report.notes)
+    report.restore()
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert torch.equal(_call(model, name), stock)
+    assert all(value.stride() == before[key][1] for key, value in model.state_dict().items())
+
+
+def test_a_model_without_a_gain_keeps_its_layout_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_fusion, "reason_without_gain", lambda *costs: "no gain")
+    model = MODELS["kl"].build()
+    strides = {name: weight.stride() for name, weight in _weights(model).items()}
+    report = _inject(model)
+    _call(model, "kl")
+    assert {name: weight.stride() for name, weight in _weights(model).items()} == strides
+    assert "decoder keeps its layout: no gain" in report.notes
+    assert not any(site.op == "channels_last" for site in report.patched)
+
+
+def test_the_clock_of_a_cpu_decides_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DIFFKERN_CHOICES", str(tmp_path))
+    model = MODELS["kl"].build()
+    report = _inject(model)
+    _call(model, "kl")
+    (said,) = [note for note in report.notes if note.startswith("decoder ")]
+    assert said.count(" us") == 2
+    assert ("computes" in said) == (_are_last(_inside(model, "kl")) == {True})
+
+    def must_not_time(*given: Any) -> Any:
+        raise AssertionError("timed again")
+
+    monkeypatch.setattr(gain, "costs", must_not_time)
+    again = MODELS["kl"].build()
+    other = _inject(again)
+    _call(again, "kl")
+    assert [note for note in other.notes if note.startswith("decoder ")] == [said]
+
+
+@pytest.mark.usefixtures("gains")
+@pytest.mark.parametrize("name", ["kl", "unet2d_condition"])
+def test_exact_numerics_keep_the_bits_of_stock_whatever_is_faster(name: str) -> None:
+    model = MODELS[name].build()
+    stock = _call(model, name)
+    report = _inject(model, numerics="exact")
+    for _ in range(2):
+        assert torch.equal(_call(model, name), stock)
+    last = any("computes in channels last" in note for note in report.notes)
+    assert last or any("other bits" in note for note in report.notes)
+
+
+def _hook(model: Any) -> None:
+    model.conv_in.register_forward_hook(lambda module, args, output: output)
+
+
+def _hook_around(model: Any) -> None:
+    model.mid_block.register_forward_pre_hook(lambda module, args: None)
+
+
+def _offload(model: Any) -> None:
+    model.mid_block._hf_hook = object()
+
+
+def _adapter(model: Any) -> None:
+    wrapper = nn.Sequential()
+    wrapper.base_layer = model.conv_in
+    model.conv_in = wrapper
+
+
+def _shared(model: Any) -> None:
+    resnets = model.mid_block.resnets
+    resnets[0].conv2.weight = resnets[0].conv1.weight
+
+
+def _integers(model: Any) -> None:
+    model.conv_in.weight = nn.Parameter(model.conv_in.weight.to(torch.int8), requires_grad=False)
+
+
+def _own_layout(model: Any) -> None:
+    model.conv_in.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("change", [_hook, _hook_around, _offload, _adapter, _shared, _integers, _own_layout])
+def test_weights_that_others_look_at_keep_their_layout(change: Callable[[Any], None]) -> None:
+    model: Any = MODELS["kl"].build()
+    assert layout.unfit(model.decoder) is None
+    change(model.decoder)
+    assert layout.unfit(model.decoder) is not None
+
+
+@pytest.mark.usefixtures("gains")
+@pytest.mark.parametrize("change", [_hook, _hook_around, _offload])
+def test_hooks_and_adapters_that_come_later_give_the_layout_back(change: Callable[[Any], None]) -> None:
+    model: Any = MODELS["kl"].build()
+    strides = {name: weight.stride() for name, weight in _weights(model.decoder).items()}
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    _inject(model)
+    with torch.no_grad():
+        model.decode(latents)
+        assert _are_last(model.decoder) == {True}
+        change(model.decoder)
+        model.decode(latents)
+    assert {name: weight.stride() for name, weight in _weights(model.decoder).items()} == strides
+
+
+@pytest.mark.usefixtures("gains")
+def test_gradients_are_computed_in_the_layout_of_the_user() -> None:
+    model: Any = MODELS["unet2d_condition"].build()
+    twin: Any = MODELS["unet2d_condition"].build()
+    arguments = batch_of_two(MODELS["unet2d_condition"], torch.float32)
+    _inject(model)
+    run(model, arguments)
+    assert _are_last(model) == {True}
+    for one in (model, twin):
+        one.requires_grad_()
+        one(**arguments, return_dict=False)[0].square().sum().backward()
+    assert _are_last(model) != {True}
+    for own, stock in zip(model.parameters(), twin.parameters(), strict=True):
+        if stock.grad is not None:
+            assert own.grad.stride() == stock.grad.stride()
+            assert relative_error(own.grad, stock.grad) < 1e-4
+
+
+@pytest.mark.usefixtures("gains")
+def test_a_model_that_asks_for_contiguous_tensors_keeps_its_layout() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layers(x)
+            return y.view(x.shape[0], -1)
+
+    model = Flat().requires_grad_(False).eval()
+    x = torch.randn(2, 8, 8, 8)
+    stock = model(x)
+    report = inject_optimized_kernels(model, config=KernelConfig(measure=True))
+    for _ in range(2):
+        assert torch.equal(model(x), stock)
+    assert any("does not run in channels last" in note for note in report.notes)
+
+
+def test_without_measurements_no_layout_is_asked_for() -> None:
+    model, arguments = MODELS["kl"].build(), batch_of_two(MODELS["kl"], torch.float32)
+    report = inject_optimized_kernels(model, config=KernelConfig({"*": "eager"}, measure=False))
+    run(model, arguments)
+    assert not any("layout" in note or "channels last" in note for note in report.notes)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gains")
+@pytest.mark.parametrize("name", ["kl", "hunyuan_video"])
+def test_on_a_gpu_norms_keep_channels_last_between_convolutions(name: str) -> None:
+    model: Any = MODELS[name].build().to("cuda")
+    stock = _call(model, name)
+    report = _inject(model)
+    assert relative_error(_call(model, name), stock) < 1e-3
+    assert _are_last(model.decoder) == {True}
+    seen: list[bool] = []
+    own = nn.Conv2d._conv_forward if name == "kl" else nn.Conv3d._conv_forward
+    model.decoder.conv_out._conv_forward = lambda x, *rest: (
+        seen.append(x.is_contiguous()) or own(model.decoder.conv_out, x, *rest)
+    )
+    _call(model, name)
+    assert seen and not any(seen)
+    report.restore()
