@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks import fp8
-from diffkern.blocks.fp8 import Fp8Weights, fits, parts_of_feed_forward, quantize_rowwise, weights_of
+from diffkern.blocks.fp8 import Fp8Weights, RowwiseFp8, fits, parts_of_feed_forward, quantize_rowwise, weights_of
 from diffkern.blocks.ltx_chain import (
     modulation_of,
     next_block,
@@ -52,8 +52,14 @@ from diffkern.blocks.rms_pieces import (
     project_out,
     project_text,
 )
-from diffkern.blocks.steps import EXACT, FAST, FP8, FastSteps
 from diffkern.cache import version
+from diffkern.ops import (
+    gate_residual,
+    gate_residual_norm_modulate,
+    gate_residual_norm_modulate_fp8,
+    norm_modulate,
+    norm_modulate_fp8,
+)
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.contract import FP8_ALLOWANCE
 
@@ -67,7 +73,7 @@ class LTXBlock(BlockRecipe):
     """``LTXVideoTransformerBlock``.
 
     Args:
-        steps: The steps between the matrix products.
+        in_fp8: Whether matrix products are computed in fp8.
     """
 
     op = "ltx_block"
@@ -76,14 +82,13 @@ class LTXBlock(BlockRecipe):
     versions = "diffusers 0.42"
     is_one_op = True
 
-    def __init__(self, steps: FastSteps = FAST) -> None:
-        self._steps = steps
-
-        self.allowance = FP8_ALLOWANCE if steps.in_fp8 else 0.0
+    def __init__(self, in_fp8: bool = False) -> None:
+        self._in_fp8 = in_fp8
+        self.allowance = FP8_ALLOWANCE if in_fp8 else 0.0
 
     @override
-    def for_numerics(self, numerics: str) -> LTXBlock:
-        return LTXBlock({"fast": FAST, "exact": EXACT, "fp8": FP8}[numerics])
+    def in_fp8(self) -> LTXBlock:
+        return LTXBlock(in_fp8=True)
 
     @staticmethod
     @override
@@ -138,7 +143,7 @@ class LTXBlock(BlockRecipe):
                 stock += (f"{name}.norm_q and norm_k",)
         if not is_gelu(children["ff"], device, x.dtype):
             stock += ("ff",)
-        if self._steps.in_fp8:
+        if self._in_fp8:
             # Rounding to fp8 has no gradient, and tensor cores make bfloat16 of such products.
             wide = torch.is_grad_enabled() or (x.is_cuda and x.dtype != torch.bfloat16)
             stock += (_ATTN1, _FF) if wide else _wide_pieces(children, device, x.dtype, stock)
@@ -159,17 +164,11 @@ class LTXBlock(BlockRecipe):
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         block: Any = module
         x, text, temb, tables, mask = call
-        steps = self._steps
         if type(tables) is TracedTables and ("attn1" in stock or not untouched(block, LTXVideoTransformerBlock)):
             tables.axes = None  # who listens here may write into the tables, and a graph cannot tell
-        chained = (
-            steps.fuses_norms
-            and not torch.compiler.is_compiling()
-            and not torch.is_grad_enabled()
-            and version(x) is not None
-        )
+        chained = not torch.compiler.is_compiling() and not torch.is_grad_enabled() and version(x) is not None
 
-        weights = weights_of(block, x.device) if steps.in_fp8 and not torch.compiler.is_compiling() else None
+        weights = weights_of(block, x.device) if self._in_fp8 and not torch.compiler.is_compiling() else None
         attn1 = weights if weights is not None and "attn1" not in stock and _ATTN1 not in stock else None
         ff = weights if weights is not None and "ff" not in stock and _FF not in stock else None
         if weights is not None and attn1 is None:
@@ -182,48 +181,43 @@ class LTXBlock(BlockRecipe):
         modulation = modulation_of(block, temb, x.size(0)) if prefetched is None else prefetched.modulation
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
         if "norm1" in stock:
-            y = steps.modulate(block.norm1(x), scale_msa, shift_msa, provider)
+            y = norm_modulate(block.norm1(x), scale_msa, shift_msa, norm=None, provider=provider)
         elif y is None:
-            norm_modulate = steps.norm_modulate if attn1 is None else FP8.norm_modulate_rows
-            y = norm_modulate(block.norm1, x, scale_msa, shift_msa, provider)
+            y = _normed(x, scale_msa, shift_msa, block.norm1.eps, attn1 is not None, provider)
 
         if "attn1" in stock:
             y = block.attn1(hidden_states=y, encoder_hidden_states=None, image_rotary_emb=tables)
         else:
-            stock_norms = "attn1.norm_q and norm_k" in stock or not steps.fuses_norms
+            stock_norms = "attn1.norm_q and norm_k" in stock
             y = _attention(block.attn1, y, y, tables, None, stock_norms, provider, attn1)
-        x = steps.gate_residual(x, y, gate_msa, provider)
+        x = gate_residual(x, y, gate_msa, provider=provider)
 
         if "attn2" in stock:
             y = block.attn2(x, encoder_hidden_states=text, image_rotary_emb=None, attention_mask=mask)
         else:
             stock_norms = "attn2.norm_q and norm_k" in stock
-            stock_norms |= not steps.fuses_norms
             project = project_each if torch.compiler.is_compiling() else project_text(block, "attn2")
             y = _attention(block.attn2, x, text, None, mask, stock_norms, provider, project=project)
 
         if "norm2" in stock:
-            x = steps.gate_residual(x, y, None, provider)
-            y = steps.modulate(block.norm2(x), scale_mlp, shift_mlp, provider)
+            x = gate_residual(x, y, provider=provider)
+            y = norm_modulate(block.norm2(x), scale_mlp, shift_mlp, norm=None, provider=provider)
         else:
-            sum_and_norm = steps.gate_residual_norm_modulate if ff is None else FP8.gate_residual_norm_modulate_rows
-            x, y = sum_and_norm(block.norm2, x, y, None, scale_mlp, shift_mlp, provider)
+            x, y = _summed_and_normed(x, y, None, scale_mlp, shift_mlp, block.norm2.eps, ff is not None, provider)
 
         if ff is not None:
             layers, _ = parts_of_feed_forward(block.ff)
             y = fp8.gelu_feed_forward(ff.run, layers, "gelu_tanh", quantize_rowwise(y, provider), provider)
         else:
-            plain_ff = "ff" in stock or not steps.fuses_norms
-            y = block.ff(y) if plain_ff else gelu_feed_forward(block.ff, y)
+            y = block.ff(y) if "ff" in stock else gelu_feed_forward(block.ff, y)
         following = next_block(block, x) if chained else None
         if following is None:
-            x = steps.gate_residual(x, y, gate_mlp, provider)
+            x = gate_residual(x, y, gate_mlp, provider=provider)
         else:
             modulation = modulation_of(following, temb, x.size(0))
             shift, scale, *_ = modulation
             # The next block is one like this: if it differs, it computes its norm itself.
-            sum_and_norm = steps.gate_residual_norm_modulate if attn1 is None else FP8.gate_residual_norm_modulate_rows
-            x, y = sum_and_norm(following.norm1, x, y, gate_mlp, scale, shift, provider)
+            x, y = _summed_and_normed(x, y, gate_mlp, scale, shift, following.norm1.eps, attn1 is not None, provider)
             store_prefetched_norm(following, x, temb, modulation, y)
         if chained:
             remember_last(block, x)
@@ -273,6 +267,24 @@ class LTXBlock(BlockRecipe):
                 processor._attention_backend = AttentionBackendName.NATIVE
                 attention._modules.pop("processor", None)
                 attention.__dict__["processor"] = processor
+
+
+def _normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float, in_fp8: bool, provider: str | None) -> Any:
+    """The modulated norm of ``x``, for products in fp8 as their rows."""
+    if in_fp8:
+        return RowwiseFp8(*norm_modulate_fp8(x, scale, shift, eps=eps, provider=provider))
+    return norm_modulate(x, scale, shift, eps=eps, provider=provider)
+
+
+def _summed_and_normed(
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float, in_fp8: bool,
+    provider: str | None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """The new residual, and its modulated norm, for products in fp8 as their rows."""
+    if in_fp8:
+        new, *rows = gate_residual_norm_modulate_fp8(residual, x, gate, scale, shift, eps=eps, provider=provider)
+        return new, RowwiseFp8(*rows)
+    return gate_residual_norm_modulate(residual, x, gate, scale, shift, eps=eps, provider=provider)
 
 
 def _rotation(tables: Tables | None, heads: int) -> Rotation:

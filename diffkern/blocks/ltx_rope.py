@@ -134,10 +134,6 @@ class LTXRotaryEmbedding(BlockRecipe):
     fingerprints = frozenset({"100bb1261b00b56b"})
     versions = "diffusers 0.42"
 
-    @override
-    def for_numerics(self, numerics: str) -> BlockRecipe | None:
-        return None if numerics == "exact" else self
-
     @staticmethod
     @override
     def arguments(

@@ -41,7 +41,9 @@ OPS = tuple(op for op, _ in _RECIPES.values())
 
 
 class BlockRecipe(ABC):
-    """How the block of one class is computed fused, and when it may be.
+    """How the block of one class is computed fused, and when it may be, in ``fast`` and ``fp8``.
+
+    What is fused here has other bits, or is kept between calls: in ``exact`` the rules read the class.
 
     A recipe reads the block at every call, so that one object serves all blocks of a class. What it remembers of a
     block stands in :mod:`diffkern.cache.memory`.
@@ -57,7 +59,6 @@ class BlockRecipe(ABC):
         covers: Other recipes, by their ops, whose modules are no sites of their own inside such a block.
         is_one_op: Whether the block is one op in the graph of ``torch.compile`` where that compiles it by itself. Its
             result must be like its first operand.
-        calls_layers: Whether linear layers inside that have a fused forward of their own are called.
         allowance: Error against float64 that is granted beyond what the contract grants, for products in fp8.
     """
 
@@ -67,15 +68,10 @@ class BlockRecipe(ABC):
     versions: str
     covers: frozenset[str] = frozenset()
     is_one_op: bool = False
-    calls_layers: bool = False
     allowance: float = 0.0
 
-    def for_numerics(self, numerics: str) -> BlockRecipe | None:
-        """Returns the recipe of a tier: this one, unless it has another; None if there is none.
-
-        Args:
-            numerics: ``"fast"``; ``"exact"``, which aims at the bits of the stock forward; or ``"fp8"``.
-        """
+    def in_fp8(self) -> BlockRecipe:
+        """Returns the recipe with products in fp8: this one, unless it has any."""
         return self
 
     @staticmethod

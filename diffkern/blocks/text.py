@@ -77,10 +77,6 @@ class TextProjection(BlockRecipe):
     fingerprints = frozenset({"35e6748325cb9cda"})
     versions = "diffusers 0.42"
 
-    @override
-    def for_numerics(self, numerics: str) -> BlockRecipe | None:
-        return None if numerics == "exact" else self
-
     @staticmethod
     @override
     def arguments(caption: Tensor) -> tuple[Any, ...]:

@@ -47,8 +47,8 @@ class ComfyRecipe(BlockRecipe):
     exact_families: ClassVar[frozenset[str]] = frozenset(FAMILIES)
     words: ClassVar[frozenset[str]]
 
-    @override
     def for_numerics(self, numerics: str) -> ComfyRecipe:
+        """Returns the recipe for ``"fast"`` or ``"exact"``."""
         return replace(self, exact=numerics == "exact")
 
     def of(self, families: frozenset[str]) -> Iterator[ComfyRecipe]:

@@ -56,11 +56,6 @@ class BlockFusion(Fusion):
 
     @property
     @override
-    def calls_layers(self) -> bool:
-        return self.recipe.calls_layers
-
-    @property
-    @override
     def covers(self) -> frozenset[str]:
         return self.recipe.covers
 

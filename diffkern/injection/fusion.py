@@ -60,11 +60,6 @@ class Fusion(Protocol):
         return False
 
     @property
-    def calls_layers(self) -> bool:
-        """Whether linear layers inside of it that have a fused forward of their own are called."""
-        return not self.is_block
-
-    @property
     def is_model(self) -> bool:
         """Whether a call of it is one of the whole model, in which rotary tables are made once."""
         return False

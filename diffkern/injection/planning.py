@@ -107,14 +107,13 @@ def plan_modules(
     }
     layers: set[str] = set()
     linears: list[str] = []
-    own_products: list[str] = []
     fp8 = Fp8Layers(modules, config, rewriters.replayed) if report.numerics == "fp8" else None
     for path, module in walk(modules):
         matched = _match(path, module, rewriters, report.numerics, liger, fp8)
         if fp8 is not None and matched is None and is_linear(module):
             linears.append(path)
-            matched = None if path.startswith(tuple(own_products)) else _match_linear(path, module, fp8)
-        elif fp8 is not None and matched is None and not path.startswith(tuple(own_products)):
+            matched = None if path.startswith(tuple(blocks)) else _match_linear(path, module, fp8)
+        elif fp8 is not None and matched is None and not path.startswith(tuple(blocks)):
             feed_forward = fp8.feed_forward(path, module)
             matched = None if feed_forward is None else _Match(feed_forward, "table")
         fusion = None if matched is None else matched.fusion
@@ -130,7 +129,6 @@ def plan_modules(
         is_block = fusion is not None and fusion.is_block
         if is_block and options:
             blocks.append(f"{path}.".removeprefix("."))
-            own_products += blocks[-1:] if fusion is not None and not fusion.calls_layers else []
         site = Site(path, full_name(type(module)), how=None if matched is None else matched.how)
         site._module = weakref.ref(module)
         seen.append(site)
@@ -273,10 +271,8 @@ def _match(
         replaced = replaced_function(recipe.sources())
         if replaced is not None:
             return _Match(None, "recipe", f"a function that its class calls was replaced by {replaced}")
-        recipe = recipe.for_numerics(numerics)
-        if recipe is None:
-            reason = "numerics='exact' leaves it stock: its fused form has other bits, or keeps tensors between calls"
-            return _Match(None, "recipe", reason)
+        recipe = recipe.in_fp8() if numerics == "fp8" else recipe
+    if recipe is not None and numerics != "exact":
         if fingerprint(recipe.sources()) in recipe.fingerprints:
             return _Match(BlockFusion(recipe), "recipe")
         if not rewriters.verify:
@@ -293,6 +289,9 @@ def _match(
             stock: dict[str, str | None] = {"linear_gelu": STOCK} if calls_layer else {}
             if any(site.plan.rule.op not in stock for site in rewritten.sites):
                 return _Match(RewriteFusion(rewriters, rewritten, stock), "source")
+    if recipe is not None:
+        reason = "numerics='exact' leaves it stock: its fused form has other bits, or keeps tensors between calls"
+        return _Match(None, "recipe", reason)
     matched = match(module)
     if matched is None:
         return None

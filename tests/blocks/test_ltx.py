@@ -569,24 +569,24 @@ def test_config_leaves_blocks_alone_by_op_by_path_and_by_what_is_inside() -> Non
     assert fused_blocks({"ltx_block": "eager"}) == ["transformer_blocks.0", "transformer_blocks.1"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("modulation", ["sample", "token"])
-def test_exact_is_fused_and_bit_identical(dtype: torch.dtype, modulation: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "modulation"),
+    [pytest.param(torch.float32, "sample", marks=pytest.mark.exhaustive), (torch.bfloat16, "token")],
+)
+def test_exact_is_fused_by_rules_and_bit_identical(dtype: torch.dtype, modulation: str) -> None:
     layer = block(dtype)
     report = inject_optimized_kernels(layer, numerics="exact")
-    assert [site.op for site in report.patched] == ["ltx_block"]
-    assert all(proof.bit_identical for proof in report.patched[0].measurements)
     for masked in (True, False):
         arguments = inputs(dtype, batch=3, tokens=99, modulation=modulation, masked=masked)
         assert torch.equal(layer(**arguments), type(layer).forward(layer, **arguments))
-    assert report.calls()[""] == {"fused": 2, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
+    assert report.calls()[""] == {"fused": 8, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
 
 
 def test_exact_keeps_the_whole_model_bit_for_bit() -> None:
     model, arguments = tiny_ltx(layers=3).to(torch.bfloat16), ltx_inputs(batch=2, dtype=torch.bfloat16)
     stock = _denoise(model, arguments)
     report = inject_optimized_kernels(model, numerics="exact")
-    assert sum(site.op == "ltx_block" for site in report.patched) == 3
+    assert all(report.source(f"transformer_blocks.{index}") for index in range(3))
     for _ in range(2):
         assert torch.equal(_denoise(model, arguments), stock)
 

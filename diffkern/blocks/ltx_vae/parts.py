@@ -17,15 +17,13 @@ from diffkern.providers.dispatch_modes import transforms_active
 
 
 class AutoencoderRecipe(BlockRecipe):
-    """What the recipes of the autoencoder have in common."""
+    """What the recipes of the autoencoder have in common.
+
+    A convolution in another memory order adds up in another order.
+    """
 
     ops = ("add_norm_silu_pad",)
     versions = "diffusers 0.42"
-
-    @override
-    def for_numerics(self, numerics: str) -> BlockRecipe | None:
-        """None for ``"exact"``: a convolution in another memory order adds up in another order."""
-        return None if numerics == "exact" else self
 
     @override
     def make_plain(self, module: nn.Module) -> None:
