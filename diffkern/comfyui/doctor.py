@@ -7,12 +7,11 @@ from importlib import metadata
 
 from diffkern import __version__
 from diffkern.comfyui.availability import pipelines_unavailable_reason
-from diffkern.comfyui.recipes import known_recipes
 from diffkern.doctor import examine
 
 
 def report() -> str:
-    """Returns versions, the providers of kernels and why each is off, comfy-kitchen's backends, and the recipes."""
+    """Returns versions, the providers of kernels and why each is off, and comfy-kitchen's backends."""
     return "\n".join(_lines())
 
 
@@ -29,10 +28,6 @@ def _lines() -> Iterator[str]:
             yield f"    why not, and what to do: {row.reason}"
     yield "\nBackends of comfy-kitchen:"
     yield from _kitchen()
-    yield "\nModules of ComfyUI:"
-    for class_name, found in known_recipes().items():
-        state = {"recipe": "known", "probe": "changed since the recipe was written; proven before use"}
-        yield f"  {class_name.rpartition('.')[2]}: {state[found.how] if found.how else found.reason}"
     reason = pipelines_unavailable_reason()
     yield f"\nNodes for diffusers pipelines: {'there' if reason is None else reason}"
 

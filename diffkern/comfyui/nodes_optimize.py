@@ -21,7 +21,7 @@ from diffkern.comfyui.node_parts import (
     with_text,
 )
 from diffkern.comfyui.optimize import optimize
-from diffkern.comfyui.recipe import FAMILIES
+from diffkern.comfyui.rewrites import FAMILIES
 from diffkern.injection import InjectionReport
 
 #: Columns of the report: a node scrolls where a terminal wraps.

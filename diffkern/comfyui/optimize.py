@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
 
 from diffkern.comfyui import kitchen_backend, patcher
-from diffkern.comfyui.fusion import ComfyFusion, prove
-from diffkern.comfyui.patcher import Patch, RecipePatch, conflict, own_modules
-from diffkern.comfyui.recipe import FAMILIES, ComfyRecipe
-from diffkern.comfyui.recipes import find_recipe
-from diffkern.comfyui.rewrites import ComfyRewriter
+from diffkern.comfyui.patcher import conflict, own_modules
+from diffkern.comfyui.rewrites import FAMILIES, ComfyRewriter, Patch
 from diffkern.injection import InjectionError, InjectionReport
 from diffkern.injection.report import Site
 from diffkern.matching import full_name
-from diffkern.providers import KERNEL_DTYPES, NoProviderError
-from diffkern.verify.proof import Verifier
+from diffkern.providers import KERNEL_DTYPES
 
 #: Where a model of ComfyUI keeps what denoises.
 DENOISER = "diffusion_model"
@@ -45,7 +40,7 @@ def optimize(
         model: A model patcher, as nodes hand them on.
         numerics: ``"fast"`` keeps the error against float64 within 1.05 times that of the stock module; ``"exact"``
             fuses only what is bit-identical to it on the device of the model.
-        families: What to fuse, of :data:`~diffkern.comfyui.recipe.FAMILIES`.
+        families: What to fuse, of :data:`~diffkern.comfyui.rewrites.FAMILIES`.
         provider: The provider that shall serve, or None to choose.
         blocks: Which modules, see :func:`selects`.
         kitchen: When to serve comfy-kitchen, of :data:`~diffkern.comfyui.kitchen_backend.CHOICES`.
@@ -137,86 +132,39 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Patch]:
-    verifier = Verifier("exact" if exact else "fast")
     rewriter = ComfyRewriter("exact" if exact else "fast", provider, families)
     patches: dict[str, Patch] = {}
+    absorbed: set[str] = set()
     known = selected = 0
-    covered = ""
     for path, module in own_modules(model, DENOISER, model.model.diffusion_model):
-        found, rewritten = find_recipe(module), None
-        if found is not None:
-            covered = f"{path}."  # a recipe computes the norms inside of its module itself
-        elif not covered or not path.startswith(covered):
-            rewritten = rewriter.patch(module)
-        if found is None and rewritten is None:
+        patch = rewriter.patch(module) if path not in absorbed else None
+        if patch is None:
             continue
         known += 1
         if not selects(blocks, path):
             continue
         selected += 1
-        site = Site(path, full_name(type(module)), how="source" if found is None else found.how)
-        reason = conflict(model, path, module, ("forward",) if rewritten is None else rewritten.stock)
-        patch: Patch | None = rewritten
-        if rewritten is not None:
-            site.op, site.measurements = rewritten.op, rewritten.measurements
-            site.reason = "" if reason else rewriter.prove_ahead(rewritten, device, dtype)
-            patch = None if site.reason else rewritten
-        elif found is None or found.recipe is None:
-            reason = reason if found is None else found.reason or reason
-        elif not found.recipe.families & families:
-            continue
-        else:
-            site.op = found.recipe.op
-            recipe = found.recipe.for_numerics("exact" if exact else "fast")
-            variants = iter(()) if reason else recipe.of(families)
-            patch = _first_that_passes(variants, module, provider, verifier, dtype, device, site)
-        if reason:
-            site.reason = reason
+        site = Site(path, full_name(type(module)), how="source", op=patch.op, measurements=patch.measurements)
+        site.reason = conflict(model, path, module, patch.stock) or ""
+        refusal = "" if site.reason else rewriter.prove_ahead(patch, device, dtype)
+        if site.reason:
             report.skipped.append(site)
-        elif patch is not None:
+        elif not refusal:
             site._state = patch.counts
             patches[path] = patch
+            absorbed |= {".".join((path, *inside)) for inside in patch.absorbed}
             report._accepted.append(site)
-        elif (exact and found is None) or not (site.measurements or site.reason):
+        elif exact:
             site.reason = "nothing of it can be fused without changing a bit"
             report.skipped.append(site)
         else:
+            site.reason = refusal
             report._rejected.append(site)
     if known and not selected:
         raise ValueError(f"blocks={blocks!r} fits none of the {known} modules that could be optimized")
     if not known:
         report.notes.append(f"{report.target} has no module that diffkern knows, and no rule finds anything in one")
     return patches
-
-
-def _first_that_passes(
-    recipes: Iterator[ComfyRecipe],
-    module: nn.Module,
-    provider: str | None,
-    verifier: Verifier,
-    dtype: torch.dtype,
-    device: torch.device,
-    site: Site,
-) -> Patch | None:
-    """Tries a recipe with all families, and then with each alone; the site records the proofs that speak for it."""
-    without: list[str] = []
-    for recipe in recipes:
-        fusion = ComfyFusion(recipe, dtype)
-        try:
-            choice = fusion.choose(module, provider, device, (dtype,))
-        except NoProviderError as error:
-            site.reason = str(error)
-            continue
-        proofs = prove(verifier, module, fusion, provider, device)
-        failed = next((proof for proof in proofs if not proof.passed), None)
-        site.provider, site.measurements = choice.provider, proofs
-        if failed is not None:
-            site.reason = failed.reason
-            without.append(f"not {' and '.join(sorted(recipe.chosen))}: {failed.reason}")
-            continue
-        site.reason = "; ".join(filter(None, (choice.describe(), *without)))
-        return RecipePatch(module, fusion, provider, verifier, frozenset({device}))
-    return None
 
 
 def _refuse(report: InjectionReport) -> None:

@@ -8,21 +8,15 @@ another model (for compiling, for a second GPU) gets patches for that model's mo
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
-from typing_extensions import override
 
 from diffkern.cache.in_call import one_model_call
-from diffkern.comfyui.fusion import ComfyFusion, prove
-from diffkern.injection.counts import CallCounts
-from diffkern.verify.proof import Verifier
+from diffkern.comfyui.rewrites import Patch, describe
 
 #: Under which callbacks and wrappers of ours are known to the model patcher.
 KEY = "diffkern"
@@ -33,132 +27,6 @@ APPLY_MODEL = "apply_model"
 _ON_CLONE, ON_CLEANUP = "on_clone", "on_cleanup"
 
 _log = logging.getLogger("diffkern")
-
-
-class Patch(ABC):
-    """The forward of one module, or other methods of it.
-
-    Args:
-        module: The module.
-        names: Those methods.
-
-    Attributes:
-        stock: The methods that the fused ones were proven against, by name.
-        counts: Calls that ran fused, and stock by reason; of the fused ones, the parts that ran stock.
-    """
-
-    def __init__(self, module: nn.Module, names: Iterable[str] = ("forward",)) -> None:
-        self.module = module
-        self.stock = {name: getattr(type(module), name) for name in names}
-        self.counts = CallCounts()
-
-    @property
-    def fused_calls(self) -> int:
-        """Calls that ran fused."""
-        return self.counts.fused_calls
-
-    @property
-    def stock_calls(self) -> Counter[str]:
-        """Calls that ran the stock forward, by reason."""
-        return self.counts.stock_calls
-
-    @property
-    def stock_pieces(self) -> Counter[str]:
-        """Of the fused calls, those in which a part ran stock, by part."""
-        return self.counts.stock_pieces
-
-    @abstractmethod
-    def on(self, module: nn.Module) -> Patch:
-        """Returns the same patch for a module of the same kind in another model."""
-
-    @abstractmethod
-    def run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Runs a method fused where the guards allow it, and the class's own everywhere else."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward so."""
-        return self.run("forward", *args, **kwargs)
-
-    @property
-    def methods(self) -> dict[str, Callable[..., Any]]:
-        """What stands in the place of each method."""
-        return {name: self.forward if name == "forward" else partial(self.run, name) for name in self.stock}
-
-    def run_stock(self, name: str, reason: str | None, *args: Any, **kwargs: Any) -> Any:
-        """Runs the class's own method, and counts that if there is a reason."""
-        if reason is not None and not torch.compiler.is_compiling():
-            self.counts.add_stock(reason)
-        return getattr(type(self.module), name)(self.module, *args, **kwargs)
-
-    def replaced(self, name: str) -> str | None:
-        """Notices nodes that give a module another class, or its class another method, after this one ran."""
-        method = getattr(type(self.module), name)
-        if method is self.stock[name]:
-            return None
-        return f"its class has another {name} since it was optimized: {_describe(method)}"
-
-
-class RecipePatch(Patch):
-    """The forward of a module with a recipe.
-
-    Args:
-        module: The module.
-        fusion: What it computes, and how.
-        provider: The provider that is forced, or None to choose.
-        verifier: Proves the first call on a device that was not proven before.
-        proven: Devices that are.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        fusion: ComfyFusion,
-        provider: str | None,
-        verifier: Verifier,
-        proven: frozenset[torch.device] = frozenset(),
-    ) -> None:
-        super().__init__(module)
-        self.fusion = fusion
-        self.provider = provider
-        self.verifier = verifier
-        self.proven = proven
-        self.revoked: str | None = None
-
-    @override
-    def on(self, module: nn.Module) -> Patch:
-        return RecipePatch(module, self.fusion, self.provider, self.verifier, self.proven)
-
-    @override
-    def run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        call = self.fusion.bind(args, kwargs)
-        reason = self._refusal(call)
-        if call is None or reason is not None:
-            return self.run_stock(name, reason, *args, **kwargs)
-        pieces = self.fusion.stock_pieces(self.module, call)
-        if not torch.compiler.is_compiling():  # counters stay out of the graph
-            self.counts.add_pieces(pieces)
-            self.counts.add_fused()
-        return self.fusion.compute(self.module, call, self.provider, pieces)
-
-    def _refusal(self, call: Any) -> str | None:
-        """Why all of a call runs stock, or None."""
-        fusion = self.fusion
-        reason = self.revoked or self.replaced("forward") or fusion.declines(self.module, call)
-        if reason is not None or fusion.primary_input(call).device in self.proven:
-            return reason
-        if torch.compiler.is_compiling():
-            return "not proven yet"  # proofs stay out of the graph
-        return self._prove(fusion.primary_input(call).device)
-
-    def _prove(self, device: torch.device) -> str | None:
-        """Proves a device that the node did not see, such as a second GPU, at the first call there."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "not proven yet, and a proof cannot run while a CUDA graph is captured"
-        proofs = prove(self.verifier, self.module, self.fusion, self.provider, device)
-        self.revoked = next((proof.reason for proof in proofs if not proof.passed), None)
-        if self.revoked is None:
-            self.proven |= {device}
-        return self.revoked
 
 
 def patches_of(model: Any) -> dict[str, Patch]:
@@ -191,16 +59,16 @@ def conflict(model: Any, path: str, module: nn.Module, names: Iterable[str] = ("
         return "already optimized by diffkern"
     for name in names:
         if (key := f"{path}.{name}") in model.object_patches:
-            return f"another node patches its {name}: {_describe(model.object_patches[key])}"
+            return f"another node patches its {name}: {describe(model.object_patches[key])}"
     parts = path.split(".")
     for end in range(1, len(parts) + 1):
         above = ".".join(parts[:end])
         if above in model.object_patches:
-            return f"another node replaces {above}: {_describe(model.object_patches[above])}"
+            return f"another node replaces {above}: {describe(model.object_patches[above])}"
     for name in names:
         method = model.object_patches_backup.get(f"{path}.{name}", getattr(module, name))
         if not (isinstance(method, MethodType) and method.__func__ is getattr(type(module), name)):
-            return f"its {name} was replaced: {_describe(method)}"
+            return f"its {name} was replaced: {describe(method)}"
     return None
 
 
@@ -256,9 +124,3 @@ def _tell(model: Any) -> None:
     stock = f", {reasons.total()} stock: {reasons.most_common(1)[0][0]}" if reasons else ""
     compiled = "" if fused or reasons else ", not counting those in compiled graphs"
     _log.info("diffkern: %d modules patched, %d calls fused so far%s%s", len(patches), fused, stock, compiled)
-
-
-def _describe(value: Any) -> str:
-    function = getattr(value, "__func__", value)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{getattr(function, '__module__', '?')}.{name}"

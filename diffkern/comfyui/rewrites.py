@@ -1,19 +1,21 @@
-"""Modules of ComfyUI without a recipe: the rules of :mod:`diffkern.rewrite` find in their source what can be fused."""
+"""Rewritten methods of ComfyUI's modules: rules of :mod:`diffkern.rewrite` find in their source what can be fused."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
-from diffkern.comfyui.patcher import Patch
-from diffkern.comfyui.recipe import MODULATION, QK_NORM_ROPE, in_training, plain_arithmetic
 from diffkern.comfyui.verification_clone import shell
+from diffkern.injection.counts import CallCounts
 from diffkern.providers import NoProviderError, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
 from diffkern.rewrite.facts import Path
@@ -22,36 +24,84 @@ from diffkern.rewrite.rules import RULES
 from diffkern.rewrite.verify import SiteVerifier
 from diffkern.verify.measures import Measurement
 
+#: Norms with modulation, gated residuals and activations; norms of queries and keys, and the rotary embedding.
+MODULATION, QK_NORM_ROPE = "modulation", "qk_norm_rope"
+#: What can be switched on and off.
+FAMILIES = (MODULATION, QK_NORM_ROPE)
+
 #: Ops by the family that switches them.
 _FAMILIES = {op: QK_NORM_ROPE if op in ("qk_norm_rope", "rope") else MODULATION for op in {rule.op for rule in RULES}}
 
 
-class RewritePatch(Patch):
-    """The rewritten methods of a module; each of their sites decides for itself at every call."""
+class Patch:
+    """The rewritten methods of one module; each of their sites decides for itself at every call.
+
+    All that it knows of a module stands in it and in the sites, nothing on the module, which clones of a model share.
+
+    Args:
+        module: The module.
+        rewriter: What made the methods.
+        rewritten: The methods by name.
+
+    Attributes:
+        stock: The methods of the class that were rewritten, by name.
+        counts: Calls of sites that ran fused, and stock by reason.
+        measurements: The proofs that speak for it.
+    """
 
     def __init__(self, module: nn.Module, rewriter: ComfyRewriter, rewritten: Mapping[str, Rewritten]) -> None:
-        super().__init__(module, rewritten)
-        self._rewriter, self._rewritten = rewriter, rewritten
-        #: The proofs that speak for it.
+        self.module = module
+        self.stock = {name: getattr(type(module), name) for name in rewritten}
+        self.counts = CallCounts()
         self.measurements: list[Measurement] = []
+        self._rewriter, self._rewritten = rewriter, rewritten
         rewriter.patches[id(module)] = self
 
-    @override
     def on(self, module: nn.Module) -> Patch:
-        return RewritePatch(module, self._rewriter, self._rewritten)
+        """Returns the same patch for a module of the same kind in another model."""
+        return Patch(module, self._rewriter, self._rewritten)
 
-    @override
+    @property
+    def fused_calls(self) -> int:
+        """Calls of sites that ran fused."""
+        return self.counts.fused_calls
+
+    @property
+    def stock_calls(self) -> Counter[str]:
+        """Calls that ran stock, by reason."""
+        return self.counts.stock_calls
+
+    @property
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """What stands in the place of each method."""
+        return {name: self.forward if name == "forward" else partial(self.run, name) for name in self.stock}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the rewritten forward."""
+        return self.run("forward", *args, **kwargs)
+
     def run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        reason = self.replaced(name) or ("ComfyUI is training" if in_training() else None)
-        if reason is not None:
-            return self.run_stock(name, reason, *args, **kwargs)
-        return self._rewritten[name].function(self.module, *args, **kwargs)
+        """Runs a rewritten method; the class's own while ComfyUI trains, or where another node has replaced that."""
+        method = getattr(type(self.module), name)
+        if method is self.stock[name] and not in_training():
+            return self._rewritten[name].function(self.module, *args, **kwargs)
+        reason = "ComfyUI is training"
+        if method is not self.stock[name]:
+            reason = f"its class has another {name} since it was optimized: {describe(method)}"
+        if not torch.compiler.is_compiling():
+            self.counts.add_stock(reason)
+        return method(self.module, *args, **kwargs)
 
     @property
     def op(self) -> str:
         """The first op of its sites, and how many others there are."""
         first, *others = dict.fromkeys([site.plan.rule.op for site in self.sites])
         return f"{first} + {len(others)} more" if others else first
+
+    @property
+    def absorbed(self) -> tuple[Path, ...]:
+        """Submodules whose forwards are part of the rewritten methods, and must stay as they are."""
+        return tuple([path for rewritten in self._rewritten.values() for path, _ in rewritten.guard.inlined])
 
     @property
     def sites(self) -> tuple[FusedSite, ...]:
@@ -77,13 +127,13 @@ class ComfyRewriter:
     """
 
     def __init__(self, numerics: str, provider: str | None, families: frozenset[str]) -> None:
-        self.patches: weakref.WeakValueDictionary[int, RewritePatch] = weakref.WeakValueDictionary()
+        self.patches: weakref.WeakValueDictionary[int, Patch] = weakref.WeakValueDictionary()
         off = [op for op, family in _FAMILIES.items() if family not in families]
         self._provider = provider
         self._rewriter = Rewriter(numerics, provider, off=off, observer=self._count)
         self._verify = SiteVerifier(numerics, in_float64=plain_arithmetic)
 
-    def patch(self, module: nn.Module) -> RewritePatch | None:
+    def patch(self, module: nn.Module) -> Patch | None:
         """Returns the patch of a module; None if no rule finds anything in its forward or another method."""
         found = {}
         for name in ("forward", *_other_methods(module)):
@@ -101,10 +151,10 @@ class ComfyRewriter:
         found = {name: rewritten for name, rewritten in found.items() if name not in used}
         for site in [site for rewritten in found.values() for site in rewritten.sites]:
             site.on_new_signature = self._prove
-        patch = RewritePatch(module, self, found) if found else None
+        patch = Patch(module, self, found) if found else None
         return patch if patch is not None and patch.sites else None
 
-    def prove_ahead(self, patch: RewritePatch, device: torch.device, dtype: torch.dtype) -> str:
+    def prove_ahead(self, patch: Patch, device: torch.device, dtype: torch.dtype) -> str:
         """Proves the sites of a patch for the operands that they will probably have; says why none of them may run.
 
         Raises:
@@ -140,6 +190,39 @@ class ComfyRewriter:
             patch.counts.add_fused()
         else:
             patch.counts.add_stock(reason)
+
+
+@contextmanager
+def plain_arithmetic() -> Iterator[None]:
+    """Makes ComfyUI compute in plain torch ops, which take float64 as well, as it does while it trains."""
+    management = _management()
+    if management is None:
+        yield
+        return
+    before = management.in_training
+    management.in_training = True
+    try:
+        yield
+    finally:
+        management.in_training = before
+
+
+def in_training() -> bool:
+    """Whether ComfyUI is training, which needs gradients of what it computes."""
+    management = _management()
+    return management is not None and management.in_training
+
+
+def _management() -> Any:
+    """ComfyUI's module with that switch; None where no ComfyUI is running."""
+    return sys.modules.get("comfy.model_management")
+
+
+def describe(value: Any) -> str:
+    """The full name of a function, or of the class of what is none."""
+    function = getattr(value, "__func__", value)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '?')}.{name}"
 
 
 def _other_methods(module: nn.Module) -> list[str]:

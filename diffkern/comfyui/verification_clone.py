@@ -1,7 +1,6 @@
-"""A small copy of a module of ComfyUI to try things on: its norms and its structure, without its large weights.
+"""A copy of a small module of ComfyUI, such as a norm, to try things on.
 
-A fused forward calls linear layers as the stock forward does, so a proof needs none of their weights, which may be
-quantised, offloaded, or not loaded yet. Each is replaced by a layer that picks elements of its input.
+Its weights may be quantised, offloaded, or not loaded yet; the copy has random ones in their place.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diffkern.comfyui.norms import norm_kind
 
@@ -18,42 +17,11 @@ from diffkern.comfyui.norms import norm_kind
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class Pick(nn.Module):
-    """Stands in for a linear layer: every output is one input, scaled.
-
-    Attributes:
-        in_size: Elements of an input row.
-        weight: The scales, one for each element of an output row.
-    """
-
-    def __init__(self, in_size: int, out_size: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator("cpu").manual_seed(in_size + out_size)
-        index = torch.randint(in_size, (out_size,), generator=generator, device="cpu")
-        scale = torch.rand(out_size, generator=generator, device="cpu") + 0.5
-        self.in_size = in_size
-        self.register_buffer("index", index.to(device))
-        self.weight = nn.Parameter(scale.to(device=device, dtype=dtype), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns ``x[..., index] * weight``."""
-        return x[..., self.index] * self.weight  # type: ignore[index]
-
-
-def input_size(layer: Any) -> int:
-    """Returns the number of elements in an input row of a linear layer, or of what stands in for it."""
-    size: int = layer.in_size if isinstance(layer, Pick) else layer.in_features
-    return size
-
-
 def shell(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Returns a copy of a module with random parameters of ``dtype`` on ``device``, in place of its own.
 
     It has the classes and attributes of the module, no hooks, and nothing that ComfyUI put on it.
     """
-    if hasattr(module, "in_features") and hasattr(module, "out_features"):
-        linear: Any = module
-        return Pick(linear.in_features, linear.out_features, device, dtype)
     copy = type(module).__new__(type(module))
     # Low-VRAM streaming and object patches keep their state in attributes, which a new module has not.
     kept = {key: value for key, value in module.__dict__.items() if not is_state_of_comfy(key) and key != "forward"}

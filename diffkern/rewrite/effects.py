@@ -72,10 +72,12 @@ class Effects:
         if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
             return self.storage(node.value)
         if isinstance(node, ast.AugAssign):
-            target = node.target
+            target = self._flow.augmented.get(node, node.target)
             return self.storage(target) if isinstance(target, ast.Name) else self.storage(target.value)
         if not isinstance(node, ast.Call):
             return frozenset()
+        if self._is_site(node):
+            return self._union(*written_by(node))
         out = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "inplace")]
         if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
             return self.storage(node.func.value).union(*map(self.storage, node.args))
@@ -88,8 +90,6 @@ class Effects:
     def is_known(self, call: ast.Call) -> bool:
         """Whether a call is known to leave its arguments alone."""
         function = call.func
-        if self._is_site(call):
-            return True
         if isinstance(function, ast.Name):
             return self.is_pure_helper(call) or (function.id in BUILTINS and not self._flow.is_local(function))
         if not isinstance(function, ast.Attribute):
@@ -131,7 +131,7 @@ class Effects:
             return self._union(*node.values)
         if isinstance(node, ast.Call):
             if self._is_site(node) or self._is_fresh_child(node.func):
-                return frozenset({node})
+                return self._union(*written_by(node)) | {node}
             # A view, a cast that changes nothing, or a function that hands its argument back.
             shared = self._union(*self._reads(node))
             return frozenset(root for root in shared if not _is_callee(root)) | {node}
@@ -179,6 +179,11 @@ class Effects:
         if not isinstance(function, ast.Attribute) or function.attr.endswith("_"):
             return False
         return hasattr(torch.Tensor, function.attr) and not self._is_own(function)
+
+
+def written_by(site: ast.Call) -> list[ast.expr]:
+    """The operand that a call of a site writes into, and returns."""
+    return [site.args[site._written]] if hasattr(site, "_written") else []
 
 
 def _is_callee(root: object) -> bool:

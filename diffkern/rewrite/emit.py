@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diffkern.rewrite.effects import SITES
-from diffkern.rewrite.flow import Definition
+from diffkern.rewrite.flow import Definition, Flow
 from diffkern.rewrite.match import Match, Operand, Scope, is_cast, is_view
 from diffkern.rewrite.placement import Placement, cast_arguments
 from diffkern.rewrite.query_key import nested_function
+
+#: Variables of inlined helpers and of sites.
+_TEMPORARY = re.compile(r"_[her]\d+_")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +45,7 @@ class _Writer:
         self._passed = {name: definition for name, definition in match.passed}
         self._definitions = {definition: f"_v{i}" for i, definition in enumerate(dict.fromkeys(self._passed.values()))}
         self._leaves: dict[object, tuple[str, ast.expr]] = {}
+        self._callees = {step.func for step in match.steps if isinstance(step, ast.Call)}
         wanted = [operand.node for operand in match.operands.values()]
         wanted += [node for step in match.steps for node in _aside(step) if self._is_leaf(node)]
         for node in sorted(set(wanted), key=lambda node: self._flow.order[node]):
@@ -58,6 +63,12 @@ class _Writer:
             target = ast.Name(self._definitions[definition], ast.Store())
             body.append(ast.copy_location(ast.Assign([target], self.render(definition.value)), definition.statement))
         result = self.render(self._root)
+        statement = self._flow.statement[self._root]
+        if isinstance(statement, ast.AugAssign):
+            residual = self._leaves[self._key(self._flow.augmented[statement])][0]
+            added = ast.AugAssign(ast.Name(residual, ast.Store()), statement.op, result)
+            body.append(ast.copy_location(added, statement))
+            result = ast.Name(residual, ast.Load())
         if kept is not None:
             result = ast.Tuple([ast.Name(self._definitions[kept], ast.Load()), result], ast.Load())
         body.append(ast.copy_location(ast.Return(result), self._root))
@@ -93,7 +104,9 @@ class _Writer:
     def _is_leaf(self, node: ast.AST) -> bool:
         if not isinstance(node, ast.Name) or node in self._passed or node.id == self._facts.receiver:
             return False
-        return self._flow.is_local(node) and self._internal(node) is None and nested_function(self._flow, node) is None
+        nested = nested_function(self._flow, node)
+        is_value = nested is None or (isinstance(nested, ast.ImportFrom) and node not in self._callees)
+        return is_value and self._flow.is_local(node) and self._internal(node) is None
 
     def _key(self, node: ast.expr) -> object:
         return (node.id, self._flow.definitions.get(node)) if isinstance(node, ast.Name) else node
@@ -158,6 +171,8 @@ def replace_match(
     arguments += [ast.Name(early[leaf], ast.Load()) if leaf in early else leaf for leaf in region.leaves]
     site = ast.Subscript(ast.Name(SITES, ast.Load()), ast.Constant(index), ast.Load())
     call: ast.expr = ast.Call(site, arguments, [])
+    if isinstance(end, ast.AugAssign):
+        call._written = 1 + region.roles.index("residual")  # type: ignore[attr-defined]
 
     def evaluated_early(statement: ast.stmt) -> list[ast.stmt]:
         leaves = [leaf for leaf in placement.early if flow.statement[leaf] is statement]
@@ -169,7 +184,7 @@ def replace_match(
         _insert(flow.places[statement].block, statement, evaluated_early(statement))
     if kept is not None:
         assert kept.statement is not None
-        result = f"_r{index}"
+        result = f"_r{index}_result"
         targets = ast.Tuple([ast.Name(kept.name, ast.Store()), ast.Name(result, ast.Store())], ast.Store())
         both = ast.Assign([targets], call)
         replaced = evaluated_early(kept.statement)
@@ -185,8 +200,31 @@ def replace_match(
     for old in gone:
         assert old is not None
         _replace(flow.places[old].block, old, evaluated_early(old), like=old)
-    _Swap(root, ast.copy_location(call, root)).visit(end)
+    dropped = [target for definition in placement.removed for target in definition.deleted]
+    _undelete(flow, end, dropped, placement.removed)
+    if isinstance(end, ast.AugAssign):
+        _replace(flow.places[end].block, end, [ast.Assign([end.target], call)], like=end)
+    else:
+        _Swap(root, ast.copy_location(call, root)).visit(end)
     ast.fix_missing_locations(end)
+
+
+def _undelete(flow: Flow, end: ast.stmt, dropped: list[ast.Name], removed: tuple[Definition, ...]) -> None:
+    """Drops targets of ``del`` whose definitions are gone; what had such a name before is deleted behind the site."""
+    block = flow.places[end].block
+    for statement in [node for node in ast.walk(flow.tree) if isinstance(node, ast.Delete)] if dropped else ():
+        statement.targets = [target for target in statement.targets if target not in dropped]
+        if not statement.targets:
+            _replace(flow.places[statement].block, statement, [], like=statement)
+    before = {one.name: flow.reaching(one.statement, one.name) for one in removed if one.statement is not None}
+    behind = [
+        ast.Name(name, ast.Del())
+        for name in dict.fromkeys(target.id for target in dropped)
+        if before[name] - {*removed} and name not in flow.parameters and flow.reaching(end, name) <= {*removed}
+    ]
+    if behind and not isinstance(end, ast.Return):
+        index = next(i for i, statement in enumerate(block) if statement is end)
+        block.insert(index + 1, ast.copy_location(ast.Delete([*behind]), end))
 
 
 class _Swap(ast.NodeTransformer):
@@ -197,6 +235,43 @@ class _Swap(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         return self._new if node is self._old else self.generic_visit(node)
+
+
+def free_temporaries(block: list[ast.stmt], later: frozenset[str] = frozenset()) -> None:
+    """Deletes variables of helpers and sites behind their last use: a helper has left them by then.
+
+    Args:
+        block: Statements of the rewritten function; changed.
+        later: Variables that statements behind the block may read.
+    """
+    reads = [_names_in(statement, ast.Load) for statement in block]
+    for index in reversed(range(len(block))):
+        statement = block[index]
+        behind = later.union(*reads[index + 1 :])
+        looped = behind | reads[index] if isinstance(statement, (ast.For, ast.While)) else behind
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(statement, (ast.If, ast.For, ast.While, ast.With, ast.Try)):
+                free_temporaries(getattr(statement, name, []), looped)
+        names = [part.asname or "" for part in statement.names] if isinstance(statement, ast.ImportFrom) else []
+        if names and not behind.intersection(names) and all(map(_TEMPORARY.match, names)):
+            block.remove(statement)
+        bound = {name for one in block[:index] for name in _surely_bound(one)} | _surely_bound(statement)
+        over = {name for name in reads[index] & bound - behind if _TEMPORARY.match(name)}
+        if over and not isinstance(statement, (ast.Return, ast.Raise)):
+            delete = ast.Delete([ast.Name(name, ast.Del()) for name in sorted(over)])
+            block.insert(index + 1, ast.copy_location(delete, statement))
+
+
+def _names_in(statement: ast.AST, context: type[ast.expr_context]) -> frozenset[str]:
+    names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return frozenset([node.id for node in names if isinstance(node.ctx, context)])
+
+
+def _surely_bound(statement: ast.stmt) -> frozenset[str]:
+    if isinstance(statement, ast.If):
+        branches = [frozenset().union(*map(_surely_bound, block)) for block in (statement.body, statement.orelse)]
+        return branches[0] & branches[1]
+    return _names_in(statement, ast.Store) if isinstance(statement, (ast.Assign, ast.AnnAssign)) else frozenset()
 
 
 def _replace(block: list[ast.stmt], old: ast.stmt, new: list[ast.stmt], like: ast.stmt) -> None:

@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -106,6 +107,10 @@ class Facts:
         """
         return bool(path) and self._answer("projection", path, self._is_projection)  # type: ignore[return-value]
 
+    def forward_of_norms(self, path: Path) -> FunctionType | None:
+        """The forward of a submodule that holds norms and nothing else; None for other submodules."""
+        return self._answer("norms", path, self._forward_of_norms)  # type: ignore[return-value]
+
     def activation(self, path: Path) -> str | None:
         """The activation that the child computes, "any" for one that the proof has to find; None for others."""
         return self._answer("activation", path, self._activation) if path else None  # type: ignore[return-value]
@@ -149,6 +154,9 @@ class Facts:
     def _value(self, path: Path) -> object:
         return UNKNOWN
 
+    def _forward_of_norms(self, path: Path) -> FunctionType | None:
+        return None
+
     def _activation(self, path: Path) -> str | None:
         return "any" if _ACTIVATION_NAME.match(path[-1]) else None
 
@@ -159,6 +167,7 @@ _METHOD = {
     "projection": "is_projection",
     "linear": "is_linear",
     "activation": "activation",
+    "norms": "forward_of_norms",
 }
 
 
@@ -183,6 +192,14 @@ class ModuleFacts(Facts):
 
     def _value(self, path: Path) -> object:
         return plain_attribute(self._module, path[0])
+
+    def _forward_of_norms(self, path: Path) -> FunctionType | None:
+        child = child_of(self._module, path)
+        if child is None or not child._modules or child._parameters or child._buffers or norm_of(child) is not None:
+            return None
+        forward = type(child).forward
+        of_norms = all(part is not None and norm_of(part) is not None for part in child._modules.values())
+        return forward if of_norms and isinstance(forward, FunctionType) else None
 
     def _is_projection(self, path: Path) -> bool:
         child = child_of(self._module, path)

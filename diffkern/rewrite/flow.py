@@ -26,6 +26,7 @@ class Definition:
         value: The expression it is bound to, for ``name = expression``; None for parts of a tuple, loops and the rest.
         source: The expression that an element of a tuple, or the value after ``x += y``, is made from.
         uses: The loads that it reaches.
+        deleted: The targets of ``del`` behind it, in the list of statements that it stands in.
         is_captured: Whether a nested function reads the name, at a time that is not known.
     """
 
@@ -34,6 +35,7 @@ class Definition:
     value: ast.expr | None = None
     source: ast.expr | None = None
     uses: list[ast.Name] = field(default_factory=list)
+    deleted: list[ast.Name] = field(default_factory=list)
     is_captured: bool = False
 
 
@@ -57,6 +59,7 @@ class Flow:
         places: Where each statement stands.
         statement: The innermost statement around each expression.
         guarded: Expressions that may not run though their statement does, or that run in a scope of their own.
+        augmented: The load of ``x`` in each ``x += y``.
         nodes: All nodes in the order of evaluation.
         decline: Why nothing can be said about the function, or None.
     """
@@ -69,6 +72,7 @@ class Flow:
         self.places: dict[ast.stmt, Place] = {}
         self.statement: dict[ast.expr, ast.stmt] = {}
         self.guarded: set[ast.expr] = set()
+        self.augmented: dict[ast.AugAssign, ast.Name] = {}
         self.nodes: list[ast.AST] = []
         self.decline: str | None = None
         self._env_at: dict[ast.stmt, Env] = {}
@@ -101,6 +105,10 @@ class Flow:
             return None
         (definition,) = reaching
         return definition if definition.value is not None and not definition.is_captured else None
+
+    def bound(self, target: ast.Name) -> Definition:
+        """The definition that a target of an assignment makes."""
+        return self._bound[target, target.id]
 
     def is_local(self, name: ast.Name) -> bool:
         """Whether a load reads a local variable or a parameter, not a global or a free variable."""
@@ -153,8 +161,7 @@ class Flow:
         elif isinstance(node, ast.Delete):
             for target in node.targets:
                 if isinstance(target, ast.Name):
-                    self._captured.add(target.id)  # `del x` wants x to be there
-                    env.pop(target.id, None)
+                    self._delete(target, env.pop(target.id, frozenset()), self.places[node].block)
                 else:
                     self._load(target, env)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -168,13 +175,22 @@ class Flow:
             self.decline = f"it holds a {type(node).__name__.lower()} statement"
         return env
 
+    def _delete(self, target: ast.Name, reaching: frozenset[Definition], block: list[ast.stmt]) -> None:
+        """``del x`` wants x to be there: it goes with the definition, or the definition has to stay."""
+        (only,) = reaching if len(reaching) == 1 else (None,)
+        if only is None or only.statement is None or self.places[only.statement].block is not block:
+            self._captured.add(target.id)
+        elif target not in only.deleted:
+            only.deleted.append(target)
+
     def _augmented(self, node: ast.AugAssign, env: Env) -> None:
         if isinstance(node.target, ast.Name):
-            # `x += y` reads x, too. The target itself stands for that load.
-            self.definitions[node.target] = env.get(node.target.id, frozenset())
-            self.statement[node.target] = node
+            # `x += y` reads x, too, by a load that the tree does not hold.
+            name = ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target)
+            load = self.augmented.setdefault(node, name)
+            self._load(load, env)
             self._load(node.value, env)
-            self._bind(node.target, env, node, None, node.target)
+            self._bind(node.target, env, node, None, load)
         else:
             self._load(node.target, env)
             self._load(node.value, env)

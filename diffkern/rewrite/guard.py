@@ -11,6 +11,7 @@ from torch import nn
 
 from diffkern.blocks.pieces import unfit_surroundings, untouched
 from diffkern.rewrite.facts import Path, child_of, functions_of, plain_attribute
+from diffkern.rewrite.inline import global_at
 from diffkern.rewrite.site import FusedSite, Observer
 
 #: Sites by their numbers, each on (the site) or off (its original expression).
@@ -44,9 +45,11 @@ class Guard:
         self._namespace = namespace
         self._values = tuple(values.items())
         self._globals = {name: function for name, function in helpers.items() if not name.startswith("self.")}
-        methods = {
-            name.removeprefix("self."): function for name, function in helpers.items() if name.startswith("self.")
-        }
+        own = {name.removeprefix("self."): function for name, function in helpers.items() if name.startswith("self.")}
+        methods = {name: function for name, function in own.items() if "." not in name}
+        paths = [tuple(name.split(".")[:-1]) for name in own if "." in name]
+        #: Submodules whose forwards are part of the source.
+        self.inlined = tuple([(path, type(child_of(module, path))) for path in paths])
         children: dict[Path, type[nn.Module]] = {}
         self._users: dict[Path, list[int]] = {}
         for site in sites:
@@ -64,9 +67,9 @@ class Guard:
         self._methods = tuple(methods.items())
         self._all: Active = sites
 
-    def __call__(self, module: nn.Module, is_patched: bool = False) -> Active | None:
-        """Returns what each site runs; None if the stock forward must run, as it must with a patch inside of it."""
-        reason = self._unfit(module) if not is_patched else "another node patches what it computes"
+    def __call__(self, module: nn.Module, given: Any = False) -> Active | None:
+        """Returns what each site runs; None if the stock forward must run, as it must for some arguments: ``given``."""
+        reason: str | None = given or self._unfit(module)
         off = dict.fromkeys(self.disabled, "")
         for path, cls in self._children:
             child = child_of(module, path)
@@ -99,8 +102,11 @@ class Guard:
             now = plain_attribute(module, name)
             if now is not value and (now != value or type(now) is not type(value)):
                 return f"its {name} is another than when it was patched"
+        for path, cls in self.inlined:
+            if not untouched(child_of(module, path), cls):  # type: ignore[arg-type]
+                return f"{'.'.join(path)} has a hook, or is another module than it was"
         for name, function in self._globals.items():
-            if self._namespace.get(name) is not function:
+            if global_at(self._namespace, name) is not function:
                 return f"the function {name} was replaced"
         for name, method in self._methods:
             if name in module.__dict__ or getattr(type(module), name, None) is not method:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from diffkern.rewrite.facts import Facts
-from diffkern.rewrite.match import rotates
+from diffkern.rewrite.facts import PRESENT, Facts, Path
+from diffkern.rewrite.match import ROTATES
 from diffkern.rewrite.source import Source
+from diffkern.rewrite.variants import Given, decide_branches
 
 #: Statements that a helper may consist of, before the one return at its end.
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.If, ast.Expr, ast.Return, ast.Raise, ast.Pass)
@@ -31,16 +33,26 @@ _FORBIDDEN = (
     ast.Yield,
 )
 #: Helpers in one function, helpers of helpers included.
-_LIMIT = 16
+_LIMIT = 48
 
-#: Methods are known as ``self.name``, functions of the file by their name.
+#: Methods are known as ``self.name``, forwards of submodules as ``self.path.forward``, functions of the file by their
+#: name, dots in it where they are functions of a module that the file imports.
 Helpers = dict[str, Callable[..., Any]]
+#: The variable of a helper with several returns that takes the value of each.
+_RESULT = "result"
+#: Behind every line of a source.
+_ALWAYS = (float("inf"), 0.0)
+#: Values that are not None.
+_VALUES = (ast.BinOp, ast.Tuple, ast.List, ast.Dict)
 
 
 def inline_helpers(
     tree: ast.FunctionDef, function: FunctionType, facts: Facts, only: set[str] | None = None
-) -> Helpers:
-    """Changes ``tree``, and returns the helpers that became part of it.
+) -> tuple[Helpers, list[str]]:
+    """Changes ``tree``, and returns the helpers that became part of it, and arguments that must be None then.
+
+    A helper may have branches; those that an argument of the call decides are gone. One that only an argument of
+    ``tree`` decides, such as slices of tokens that have modulations of their own, is read without it.
 
     Args:
         tree: The source of ``function``.
@@ -48,9 +60,9 @@ def inline_helpers(
         facts: Knows the class that methods are looked up on.
         only: The names of the helpers to take in; all by default.
     """
-    inliner = _Inliner(function, facts, only)
+    inliner = _Inliner(tree, function, facts, only)
     inliner.block(tree.body)
-    return inliner.helpers
+    return inliner.helpers, list(inliner.without)
 
 
 def inline_nested(tree: ast.FunctionDef) -> None:
@@ -67,7 +79,7 @@ def inline_nested(tree: ast.FunctionDef) -> None:
             continue
         uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == function.name]
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
-        bound = [_bound(call, function, is_method=False) for call in calls]
+        bound = [_bound(call, function) for call in calls]
         scopes = [
             node for node in ast.walk(tree) if node is not tree and isinstance(node, (*_FORBIDDEN, ast.FunctionDef))
         ]
@@ -128,17 +140,32 @@ def _stored(node: ast.AST) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
 
 
+def global_at(namespace: Mapping[str, Any], name: str) -> Any:
+    """What a name means, dots in it where it belongs to a module; None if it means nothing."""
+    first, *rest = name.split(".")
+    value = namespace.get(first)
+    for attribute in rest:
+        value = value.__dict__.get(attribute) if isinstance(value, ModuleType) else None
+    return value
+
+
 def helper_of(node: ast.AST) -> str | None:
     """The helper that a node of the changed tree comes from."""
     return getattr(node, "_helper", None)
 
 
 class _Inliner:
-    def __init__(self, function: FunctionType, facts: Facts, only: set[str] | None) -> None:
+    def __init__(self, tree: ast.FunctionDef, function: FunctionType, facts: Facts, only: set[str] | None) -> None:
         self._function, self._facts, self._only = function, facts, only
-        self._bodies: dict[Callable[..., Any], ast.FunctionDef | None] = {}
+        self._trees: dict[FunctionType, ast.FunctionDef | None] = {}
         self._count = 0
+        names = [argument.arg for argument in tree.args.args]
+        defaults = zip(reversed(names), reversed(tree.args.defaults), strict=False)
+        stored = {name for node in ast.walk(tree) for name in _stored(node)}
+        self._own = {*names, *stored}
+        self._optional = {name for name, default in defaults if ast.unparse(default) == "None"} - stored
         self.helpers: Helpers = {}
+        self.without: dict[str, None] = {}
 
     def block(self, block: list[ast.stmt]) -> None:
         index = 0
@@ -155,22 +182,29 @@ class _Inliner:
 
     def _expanded(self, statement: ast.stmt) -> list[ast.stmt] | None:
         """The statements to put before one whose first helper call was taken out; None without such a call."""
-        if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)) or statement.value is None:
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
+            return None
+        if statement.value is None or (isinstance(statement, ast.AugAssign) and not _is_load(statement.target)):
             return None
         for call in _movable_calls(statement.value):
             found = self._helper(call)
             if found is None:
                 continue
             name, helper, is_method = found
-            body = self._body(helper)
-            arguments = None if body is None else _bound(call, body, is_method)
+            tree = self._tree(helper)
+            own = None if not is_method else call.func if name.endswith(".forward") else call.func.value  # type: ignore[attr-defined]
+            arguments = None if tree is None else _bound(call, tree, own)
+            body = None if tree is None or arguments is None else self._body(tree, arguments, name)
             if body is None or arguments is None:
                 continue
-            statements, result = self._renamed(body, arguments, name, call)
+            statements, result = self._renamed(body, arguments, name, call, helper)
             if helper.__globals__ is not self._function.__globals__:  # lines of another file say nothing in this one
                 for node in [node for one in (*statements, result) for node in ast.walk(one)]:
                     ast.copy_location(node, call)
-            if statement.value is call:
+            if statement.value is call and (pairs := _separate(statement, result)):
+                statements, statement.value = [*statements, *pairs[:-1]], pairs[-1].value
+                statement.targets = pairs[-1].targets  # type: ignore[union-attr]
+            elif statement.value is call:
                 statement.value = result
             else:
                 variable = f"_h{self._count}_return"
@@ -184,49 +218,96 @@ class _Inliner:
     def _helper(self, call: ast.Call) -> tuple[str, FunctionType, bool] | None:
         """The name and the function that a call runs, if that is a helper of the same file or class."""
         callee, is_method = call.func, False
-        if isinstance(callee, ast.Name):
+        base = callee
+        while isinstance(base, ast.Attribute):
+            base = base.value
+        if isinstance(callee, ast.Attribute) and isinstance(base, ast.Name) and base.id not in self._own:
+            name = ast.unparse(callee)
+            helper = global_at(self._function.__globals__, name)
+            if ROTATES.search(name) or name.partition(".")[0] == "torch":
+                return None
+        elif isinstance(callee, ast.Name):
             name, helper = callee.id, self._function.__globals__.get(callee.id)
-            if rotates(name):
+            if ROTATES.search(name):
                 return None  # which a rule takes as a whole
             if name in self._function.__code__.co_varnames or name in self._function.__code__.co_cellvars:
                 return None
-        elif isinstance(callee, ast.Attribute) and isinstance(callee.value, ast.Name):
-            if callee.value.id != self._facts.receiver or self._facts.cls is None:
-                return None
-            name = f"self.{callee.attr}"
-            helper = inspect.getattr_static(self._facts.cls, callee.attr, None)
-            is_method = not isinstance(helper, staticmethod)
-            helper = helper.__func__ if isinstance(helper, staticmethod) else helper
         else:
-            return None
-        if not isinstance(helper, FunctionType) or not _means_the_same(helper, self._function.__globals__):
+            path = _path(callee, self._facts.receiver)
+            if not path or self._facts.cls is None:
+                return None
+            name, is_method = f"self.{'.'.join(path)}", True
+            helper = inspect.getattr_static(self._facts.cls, path[0], None) if len(path) == 1 else None
+            if isinstance(helper, staticmethod):
+                helper, is_method = helper.__func__, False
+            elif helper is None:
+                name, helper = f"{name}.forward", self._facts.forward_of_norms(path)
+        if not isinstance(helper, FunctionType) or not self._is_within_reach(helper):
             return None
         if helper.__closure__ or (self._only is not None and name not in self._only):
             return None
         return name, helper, is_method
 
-    def _body(self, helper: FunctionType) -> ast.FunctionDef | None:
-        if helper not in self._bodies:
+    def _tree(self, helper: FunctionType) -> ast.FunctionDef | None:
+        if helper not in self._trees:
             source = Source.of(helper)
-            fits = isinstance(source, Source) and source.function is helper and _is_straight(source.tree)
-            self._bodies[helper] = source.tree if fits else None  # type: ignore[union-attr]
-        return self._bodies[helper]
+            fits = isinstance(source, Source) and source.function is helper and _has_plain_arguments(source.tree)
+            self._trees[helper] = source.tree if fits else None  # type: ignore[union-attr]
+        return self._trees[helper]
+
+    def _body(self, tree: ast.FunctionDef, arguments: dict[str, ast.expr], name: str) -> ast.FunctionDef | None:
+        """The tree of a helper as one straight line with a return at its end, for a call with such arguments."""
+        if name.endswith(".forward"):  # which calls norms, and does no arithmetic of its own
+            return tree if _is_straight(tree) and not any(isinstance(n, ast.BinOp) for n in ast.walk(tree)) else None
+        if _is_straight(tree) and _computes(tree):
+            return tree
+        stored = {name for node in ast.walk(tree) for name in _stored(node)}
+        given = {}
+        for parameter in arguments.keys() - stored:
+            value = arguments[parameter]
+            if isinstance(value, _VALUES) or ast.unparse(value) == "None":
+                given[parameter] = Given(PRESENT if isinstance(value, _VALUES) else None, _ALWAYS)
+        optional = {
+            parameter: value.id
+            for parameter, value in arguments.items()
+            if isinstance(value, ast.Name) and value.id in self._optional and parameter not in stored
+        }
+        for without in ({}, optional):
+            body = copy.deepcopy(tree)
+            decide_branches(body, None, given | dict.fromkeys(without, Given(None, _ALWAYS)))
+            if _with_one_return(body) and _is_straight(body) and _computes(body):
+                asked = {part.id for test in _tests(tree) for part in ast.walk(test) if isinstance(part, ast.Name)}
+                self.without.update(dict.fromkeys([value for key, value in without.items() if key in asked]))
+                return body
+        return None
+
+    def _is_within_reach(self, helper: FunctionType) -> bool:
+        """Whether the globals of a helper mean the same in the function, or can be imported from its module."""
+        module = sys.modules.get(helper.__module__)
+        return not self._foreign(helper) or getattr(module, "__dict__", None) is helper.__globals__
+
+    def _foreign(self, helper: FunctionType) -> list[str]:
+        """The globals of a helper that mean something else, or nothing, in the file of the function."""
+        namespace = self._function.__globals__
+        if helper.__globals__ is namespace:
+            return []
+        names = [name for name in helper.__code__.co_names if name in helper.__globals__]
+        values = {name: helper.__globals__[name] for name in names}
+        return [n for n, value in values.items() if not (isinstance(value, ModuleType) and namespace.get(n) is value)]
 
     def _renamed(
-        self, helper: ast.FunctionDef, arguments: dict[str, ast.expr], name: str, call: ast.Call
+        self, helper: ast.FunctionDef, arguments: dict[str, ast.expr], name: str, call: ast.Call, function: FunctionType
     ) -> tuple[list[ast.stmt], ast.expr]:
-        names = {*arguments}
-        names |= {
-            node.id for node in ast.walk(helper) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        stored = {
-            node.id for node in ast.walk(helper) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
+        read = {node.id for node in ast.walk(helper) if isinstance(node, ast.Name)}
+        foreign = [global_name for global_name in self._foreign(function) if global_name in read]
+        stored = {name for node in ast.walk(helper) for name in _stored(node)}
+        names = {*arguments, *stored, *foreign}
         # A parameter that stands for a variable is that variable: nothing in the helper binds the caller's names.
         same = {
             old: arguments.pop(old)
             for old in names - stored
             if isinstance(arguments.get(old), (ast.Name, ast.Constant))
+            or (name.endswith(".forward") and arguments.get(old) is call.func)
         }
         mapping: dict[str, ast.expr] = {old: ast.Name(f"_h{self._count}_{old}", ast.Load()) for old in names}
         mapping.update(same)
@@ -234,6 +315,9 @@ class _Inliner:
             ast.copy_location(ast.Assign([ast.Name(f"_h{self._count}_{parameter}", ast.Store())], value), call)
             for parameter, value in arguments.items()
         ]
+        for global_name in foreign:  # looked up at every call, as in the helper
+            alias = ast.alias(global_name, f"_h{self._count}_{global_name}")
+            statements.append(ast.copy_location(ast.ImportFrom(function.__module__, [alias], 0), call))
         copies: Any = [_Rename(mapping, name).visit(copy.deepcopy(one)) for one in helper.body]
         body: list[ast.stmt] = copies
         if ast.get_docstring(helper, clean=False) is not None:
@@ -250,7 +334,7 @@ class _Rename(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node, ast.Name) and node.id in self._mapping:
-            value = copy.copy(self._mapping[node.id])
+            value = copy.deepcopy(self._mapping[node.id])
             if isinstance(value, ast.Name):
                 value.ctx = node.ctx
             node = ast.copy_location(value, node)
@@ -286,32 +370,82 @@ def _is_load(node: ast.expr) -> bool:
     return all(isinstance(part, (ast.Name, ast.Attribute, ast.Constant, ast.expr_context)) for part in ast.walk(node))
 
 
-def _means_the_same(helper: FunctionType, namespace: Mapping[str, Any]) -> bool:
-    """Whether the body of a helper, of whatever file, means the same with the globals of another function."""
-    if helper.__globals__ is namespace:
-        return True
-    names = [name for name in helper.__code__.co_names if name in helper.__globals__]
-    values = [(helper.__globals__[name], namespace.get(name)) for name in names]
-    return all(isinstance(value, ModuleType) and value is other for value, other in values)
-
-
 def _is_straight(helper: ast.FunctionDef) -> bool:
-    """Whether a function is a few statements with one return at the end, and computes something that a rule knows."""
-    if not _has_plain_arguments(helper):
-        return False
+    """Whether a function is a few statements with one return at the end."""
     nodes = list(ast.walk(helper))[1:]
     if any(isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS) for node in nodes):
         return False
     if any(isinstance(node, _FORBIDDEN) for node in nodes):
         return False
     returns = [node for node in nodes if isinstance(node, ast.Return)]
-    if len(returns) != 1 or helper.body[-1] is not returns[0] or returns[0].value is None:
+    return len(returns) == 1 and helper.body[-1] is returns[0] and returns[0].value is not None
+
+
+def _computes(helper: ast.FunctionDef) -> bool:
+    """Whether a function computes something that a rule knows."""
+    for node in ast.walk(helper):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in ("addcmul", "rms_norm"):
+            return True
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and ROTATES.search(node.func.id):
+            return True
+    return False
+
+
+def _tests(tree: ast.FunctionDef) -> list[ast.expr]:
+    return [node.test for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
+
+
+def _with_one_return(helper: ast.FunctionDef) -> bool:
+    """Makes one return, at the end, of a function that returns at the end of each of its branches."""
+    if isinstance(helper.body[-1], ast.Return) and sum(isinstance(n, ast.Return) for n in ast.walk(helper)) == 1:
+        return True
+    if not _assign_returns(helper.body):
         return False
-    return any(
-        (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult))
-        or (isinstance(node, ast.Attribute) and node.attr == "addcmul")
-        for node in nodes
-    )
+    last = helper.body[-1]
+    helper.body.append(ast.copy_location(ast.Return(ast.Name(_RESULT, ast.Load())), last))
+    ast.fix_missing_locations(helper)
+    return not any(isinstance(node, ast.Name) and node.id == _RESULT for node in ast.walk(helper.args))
+
+
+def _assign_returns(block: list[ast.stmt]) -> bool:
+    """Whether every path through a block ended in a return, all of which are assignments now."""
+    for index, statement in enumerate(block):
+        if isinstance(statement, ast.Return) and statement.value is not None:
+            result = ast.Assign([ast.Name(_RESULT, ast.Store())], statement.value)
+            block[index:] = [ast.copy_location(result, statement)]
+            return True
+        if isinstance(statement, ast.If) and any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+            rest, open_ends = block[index + 1 :], 0
+            for branch in (statement.body, statement.orelse):
+                if not branch or not isinstance(branch[-1], (ast.Return, ast.Raise, ast.If)):
+                    branch += rest
+                    open_ends += 1
+            del block[index + 1 :]
+            return open_ends <= 1 and _assign_returns(statement.body) and _assign_returns(statement.orelse)
+    return bool(block) and isinstance(block[-1], ast.Raise)
+
+
+def _separate(statement: ast.stmt, result: ast.expr) -> list[ast.Assign]:
+    """``a, b = x, y`` as two statements; nothing if that is no such pair, or ``y`` reads ``a``."""
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    if not isinstance(target, ast.Tuple) or not isinstance(result, ast.Tuple) or len(target.elts) != len(result.elts):
+        return []
+    names = [element.id for element in target.elts if isinstance(element, ast.Name)]
+    read = [{node.id for node in ast.walk(value) if isinstance(node, ast.Name)} for value in result.elts]
+    if len(names) != len(target.elts) or any(name in set().union(*read[i + 1 :]) for i, name in enumerate(names)):
+        return []
+    pairs = zip(target.elts, result.elts, strict=True)
+    return [ast.copy_location(ast.Assign([element], value), statement) for element, value in pairs]
+
+
+def _path(callee: ast.expr, receiver: str) -> Path | None:
+    """The attributes that lead from the module to a callee; None for other callees."""
+    if isinstance(callee, ast.Attribute):
+        base = _path(callee.value, receiver)
+        return None if base is None else (*base, callee.attr)
+    return () if isinstance(callee, ast.Name) and callee.id == receiver else None
 
 
 def _has_plain_arguments(function: ast.FunctionDef) -> bool:
@@ -319,15 +453,17 @@ def _has_plain_arguments(function: ast.FunctionDef) -> bool:
     return not (arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs)
 
 
-def _bound(call: ast.Call, helper: ast.FunctionDef, is_method: bool) -> dict[str, ast.expr] | None:
-    """The arguments of a call by parameter, in the order of evaluation; None if they cannot be told apart."""
+def _bound(call: ast.Call, helper: ast.FunctionDef, own: ast.expr | None = None) -> dict[str, ast.expr] | None:
+    """The arguments of a call by parameter, in the order of evaluation; None if they cannot be told apart.
+
+    The first one is ``own``, if that is given.
+    """
     names = [argument.arg for argument in helper.args.args]
     if any(isinstance(value, ast.Starred) for value in call.args) or any(word.arg is None for word in call.keywords):
         return None
     bound: dict[str, ast.expr] = {}
-    if is_method:
-        assert isinstance(call.func, ast.Attribute)
-        bound[names[0]] = call.func.value
+    if own is not None:
+        bound[names[0]] = own
     positional = names[len(bound) :]
     if len(call.args) > len(positional):
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -115,6 +116,7 @@ class Sum:
         """See :class:`Shape`."""
         yield from _binary(ast.Add, self.a, self.b, scope, node, match)
         node, match = peel(scope, node, match)
+        yield from _in_place("add_", self.a, self.b, scope, node, match)
         if is_addcmul(scope.flow, node):
             match = match.step(node)
             term, x, y = node.args  # type: ignore[attr-defined]
@@ -133,6 +135,18 @@ class Product:
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""
         yield from _binary(ast.Mult, self.a, self.b, scope, node, match)
+        node, match = peel(scope, node, match)
+        yield from _in_place("mul_", self.a, self.b, scope, node, match)
+        factor = next((one for one in getattr(self.b, "shapes", (self.b,)) if isinstance(one, OnePlus)), None)
+        if factor is None or not is_addcmul(scope.flow, node):
+            return
+        term, *factors = node.args  # type: ignore[attr-defined]
+        for x, scale in (factors, factors[::-1]):  # x + x * scale
+            definition = scope.flow.single(term)
+            if definition is not None and definition is scope.flow.single(x):
+                step = replace(match.step(node), passed=(*match.passed, (term, definition)))
+                for found in self.a.match(scope, x, step):
+                    yield from factor.plus_one(scope, scale, found)
 
 
 def _binary(
@@ -147,6 +161,24 @@ def _binary(
             yield from b.match(scope, second, found)
 
 
+def _in_place(method: str, a: Shape, b: Shape, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+    """Yields the ways in which ``x.add_(y)`` or ``x.mul_(y)`` is ``a`` and ``b``, where nothing else has its ``x``."""
+    function = node.func if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords else None
+    if not isinstance(function, ast.Attribute) or function.attr != method or not _is_new(scope, function.value):
+        return
+    for found in a.match(scope, function.value, match.step(node)):
+        yield from b.match(scope, node.args[0], found)  # type: ignore[attr-defined]
+
+
+def _is_new(scope: Scope, node: ast.expr) -> bool:
+    """Whether an expression gives a tensor of its own: arithmetic, or a norm."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("add_", "mul_"):
+        return _is_new(scope, node.func.value)
+    if isinstance(node, ast.BinOp) or is_addcmul(scope.flow, node) or function_norm(scope, node) is not None:
+        return True
+    return norm_call(scope, node, LAST_DIM) is not None
+
+
 def _product_of(shape: Shape, x: ast.expr, y: ast.expr, scope: Scope, match: Match) -> Iterator[Match]:
     """Yields the ways in which ``x * y``, which is not written so, has a shape."""
     if isinstance(shape, Either):
@@ -156,6 +188,23 @@ def _product_of(shape: Shape, x: ast.expr, y: ast.expr, scope: Scope, match: Mat
         for first, second in ((x, y), (y, x)):
             for found in shape.a.match(scope, first, match):
                 yield from shape.b.match(scope, second, found)
+
+
+@dataclass(frozen=True)
+class AddedInPlace:
+    """What ``residual += ...`` adds, which is written into the residual."""
+
+    added: Shape
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`Shape`."""
+        statement = scope.flow.statement.get(node)
+        if not isinstance(statement, ast.AugAssign) or not isinstance(statement.op, ast.Add):
+            return
+        residual = scope.flow.augmented.get(statement)
+        if residual is not None and statement.value is node:
+            match = replace(match, operands={"residual": Operand(residual)}, options={"in_place": True})
+            yield from self.added.match(scope, node, match)
 
 
 @dataclass(frozen=True)
@@ -171,9 +220,13 @@ class OnePlus:
             return
         for one, leaf in ((node.left, node.right), (node.right, node.left)):
             if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
-                step = replace(match.step(node), options={**match.options, f"{self.name}_offset": 1.0})
-                for found in Leaf(self.name).match(scope, leaf, step):
+                for found in self.plus_one(scope, leaf, match.step(node)):
                     yield _viewed(found, self.name, views)
+
+    def plus_one(self, scope: Scope, leaf: ast.expr, match: Match) -> Iterator[Match]:
+        """Yields the match of what 1 is added to."""
+        match = replace(match, options={**match.options, f"{self.name}_offset": 1.0})
+        yield from Leaf(self.name).match(scope, leaf, match)
 
 
 @dataclass(frozen=True)
@@ -224,6 +277,11 @@ class Norm:
             assert isinstance(node, ast.Call)
             _, match = peel(scope, node.func, match)
             match = replace(match.step(node), modules={**match.modules, self.name: module})
+            yield from self.argument.match(scope, node.args[0], match)
+        found = function_norm(scope, node) if self.over == LAST_DIM else None
+        if found is not None:
+            assert isinstance(node, ast.Call)
+            match = replace(match.step(node), options={**match.options, **found})
             yield from self.argument.match(scope, node.args[0], match)
 
 
@@ -310,6 +368,10 @@ class Either:
             yield from shape.match(scope, node, match)
 
 
+#: What the names of functions say that rotate: by its shape alone any function of two arguments might.
+ROTATES = re.compile("rotary|rope|rotate")
+
+
 def rotates(name: str) -> bool:
     """Whether a function, by its name, rotates queries and keys."""
     return name.startswith("apply_rotary")
@@ -392,6 +454,24 @@ def norm_call(scope: Scope, node: ast.expr, over: str) -> ast.expr | None:
         return None
     path = scope.facts.path(scope.flow, node.func)
     return node.func if path is not None and scope.facts.norm(path) in (over, ANY_NORM) else None
+
+
+def function_norm(scope: Scope, node: ast.expr) -> dict[str, object] | None:
+    """Which norm ``F.rms_norm(x, (x.shape[-1],), eps=...)`` is, or ``F.layer_norm``; None for other calls."""
+    if not isinstance(node, ast.Call) or len(node.args) != 2 or not isinstance(node.func, ast.Attribute):
+        return None
+    name, namespace = ast.unparse(node.func), ast.unparse(node.func.value)
+    kind = {"rms_norm": "rms", "layer_norm": "layer"}.get(node.func.attr)
+    x, shape = node.args
+    if kind is None or namespace not in ("F", "torch.nn.functional") or not isinstance(x, ast.Name):
+        return None
+    is_one = isinstance(shape, (ast.Tuple, ast.List)) and len(shape.elts) == 1
+    if not is_one and ast.unparse(shape) != f"{x.id}.shape[-1:]":
+        return None
+    eps = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+    if eps.keys() != {"eps"} or type(eps["eps"]) is not float or name.partition(".")[0] in scope.flow.parameters:
+        return None
+    return {"norm": kind, "eps": eps["eps"]}
 
 
 def activation(scope: Scope, node: ast.expr) -> tuple[str, ast.expr, ast.expr | None] | None:

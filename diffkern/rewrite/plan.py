@@ -14,8 +14,8 @@ from torch import nn
 
 from diffkern.rewrite import inline
 from diffkern.rewrite.effects import SITES, Effects
-from diffkern.rewrite.emit import Region, replace_match, write_region
-from diffkern.rewrite.facts import Facts, Path
+from diffkern.rewrite.emit import Region, free_temporaries, replace_match, write_region
+from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.match import Match, Scope
@@ -28,6 +28,7 @@ from diffkern.rewrite.variants import (
     activate_in_branches,
     decide_branches,
     drop_options,
+    norms_into_branches,
     split_by_arguments,
     split_by_flags,
 )
@@ -104,10 +105,15 @@ class Plan:
 
     def helpers_hold(self, module: nn.Module, namespace: Mapping[str, Any]) -> bool:
         """Whether the helpers of a module and its file are the ones that were read."""
-        return all(
-            (getattr(type(module), name[5:], None) if name.startswith("self.") else namespace.get(name)) is function
-            for name, function in self.helpers.items()
-        )
+        return all(helper_at(module, name, namespace) is function for name, function in self.helpers.items())
+
+
+def helper_at(module: nn.Module, name: str, namespace: Mapping[str, Any]) -> Any:
+    """The helper of a name in :data:`diffkern.rewrite.inline.Helpers`; None if there is none."""
+    if not name.startswith("self."):
+        return inline.global_at(namespace, name)
+    *path, last = name.split(".")[1:]
+    return getattr(type(child_of(module, tuple(path))), last, None)
 
 
 def plan(source: Source, facts: Facts) -> Plan | str:
@@ -131,24 +137,27 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     options = drop_options(tree)
     as_written = copy.deepcopy(tree)
     # A processor's rotation is a call that the shape knows, whatever it computes.
-    helpers = inline.inline_helpers(tree, function, facts, only=set() if is_processor else None)
-    decide_branches(tree, facts)
-    activate_in_branches(tree, facts)
-    planner = _Planner(source, facts)
-    reason = planner.run()
-    if reason is not None:
-        return reason
-    if helpers and not helpers.keys() <= planner.helpers:  # what no site needs stays a call
-        source, tree = replace(source, tree=as_written), as_written
-        helpers = inline.inline_helpers(tree, function, facts, only=planner.helpers)
+    wanted: set[str] | None = set() if is_processor else None
+    while True:
+        helpers, without = inline.inline_helpers(tree, function, facts, only=wanted)
         decide_branches(tree, facts)
+        if not is_processor:
+            split_by_arguments(tree, facts)
         activate_in_branches(tree, facts)
+        norms_into_branches(tree, facts)
         planner = _Planner(source, facts)
-        planner.run()
+        reason = planner.run()
+        if reason is not None:
+            return reason
+        if wanted is not None or helpers.keys() <= planner.helpers:
+            break
+        wanted, tree = planner.helpers, as_written  # what no site needs stays a call
+        source = replace(source, tree=tree)
     if not planner.sites:
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
     _join_in_place(tree, planner.sites)
-    _add_entry(tree, facts.receiver, options)
+    free_temporaries(tree.body)
+    _add_entry(tree, facts.receiver, options, without)
     ast.fix_missing_locations(tree)
     code = compiled(tree, function, (*function.__code__.co_freevars, ENTER, STOCK, JOIN), _imported_in_file(function))
     assert code is not None
@@ -355,8 +364,8 @@ def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
             node.args, node.keywords = [value.func, front, y, ast.Constant(dim)], []  # type: ignore[union-attr]
 
 
-def _add_entry(tree: ast.FunctionDef, receiver: str, options: list[str]) -> None:
-    """Puts the decision which sites are on in front of the body: none if one of the options is given."""
+def _add_entry(tree: ast.FunctionDef, receiver: str, options: list[str], without: list[str]) -> None:
+    """Puts the decision which sites are on in front of the body: none with an option, or with one of some arguments."""
     arguments = tree.args
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     words = [*positional]
@@ -365,7 +374,8 @@ def _add_entry(tree: ast.FunctionDef, receiver: str, options: list[str]) -> None
     words += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
     if arguments.kwarg is not None:
         words.append(f"**{arguments.kwarg.arg}")
-    given = ", ".join([receiver, *([" or ".join(options)] if options else [])])
+    tests = [*options, *[f"{name} is not None and 'it is given {name}'" for name in without]]
+    given = ", ".join([receiver, *([" or ".join(tests)] if tests else [])])
     entry = ast.parse(f"{SITES} = {ENTER}({given})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})").body
     start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
     for statement in entry:

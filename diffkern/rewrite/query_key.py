@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import ast
 import copy
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from diffkern.rewrite.facts import LAST_DIM
 from diffkern.rewrite.flow import Flow
-from diffkern.rewrite.match import Match, Operand, Scope, is_cast, norm_call, peel, through_views
+from diffkern.rewrite.match import ROTATES, Match, Operand, Scope, is_cast, norm_call, peel, through_views
 
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
 #: streams and no rotation; no streams and no norms.
 KINDS = "joined first", "joined last", "rotated", "normed", "rotated alone"
 JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, ROTATED_ALONE = KINDS
-#: What the names of functions say that rotate: by its shape alone any function of two arguments might.
-_ROTATES = re.compile("rotary|rope|rotate")
 
 
 @dataclass(frozen=True)
@@ -67,37 +65,45 @@ class QueryKey:
                 return None
             assert isinstance(node, ast.Call)
             match, node = _with_tables(scope, node, match, name), node.args[0]
-        streams = _concatenated(scope, node, match)
-        if streams is None:
-            return None
-        parts, found, dim = streams
-        found = replace(found, options={**found.options, "stream_dim": dim})
-        for i, part in enumerate(parts):
-            after = (_stream if self.kind == JOINED_LAST else _normed)(scope, part, found, f"{name}{i}")
-            if after is None:
-                return None
-            found = after
-        return found
+        return _joined_streams(scope, node, match, name, _stream if self.kind == JOINED_LAST else _normed)
 
 
 @dataclass(frozen=True)
 class RotatedTogether:
-    """``query, key = rotate(query, key, ...)`` in a processor, with the operands of a :class:`QueryKey`."""
+    """``query, key = rotate(query, key, ...)`` with the operands of a :class:`QueryKey`.
+
+    The two are normed, or joined of normed streams.
+
+    Attributes:
+        alone: Whether they may be anything instead, in a processor.
+    """
+
+    alone: bool = False
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
         statement = scope.flow.statement.get(node)
-        if not isinstance(statement, ast.Assign) or statement.value is not node or not is_processor(scope):
+        if not isinstance(statement, ast.Assign) or statement.value is not node:
+            return
+        if self.alone and not is_processor(scope):
             return
         (target,) = statement.targets[:1]
         if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or not is_rotation(scope, node):
             return
         assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if len(node.args) > 2 and _ROTATES.search(node.func.id):
-            q, k, *_ = node.args
-            for name in "qk":
-                match = _with_tables(scope, node, match, name, 2)
-            yield replace(match, operands={"q0": Operand(q), "k0": Operand(k), **match.operands})
+        if len(node.args) < 3 or not ROTATES.search(node.func.id):
+            return
+        if len(node.args) > 3 and not self.alone:
+            return  # cosines and sines are those of a Rotation
+        for name in "qk":
+            match = _with_tables(scope, node, match, name, 2)
+        q, k, *_ = node.args
+        sides: list[Callable[..., Match | None]] = [partial(_joined_streams, stream=_normed), _normed_alone]
+        for part in [_anything] if self.alone else sides:
+            of_q = part(scope, q, match, "q")
+            both = None if of_q is None else part(scope, k, of_q, "k")
+            if both is not None:
+                yield both
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,34 @@ class Joined:
             yield replace(match.step(node), operands=operands, options={"stream_dim": found[1]})
 
 
+def _joined_streams(
+    scope: Scope, node: ast.expr, match: Match, name: str, stream: Callable[..., Match | None]
+) -> Match | None:
+    """The match of a concatenation of streams."""
+    streams = _concatenated(scope, node, match)
+    if streams is None:
+        return None
+    parts, found, dim = streams
+    found = replace(found, options={**found.options, "stream_dim": dim})
+    for i, part in enumerate(parts):
+        after = stream(scope, part, found, f"{name}{i}")
+        if after is None:
+            return None
+        found = after
+    return found
+
+
 def is_processor(scope: Scope) -> bool:
     """Whether a function takes the module as its second argument, as processors of attention do."""
     return scope.flow.tree.args.args[0].arg != scope.facts.receiver
+
+
+def _normed_alone(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
+    return _normed(scope, node, match, f"{name}0")
+
+
+def _anything(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
+    return replace(match, operands={f"{name}0": Operand(node), **match.operands})
 
 
 def _rotated_alone(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
@@ -126,7 +157,7 @@ def _rotated_alone(scope: Scope, node: ast.expr, match: Match, name: str) -> Mat
     if not is_rotation(scope, node) or not is_processor(scope):
         return None
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    if not _ROTATES.search(node.func.id):
+    if not ROTATES.search(node.func.id):
         return None
     match = _with_tables(scope, node, match, name)
     return replace(match, operands={f"{name}0": Operand(node.args[0]), **match.operands})

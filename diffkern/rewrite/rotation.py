@@ -69,7 +69,8 @@ class Form:
         across_heads: Whether the norm is one over all heads.
         heads_first: Whether heads come before tokens, where that matters: in a norm over all of them.
         partial: Whether the columns of the tables say how many elements of a head are rotated, the first ones.
-        heads_in_tables: Whether the heads of queries and keys are not taken apart, and tables have them before tokens.
+        heads_in_tables: Whether the heads of queries and keys are not taken apart, and tables have them before tokens,
+            matrices behind them.
     """
 
     tables: str | None = None
@@ -105,6 +106,7 @@ FORMS = tuple(
         for partial in ((True, False) if tables in _FULL and not norm[0] else (False,))
     ]
     + [Form("cosines and sines", None, pairing, True, heads_in_tables=True) for pairing in ("interleaved", "half")]
+    + [Form(ANY_MATRICES, None, pairing, True, heads_in_tables=True) for pairing in ("interleaved", "half")]
 )
 NORMS = (Form(), Form(across_heads=True))
 
@@ -163,7 +165,7 @@ def call_qk_norm_rope(
             start += q.shape[dim]
         if form.heads_first:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if form.heads_first or form.heads_in_tables:
+        if form.heads_first or (form.heads_in_tables and form.tables != ANY_MATRICES):
             pairs = [(_tokens_first(cos), _tokens_first(sin)) for cos, sin in pairs]
         if form.heads_in_tables:
             assert pairs[0][0] is not None

@@ -14,6 +14,7 @@ from diffkern.rewrite.facts import CHANNELS, GROUPS
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.match import (
     Activated,
+    AddedInPlace,
     Either,
     Kept,
     Leaf,
@@ -88,12 +89,13 @@ def _activated(over: str) -> Shape:
 
 
 RULES = (
+    Rule("query and key norm, rotation", "qk_norm_rope", RotatedTogether()),
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_FIRST)),
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_LAST)),
     Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(ROTATED)),
     Rule("query and key norm", "qk_norm_rope", QueryKey(NORMED)),
     Rule("rotation of query and key", "qk_norm_rope", QueryKey(ROTATED_ALONE)),
-    Rule("rotation of query and key", "qk_norm_rope", RotatedTogether()),
+    Rule("rotation of query and key", "qk_norm_rope", RotatedTogether(alone=True)),
     Rule("concatenation of heads", "qk_norm_rope", Joined()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _EMBEDDED),
@@ -114,6 +116,7 @@ RULES = (
     Rule("norm, scale", "norm_modulate", Product(Norm(Leaf("x")), Leaf("scale")), options=_WHOLE),
     Rule("modulation", "norm_modulate", _modulated(Leaf("x"), _SCALE), options={"norm": None}),
     Rule("gated residual", "gate_residual", _GATED),
+    Rule("gated residual, in place", "gate_residual", AddedInPlace(Product(Leaf("gate"), Leaf("x")))),
     Rule("gated linear unit", "glu", Product(Activated("gate", _GLU), Leaf("value"))),
     Rule("rotation", "rope", Rotation()),
     Rule("linear, GELU", "linear_gelu", Activated("linear", frozenset({"gelu_tanh"}), Linear(Leaf("x")))),

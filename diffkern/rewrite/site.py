@@ -121,6 +121,8 @@ class FusedSite:
         self.on_new_size: Any = None
         self.gains: dict[Any, str] = {}
         self.cost: tuple[Cost, Cost] | None = None
+        #: The number of the leaf that the expression writes into, if there is one.
+        self._written = plan.roles.index("residual") if "in_place" in plan.options else None
         self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._call: Any = _CALLS.get(plan.rule.op)  # others compute themselves
@@ -176,7 +178,8 @@ class FusedSite:
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, (KernelFileError, torch.OutOfMemoryError)):
                 raise
-            self.original(module, *leaves)  # raises as well where the call is wrong, in the words of stock
+            if self._written is None:
+                self.original(module, *leaves)  # raises as well where the call is wrong, in the words of stock
             return self.run_original(module, *leaves, reason=f"{self}: its op refused the operands: {error}")
         self.fused_calls += 1
         if self.observer is not None:
@@ -193,6 +196,10 @@ class FusedSite:
             if reason and self.observer is not None:
                 self.observer(module, reason)
         return self.original(module, *leaves)
+
+    def unwritten(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The leaves with a copy of the one that is written into, for calls that must leave it as it is."""
+        return tuple([leaf.clone() if i == self._written else leaf for i, leaf in enumerate(leaves)])
 
     def way(self, module: nn.Module, leaves: tuple[Any, ...], signature: Signature) -> Way | None:
         """Returns how the op is called for such leaves; None for the original expression."""
@@ -401,6 +408,8 @@ def _norm_modulate(
 def _gate_residual(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
+    if "in_place" in way.options:
+        return operands["residual"].addcmul_(operands["x"], operands["gate"])  # type: ignore[no-any-return]
     return ops.gate_residual(**_ordered(operands), **way.options, provider=provider)
 
 

@@ -13,8 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diffkern.rewrite.facts import PRESENT, UNKNOWN, Facts
-from diffkern.rewrite.match import is_per_channel
+from diffkern.rewrite.facts import LAST_DIM, PRESENT, UNKNOWN, Facts
+from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.match import ROTATES, is_per_channel
+
+#: ComfyUI's flag for plain torch ops in the place of kernels without gradients.
+_TRAINING = "comfy.model_management.in_training"
 
 _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_,
@@ -204,7 +208,10 @@ def split_by_arguments(tree: ast.FunctionDef, facts: Facts, most: int = 2) -> No
     tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     for name in arguments:
         end = _first_store(tree, name)
-        if any((test.lineno, test.col_offset) < end and _rotates_or_joins(test, name) for test in tests):
+        if any(
+            (test.lineno, test.col_offset) < end and _rotates_or_joins(test, name, arguments[0] != facts.receiver)
+            for test in tests
+        ):
             break
     else:
         return
@@ -293,6 +300,50 @@ def _asked(test: ast.expr) -> set[str]:
     return set().union(*names) if all(names) else set()
 
 
+def norms_into_branches(tree: ast.FunctionDef, facts: Facts) -> None:
+    """Moves a norm that stands before two branches into both, where each rotates or modulates what it gives.
+
+    The test may ask for its shape, which is that of what it normalises.
+    """
+    flow = Flow(tree)
+    for branches in [node for node in ast.walk(tree) if isinstance(node, ast.If) and node in flow.places]:
+        if flow.decline is None and _uses_norm(branches.body) and _uses_norm(branches.orelse):
+            _move_norms(flow.places[branches].block, branches, flow, facts)
+
+
+def _uses_norm(branch: list[ast.stmt]) -> bool:
+    """Whether a branch comes from a helper, or rotates something."""
+    nodes = [node for statement in branch for node in ast.walk(statement)]
+    calls = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return bool(branch) and (hasattr(branch[-1], "_helper") or any(ROTATES.search(name) for name in calls))
+
+
+def _move_norms(block: list[ast.stmt], branches: ast.If, flow: Flow, facts: Facts) -> None:
+    inside = {node for statement in (*branches.body, *branches.orelse) for node in ast.walk(statement)}
+    for node in ast.walk(branches.test):
+        if isinstance(node, ast.Call):
+            return
+        if isinstance(node, ast.Attribute) and node.attr == "shape":
+            inside.add(node.value)
+    passed: set[str] = set()
+    for statement in reversed(block[: block.index(branches)]):
+        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        if not isinstance(statement, ast.Assign) or not isinstance(target, ast.Name):
+            return
+        value, definition = statement.value, flow.bound(target)
+        is_norm = isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords
+        path = facts.path(flow, value.func) if is_norm else None  # type: ignore[attr-defined]
+        read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+        only_there = not definition.is_captured and not definition.deleted and inside.issuperset(definition.uses)
+        if path is not None and facts.norm(path) == LAST_DIM and only_there and not read & passed:
+            block.remove(statement)
+            for branch in (branches.body, branches.orelse):
+                branch.insert(0, copy.deepcopy(statement))
+        elif any(isinstance(node, ast.Call) for node in ast.walk(value)):
+            return
+        passed.add(target.id)
+
+
 def drop_options(tree: ast.FunctionDef) -> list[str]:
     """Drops branches that run if a dictionary among the arguments has a key; returns the tests, to be made at entry.
 
@@ -302,6 +353,7 @@ def drop_options(tree: ast.FunctionDef) -> list[str]:
     dropper = _DropOptions(tree)
     dropper.visit(tree)
     if dropper.tests:
+        _drop_unread(tree, dropper.read)
         _tidy_blocks(tree)
     return list(dict.fromkeys(dropper.tests))
 
@@ -310,14 +362,41 @@ class _DropOptions(ast.NodeTransformer):
     def __init__(self, tree: ast.FunctionDef) -> None:
         self._tree = copy.deepcopy(tree)
         self.tests: list[str] = []
+        #: The variables that dropped branches read.
+        self.read: set[str] = set()
 
     def visit_If(self, node: ast.If) -> Any:
         """What runs without the option."""
         test = _option(self._tree, node.test)
+        if test is not None:
+            test = f"{test} and 'another node patches what it computes'"
+        elif ast.unparse(node.test) == _TRAINING:
+            test = f"{_TRAINING} and 'ComfyUI is training'"
         if test is None:
             return self.generic_visit(node)
         self.tests.append(test)
+        self.read |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         return [self.visit(statement) for statement in node.orelse]
+
+
+def _drop_unread(tree: ast.FunctionDef, names: set[str]) -> None:
+    """Drops ``name["key"] = value`` where nothing reads the variable any longer, and it is a copy made here."""
+    nodes = list(ast.walk(tree))
+    stores = {
+        statement.targets[0].value: statement
+        for statement in tree.body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Subscript)
+        and isinstance(statement.targets[0].value, ast.Name)
+        and not any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    }
+    for name in names:
+        loads = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+        bound = [s for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == name]
+        is_copy = len(bound) == 1 and ast.unparse(bound[0].value).endswith(".copy()")
+        if is_copy and loads and all(load in stores for load in loads):
+            for load in loads:
+                tree.body.remove(stores[load])
 
 
 def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
@@ -357,7 +436,7 @@ def _first_store(tree: ast.stmt, name: str) -> tuple[float, float]:
     return min(places)
 
 
-def _rotates_or_joins(node: ast.If, name: str) -> bool:
+def _rotates_or_joins(node: ast.If, name: str, is_processor: bool) -> bool:
     """Whether a branch asks for an argument, and rebinds a variable by a call with both, or by a concatenation."""
     tests = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
     if not any(ast.unparse(part) in (f"{name} is not None", f"{name} is None") for part in tests):
@@ -365,12 +444,19 @@ def _rotates_or_joins(node: ast.If, name: str) -> bool:
     for statement in (part for one in (*node.body, *node.orelse) for part in ast.walk(one)):
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
             stored, call = statement.targets[0], statement.value
-            target = ast.unparse(stored.value if isinstance(stored, ast.Subscript) else stored)
+            targets = set(map(_base, stored.elts if isinstance(stored, ast.Tuple) else [stored])) - {name}
             read = {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}
-            joins = ast.unparse(call.func) in ("torch.cat", "torch.concat")
-            if target != name and target in read and (name in read or len(call.args) > 1 or joins):
+            function = ast.unparse(call.func)
+            rotates = ROTATES.search(function) is not None and name in read
+            joins = name in read or len(call.args) > 1 or function in ("torch.cat", "torch.concat")
+            fits = joins and not isinstance(stored, ast.Tuple) if is_processor else rotates
+            if targets and targets <= read and fits:
                 return True
     return False
+
+
+def _base(target: ast.expr) -> str:
+    return ast.unparse(target.value if isinstance(target, ast.Subscript) else target)
 
 
 def _stored_attributes(tree: ast.FunctionDef) -> set[str]:

@@ -13,12 +13,11 @@ from diffkern.cache import in_call
 from diffkern.cache.in_call import one_model_call
 from diffkern.cache.rotary import rotary_tables, unfit_matrices
 from diffkern.comfyui.cast import weight_and_bias
+from diffkern.comfyui.kitchen_fusion import Samples
 from diffkern.comfyui.norms import NORMS, norm_kind, readable
-from diffkern.comfyui.qk import norm_and_rotate, norms_fuse
-from diffkern.comfyui.recipe import Samples, in_training, plain_arithmetic, unknown_options
-from diffkern.comfyui.verification_clone import Pick, input_size, shell
+from diffkern.comfyui.rewrites import in_training, plain_arithmetic
+from diffkern.comfyui.verification_clone import shell
 from diffkern.ops import rope
-from tests.comfyui import toy
 
 CPU = torch.device("cpu")
 
@@ -73,9 +72,6 @@ def test_a_norm_that_is_watched_or_replaced_is_called_as_a_module() -> None:
     replaced.forward = lambda x: x
 
     assert norm_kind(watched) is None and norm_kind(replaced) is None
-    assert not norms_fuse(nn.RMSNorm(8), watched)
-    assert not norms_fuse(nn.RMSNorm(8, eps=1e-5), nn.RMSNorm(8, eps=1e-6))
-    assert norms_fuse(nn.RMSNorm(8), nn.RMSNorm(8))
 
 
 def test_weights_elsewhere_or_in_storage_formats_are_not_read() -> None:
@@ -154,39 +150,15 @@ def test_matrices_that_do_not_fit_are_refused_with_a_reason(matrices: Any, reaso
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_queries_and_keys_of_their_own_lengths_and_tables(fuse: bool) -> None:
-    random = Samples(CPU, torch.float32)
-    q, k = random(2, 6, 24), random(2, 4, 24)
-    q_norm, k_norm = nn.RMSNorm(24, eps=1e-5), nn.RMSNorm(24, eps=1e-5)
-    nn.init.normal_(q_norm.weight)
-    q_tables, k_tables = (rotary_tables(random.rotations(1, length, 3, 4), "half") for length in (6, 4))
-    with torch.no_grad():
-        ours = norm_and_rotate(
-            q, k, q_norm, k_norm, q_tables, k_tables, fuse_norms=fuse, across_heads=3, pairing="half", provider=None
-        )
-        for x, norm, tables, result in zip((q, k), (q_norm, k_norm), (q_tables, k_tables), ours, strict=True):
-            rotated = rope(norm(x).unflatten(-1, (3, 8)), *tables, pairing="half", provider="eager").flatten(-2)
-            torch.testing.assert_close(result, rotated)
+def test_a_copy_to_try_things_on_has_random_weights_and_nothing_that_was_put_on_the_module() -> None:
+    norm = nn.LayerNorm(8)
+    norm.register_forward_hook(lambda *_: None)
+    norm.weight_function, norm.forward = [abs], lambda *_: None
+    copy = shell(norm, CPU, torch.bfloat16)
 
-
-def test_a_shell_has_the_structure_and_none_of_the_large_weights() -> None:
-    block = toy.Block()
-    block.register_forward_hook(lambda *_: None)
-    block.linear.weight_function = [abs]
-    block.forward = lambda *_: None
-    copy = shell(block, CPU, torch.bfloat16)
-
-    assert type(copy) is toy.Block and "forward" not in vars(copy) and not copy._forward_hooks
-    assert isinstance(copy.linear, Pick) and input_size(copy.linear) == input_size(block.linear) == toy.SIZE
-    assert copy.linear.weight.shape == (toy.SIZE,) and copy.linear.weight.dtype == torch.bfloat16
-    x, modulation = (tensor.bfloat16() for tensor in toy.inputs())
-    assert type(copy).forward(copy, x, modulation).isfinite().all()
-
-
-def test_words_of_a_forward_are_found_also_inside_its_functions() -> None:
-    assert unknown_options(toy.RECIPE) == []
-    assert unknown_options(toy.IGNORANT) == ["negate"]
+    assert type(copy) is nn.LayerNorm and not {"forward", "weight_function"} & vars(copy).keys()
+    assert copy.weight.dtype == torch.bfloat16 and not torch.equal(copy.weight, torch.ones(8).bfloat16())
+    assert not copy._forward_hooks and copy(torch.randn(2, 8).bfloat16()).isfinite().all()
 
 
 def test_without_comfyui_nothing_is_training() -> None:
