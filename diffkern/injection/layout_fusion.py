@@ -35,7 +35,7 @@ _DECIDED = "layout"
 #: ... and how the results of stock are laid out.
 _RESULT = "layout of results"
 #: What a call may take, in seconds, to be repeated for its times; the first one proves and compiles, too.
-_LONGEST = 5.0
+_LONGEST = 1.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,8 +174,13 @@ def activate_in_branches(tree: ast.FunctionDef, facts: Facts) -> None:
 
 
 def _reads_norm(statement: ast.stmt, branches: ast.If, facts: Facts) -> bool:
-    """Whether a statement calls something with the variable that is bound to a norm's result where a branch ends."""
+    """Whether a statement calls something with the variable that is bound to a norm's result where a branch ends.
+
+    That call may be the first argument of another one, as in ``conv(silu(h), cache)``.
+    """
     call = statement.value if isinstance(statement, ast.Assign) else None
+    if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Call):
+        call = call.args[0]
     if not isinstance(call, ast.Call) or len(call.args) != 1 or not isinstance(call.args[0], ast.Name):
         return False
     for block in (branches.body, branches.orelse):

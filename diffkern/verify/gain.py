@@ -21,7 +21,9 @@ LARGEST_TIMED = 1 << 28
 _ROUNDS = 5
 #: Turns of each on a CPU, at least and at most, and the seconds after which there are no more of them.
 _LEAST_TURNS, _MOST_TURNS, _BUDGET = 2, 200, 0.02
-#: Calls of a round on a GPU, and the clock cycles that it sleeps before, so that the host has launched all of them.
+#: What takes longer than so many seconds is called once alone after its warm-up.
+_LONG = 0.3
+#: Calls of a round on a GPU at most, and the clock cycles that it sleeps before, so that the host has launched them.
 _GPU_CALLS, _SLEEP = 8, 3_000_000
 
 
@@ -79,11 +81,14 @@ def reason_without_gain(fused: Cost, stock: Cost, replayed: bool) -> str:
 
 
 def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
-    """Times computations in turns, a few milliseconds in all unless a single call takes longer."""
+    """Times computations in turns, a few milliseconds in all unless a single call takes longer: then fewer calls."""
     for compute in computations:  # loads and compiles
         compute()
+    single = [_seconds(compute, device) for compute in computations]
+    if max(single) > _LONG:
+        return [Cost(took * 1e6, took * 1e6) for took in single]
     if device.type == "cuda":
-        return _on_gpu(computations, device)
+        return _on_gpu(computations, device, calls=min(_GPU_CALLS, 1 + int(_BUDGET / max(single))))
     fastest = [float("inf")] * len(computations)
     other_work = _OtherWork()
     began = time.perf_counter()
@@ -120,7 +125,21 @@ def host_cost(compute: Callable[[], Any]) -> float:
         return costs((compute,), torch.device("cpu"))[0].host
 
 
-def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
+def _seconds(compute: Callable[[], Any], device: torch.device) -> float:
+    """What a single call takes, with the host and the device one after the other."""
+    _finish(device)
+    began = time.perf_counter()
+    compute()
+    _finish(device)
+    return time.perf_counter() - began
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, calls: int) -> list[Cost]:
     stream = torch.cuda.current_stream(device)
     turns: list[list[tuple[float, torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in computations]
     with torch.cuda.device(device):
@@ -130,7 +149,7 @@ def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device) -> 
                 torch.cuda._sleep(_SLEEP)
                 start.record(stream)
                 began = time.perf_counter()
-                for _ in range(_GPU_CALLS):
+                for _ in range(calls):
                     compute()
                 host = time.perf_counter() - began
                 end.record(stream)
@@ -138,8 +157,8 @@ def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device) -> 
         stream.synchronize()
     return [
         Cost(
-            min(host for host, _, _ in mine) * 1e6 / _GPU_CALLS,
-            min(start.elapsed_time(end) for _, start, end in mine) * 1e3 / _GPU_CALLS,
+            min(host for host, _, _ in mine) * 1e6 / calls,
+            min(start.elapsed_time(end) for _, start, end in mine) * 1e3 / calls,
         )
         for mine in turns
     ]

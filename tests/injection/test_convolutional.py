@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kandinsky6_sr import Kandinsky6SRResnetBlock3D
 from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
@@ -114,6 +115,16 @@ def test_a_resnet_adds_the_embedding_of_the_time_step_inside_of_its_second_norm(
     assert relative_error(after, stock) < 1e-6 < relative_error(before, stock)
     (calls,) = report.calls().values()
     assert (calls["fused"], calls["stock"]) == (4, 0)
+
+
+def test_an_activation_inside_of_the_call_of_a_convolution_is_fused_in_each_branch() -> None:
+    block = Kandinsky6SRResnetBlock3D(16, 16).requires_grad_(False)
+    x = _drawn(2, 16, 3, 6, 6) + 0.5
+    stock = block(x, block.make_cache())
+    report = inject_optimized_kernels(block, config=EVERYWHERE)
+    assert relative_error(block(x, block.make_cache()), stock) < 1e-5
+    calls = report.calls()[""]
+    assert (calls["fused"], calls["stock"]) == (2, 0)
 
 
 class _Summed(nn.Module):

@@ -19,8 +19,8 @@ from scripts.check_models.convolutional import AUTOENCODERS, UNETS
 from scripts.check_models.rewritten import batch_of_two, run
 
 MODELS = AUTOENCODERS | UNETS
-#: Sites of a provider that was asked for are not timed: what is timed here is the layout.
-CONFIG = KernelConfig({"*": "eager"}, measure=True)
+#: Sites of a provider that was asked for are not timed: what is timed here is the layout. Most tests do without sites.
+WITH_SITES, CONFIG = KernelConfig({"*": "eager"}, measure=True), KernelConfig({"*": None}, measure=True)
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def gains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_fusion, "reason_without_gain", lambda *costs: "")
 
 
-def _inject(model: nn.Module, **options: Any) -> InjectionReport:
-    return inject_optimized_kernels(model, config=CONFIG, cuda_graph=False, **options)
+def _inject(model: nn.Module, config: KernelConfig = CONFIG, **options: Any) -> InjectionReport:
+    return inject_optimized_kernels(model, config=config, cuda_graph=False, **options)
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def test_a_model_that_gains_computes_in_channels_last_and_is_restored_bit_for_bi
     before = {key: (value.clone(), value.stride()) for key, value in model.state_dict().items()}
     parameters = list(model.parameters())
     stock = _call(model, name)
-    report = _inject(model)
+    report = _inject(model, WITH_SITES)
     for _ in range(2):
         result = _call(model, name)
         assert relative_error(result, stock) < 1e-5 and result.stride() == stock.stride()
@@ -121,7 +121,7 @@ def test_the_clock_of_a_cpu_decides_once_for_all_processes(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("gains")
-@pytest.mark.parametrize("name", ["kl", "unet2d_condition"])
+@pytest.mark.parametrize("name", ["unet2d_condition", pytest.param("kl", marks=pytest.mark.exhaustive)])
 def test_exact_numerics_keep_the_bits_of_stock_whatever_is_faster(name: str) -> None:
     model = MODELS[name].build()
     stock = _call(model, name)
@@ -237,7 +237,7 @@ def test_without_measurements_no_layout_is_asked_for() -> None:
 def test_on_a_gpu_norms_keep_channels_last_between_convolutions(name: str) -> None:
     model: Any = MODELS[name].build().to("cuda")
     stock = _call(model, name)
-    report = _inject(model)
+    report = _inject(model, WITH_SITES)
     assert relative_error(_call(model, name), stock) < 1e-3
     assert _are_last(model.decoder) == {True}
     seen: list[bool] = []

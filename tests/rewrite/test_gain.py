@@ -56,6 +56,13 @@ def test_computations_have_turns_and_each_is_warmed_up_first() -> None:
     assert all(0 < cost.host == cost.device for cost in found)
 
 
+def test_what_takes_long_is_called_twice_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gain, "_LONG", 0.0)
+    order: list[str] = []
+    found = costs([lambda: order.append("a"), lambda: order.append("b")], torch.device("cpu"))
+    assert order == ["a", "b", "a", "b"] and all(0 < cost.host == cost.device for cost in found)
+
+
 class Given:
     """Costs that the test says, by whether the operands are large, in the place of a clock. Both computations run."""
 
