@@ -83,7 +83,10 @@ NOT_BUILT = {
     "LTX2VideoDiffusionDecoderModel": "its attention runs under torch.compile, which no float64 reference passes",
 }
 #: Models whose forward runs a part of their modules.
-RUN_IN_PART = {"proteina": "its forward decodes alone"}
+RUN_IN_PART = {
+    "proteina": "its forward decodes alone",
+    "kl_temporal": "with a single layer the mid block of its decoder runs no attention",
+}
 
 #: Rules whose sites stay as they are written there, by model, with the reason.
 NOT_FUSED = {
