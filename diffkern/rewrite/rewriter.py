@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from diffkern.matching import TABLE, NormSemantics, full_name
-from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, settings_of
+from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, group_norm_path, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, SitePlan, plan
@@ -106,7 +106,7 @@ class Rewriter:
         if os.environ.get(SWITCH, "1") == "0":
             return f"rewriting is off: {SWITCH}=0"
         if forward is None:
-            if isinstance(TABLE.get(full_name(type(module))), NormSemantics):
+            if isinstance(TABLE.get(full_name(type(module))), NormSemantics) or group_norm_path(module):
                 return "it is a norm, which is one op as a whole"
             forward = type(module).forward
         with LOCK:
