@@ -18,7 +18,7 @@ from torch import Tensor
 from diffkern.ops import norm as norms
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import Op
-from diffkern.ops.rope import (
+from diffkern.ops.rotary import (
     Rotated,
     check_axes,
     check_choices,

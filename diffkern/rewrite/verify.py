@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffkern.ops.rope import PAIRINGS
+from diffkern.ops.rotary import PAIRINGS
 from diffkern.providers import NoProviderError, requested, select
 from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.providers.foreign import preserved

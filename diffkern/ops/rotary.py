@@ -1,0 +1,272 @@
+"""What the ops with a rotation share: the checks of their tables, and the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from diffkern.ops.registration import Op
+from diffkern.providers.eager import compute_dtype
+from diffkern.providers.eager import rope as reference
+from diffkern.providers.eager.rope import ARITHMETICS, FLOAT32, INPUT
+
+PAIRINGS = ("interleaved", "half")
+ORDERS = ("blocked", "alternating")
+MAX_AXES = 4
+
+
+class Rotated(Protocol):
+    """What the checks ask of the tensor that is rotated, or of one whose heads are not split yet."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Size of each dimension."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the elements."""
+
+    def is_floating_point(self) -> bool:
+        """Whether they are floating point numbers."""
+
+
+def check_choices(x: Rotated, pairing: str, arithmetic: str, rotary_dim: int | None) -> int:
+    """Checks what does not depend on the tables; returns the number of elements to rotate."""
+    if not x.is_floating_point():
+        raise TypeError(f"rotary embedding needs a floating point input, got {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError("rotary embedding needs an input of at least one dimension, got a scalar")
+    if pairing not in PAIRINGS:
+        raise ValueError(f"unknown pairing {pairing!r}: choose one of {', '.join(PAIRINGS)}")
+    if arithmetic not in ARITHMETICS:
+        raise ValueError(f"unknown arithmetic {arithmetic!r}: choose one of {', '.join(ARITHMETICS)}")
+    size = x.shape[-1]
+    rotary = size if rotary_dim is None else rotary_dim
+    if rotary % 2 or rotary > size or (rotary_dim is not None and rotary <= 0):
+        raise ValueError(f"{rotary} elements cannot be rotated in pairs in a row of {size}: give an even rotary_dim")
+    return rotary
+
+
+def resolve_tokens(
+    x: Rotated, tokens: tuple[int, int] | None, seq_dim: int, *, needed: bool = False
+) -> tuple[int, int, int]:
+    """Returns start, length and the dimension counted from the front; length -1 stands for all tokens."""
+    if tokens is None and not needed:
+        return 0, -1, 0
+    dim = seq_dim + x.ndim if seq_dim < 0 else seq_dim
+    if not 0 <= dim < x.ndim - 1:
+        raise ValueError(f"seq_dim {seq_dim} is no leading dimension of an input of {x.ndim} dimensions")
+    if tokens is None:
+        return 0, -1, dim
+    start, length = tokens
+    if start < 0 or length < 0 or start + length > x.shape[dim]:
+        raise ValueError(f"tokens {start} to {start + length} are not all among the {x.shape[dim]} of the input")
+    return start, length, dim
+
+
+def check_table(name: str, table: Tensor, x: Rotated, shape: Sequence[int], rotary: int) -> None:
+    """Checks that a full table broadcasts to the leading dimensions ``shape`` of what is rotated."""
+    if not table.is_floating_point():
+        raise TypeError(f"{name} is {table.dtype}: it must be floating point, or complex with sin=None")
+    own = table.shape
+    fits = len(own) >= 1 and own[-1] in (rotary, rotary // 2) and len(own) - 1 <= len(shape)
+    if fits:
+        skipped = len(shape) - len(own) + 1
+        for i in range(len(own) - 1):
+            if own[i] != 1 and own[i] != shape[skipped + i]:
+                fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} of shape {tuple(own)} does not broadcast to tokens of shape {(*shape, x.shape[-1])}, of which "
+            f"{rotary} elements are rotated: its last dimension must be {rotary} or {rotary // 2}, "
+            "and the others 1 or those of the input"
+        )
+
+
+def check_axes(
+    x: Rotated,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
+    grid: Sequence[int] | None,
+    coords: Tensor | None,
+    order: str,
+    front_pad: int,
+    rotary: int,
+    heads: int,
+    seq_dim: int,
+    length: int,
+) -> list[int]:
+    """Checks tables of axes against ``x`` and returns the grid, which is empty where there are coordinates."""
+    axes = len(cos)
+    if not 1 <= axes <= MAX_AXES or len(sin) != axes:
+        raise ValueError(f"got {axes} tables of cosines and {len(sin)} of sines: give as many of both, 1 to {MAX_AXES}")
+    if order not in ORDERS:
+        raise ValueError(f"unknown order {order!r}: choose one of {', '.join(ORDERS)}")
+    if (grid is None) == (coords is None):
+        raise ValueError("give either the grid or the coordinates of the tokens")
+    for i in range(axes):
+        for name, table in (("cos", cos[i]), ("sin", sin[i])):
+            if not table.is_floating_point():
+                raise TypeError(f"the {name} table of axis {i} is {table.dtype}: it must be floating point")
+        if cos[i].ndim != 2 or cos[i].shape != sin[i].shape:
+            raise ValueError(
+                f"the tables of axis {i} have shapes {tuple(cos[i].shape)} and {tuple(sin[i].shape)}: "
+                "both must be [positions, pairs]"
+            )
+        if cos[i].dtype != cos[0].dtype or sin[i].dtype != cos[0].dtype:
+            raise TypeError("the tables of all axes must have one dtype")
+        if order == "alternating" and cos[i].shape[1] != cos[0].shape[1]:
+            raise ValueError("axes can alternate only if their tables have as many columns")
+    pairs = front_pad + sum(table.shape[1] for table in cos)
+    if front_pad < 0 or (2 * pairs != rotary and not (heads and rotary == x.shape[-1] and 2 * pairs == heads * rotary)):
+        raise ValueError(
+            f"the axes have {pairs} pairs, {front_pad} of them padding: {rotary // 2} are rotated"
+            + (f", or {heads * rotary // 2} in all heads" if heads else "")
+        )
+    count = x.shape[seq_dim] if length < 0 else length
+    if coords is not None:
+        if coords.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"coordinates are int32 or int64, got {coords.dtype}")
+        lead = (x.shape[0], 1) if seq_dim else ()
+        fits = coords.ndim in (2, 3) and coords.shape[-2:] == (count, axes)
+        if not fits or (coords.ndim == 3 and coords.shape[0] not in lead):
+            raise ValueError(
+                f"coordinates of shape {tuple(coords.shape)} do not fit {count} tokens and {axes} axes: "
+                "give [tokens, axes] or [batch, tokens, axes]"
+            )
+        return []
+    assert grid is not None
+    tokens = 1
+    for i, size in enumerate(grid):
+        tokens *= size
+        if i < axes and size > cos[i].shape[0]:
+            raise ValueError(f"the grid has {size} positions along axis {i}, its table {cos[i].shape[0]}")
+    if len(grid) != axes or tokens != count:
+        raise ValueError(f"a grid of {tuple(grid)} is not one of {count} tokens and {axes} axes")
+    return list(grid)
+
+
+def dispatch_fn(op: Op, coords: Tensor | None) -> Callable[..., Any]:
+    """How to call an op: past the dispatch cache where :func:`check_coords` has something to check."""
+    return op.call if coords is None or coords.device.type != "cpu" else op.dispatch_slow
+
+
+def check_coords(coords: Tensor | None, axes: Sequence[Tensor]) -> None:
+    """Raises IndexError if a coordinate on the CPU is outside its table. On a GPU that would cost a wait."""
+    if torch.compiler.is_compiling() or type(coords) is not Tensor or coords.device.type != "cpu":
+        return
+    if coords.numel() == 0:
+        return
+    low, high = torch.aminmax(coords.flatten(0, -2), dim=0)
+    for i, table in enumerate(axes):
+        if int(low[i]) < 0 or int(high[i]) >= table.shape[0]:
+            raise IndexError(f"a coordinate of axis {i} is outside its table of {table.shape[0]} positions")
+
+
+# --- gradients -----------------------------------------------------------------------------------------
+
+
+def swap_pairs(table: Tensor, half: bool, rotary: int) -> Tensor:
+    """Exchanges the two angles of each pair; a table with one angle per pair stays as it is."""
+    if table.shape[-1] != rotary:
+        return table
+    if half:
+        return table.roll(rotary // 2, -1)
+    return table.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # type: ignore[no-any-return]
+
+
+def gradient_arithmetic(arithmetic: int) -> int:
+    """Gradients are not rounded in between."""
+    return FLOAT32 if arithmetic == INPUT else arithmetic
+
+
+def table_gradients(
+    x: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, half: bool, rotary: int, seq_dim: int, start: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of two full tables, from the input of the rotation and the gradient of its result."""
+    if length >= 0:
+        x, grad = x.narrow(seq_dim, start, length), grad.narrow(seq_dim, start, length)
+    dtype = compute_dtype(x, cos)
+    (a, b), (grad_a, grad_b) = (reference.split_pairs(t.to(dtype), half, rotary) for t in (x, grad))
+    return (
+        _fold(grad_a * a, grad_b * b, cos, half, rotary),
+        _fold(-grad_a * b, grad_b * a, sin, half, rotary),
+    )
+
+
+def _fold(first: Tensor, second: Tensor, table: Tensor, half: bool, rotary: int) -> Tensor:
+    if table.shape[-1] != rotary:
+        full = first + second
+    elif half:
+        full = torch.cat((first, second), -1)
+    else:
+        full = torch.stack((first, second), -1).flatten(-2)
+    summed: Tensor = full.sum_to_size(table.shape).to(table.dtype)
+    return summed
+
+
+def axes_gradients(
+    full: Tensor, axes: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int], alternating: bool, front_pad: int
+) -> list[Tensor]:
+    """The adjoint of the reference's ``expand_axes``: sums a full gradient into the tables."""
+    full = full[..., front_pad:]
+    if alternating:
+        parts = list(full.unflatten(-1, (-1, len(axes))).unbind(-1))
+    else:
+        parts = list(full.split([table.shape[1] for table in axes], -1))
+    gradients = []
+    for i, (part, table) in enumerate(zip(parts, axes, strict=True)):
+        if coords is None:
+            part = part.reshape(*grid, table.shape[1])
+            others = [dim for dim in range(len(grid)) if dim != i]
+            part = part.sum(others) if others else part
+            part = torch.nn.functional.pad(part, (0, 0, 0, table.shape[0] - grid[i]))
+        else:
+            index = coords[..., i].reshape(-1).long()
+            part = part.new_zeros(table.shape).index_add(0, index, part.reshape(-1, table.shape[1]))
+        gradients.append(part.to(table.dtype))
+    return gradients
+
+
+def rope_3d_gradients(
+    x: Tensor,
+    grad: Tensor,
+    cos: Sequence[Tensor],
+    sin: Sequence[Tensor],
+    coords: Tensor | None,
+    grid: Sequence[int],
+    alternating: bool,
+    front_pad: int,
+    half: bool,
+    rotary: int,
+    seq_dim: int,
+    start: int,
+    length: int,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of the tables of all axes."""
+    # Not rounded to the dtype of the tables before the tokens are summed.
+    dtype = compute_dtype(x, *cos)
+    compact = [
+        reference.expand_axes([table.to(dtype) for table in axes], coords, grid, alternating, front_pad, 0.0)
+        for axes in (cos, sin)
+    ]
+    fitted = [reference.fit_table(table, x, seq_dim, rotary) for table in compact]
+    full = table_gradients(x, grad, fitted[0], fitted[1], half, rotary, seq_dim, start, length)
+    grads = []
+    for gradient, table, fit, axes in zip(full, compact, fitted, (cos, sin), strict=True):
+        if fit.ndim > 2 and 2 * table.shape[-1] != rotary and seq_dim == x.ndim - 2:
+            gradient = gradient.transpose(-3, -2)
+        grads.append(axes_gradients(gradient.reshape(table.shape), axes, coords, grid, alternating, front_pad))
+    return grads[0], grads[1]
+
+
+def no_gradient_of(numbers: Sequence[int]) -> list[None] | None:
+    """What a backward returns for a list of numbers; torch takes an empty one for a list of tensors."""
+    return None if numbers else []
