@@ -26,23 +26,10 @@ from types import FunctionType, ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from diffkern.rewrite.expressions import ANY_ACTIVATION, is_number
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Definition, Flow
-from diffkern.rewrite.match import (
-    ANY_ACTIVATION,
-    Activated,
-    Either,
-    Kept,
-    Leaf,
-    Match,
-    Norm,
-    OnePlus,
-    Product,
-    Scope,
-    Shape,
-    Sum,
-    is_number,
-)
+from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Match, Norm, OnePlus, Product, Scope, Shape, Sum
 from diffkern.rewrite.plan import Plan, plan
 from diffkern.rewrite.source import Source
 from scripts.check_models.rotary import rotary_functions, rotary_table

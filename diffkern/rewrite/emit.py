@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diffkern.rewrite.effects import SITES
+from diffkern.rewrite.expressions import is_cast, is_view
 from diffkern.rewrite.flow import Definition, Flow
-from diffkern.rewrite.match import Match, Operand, Scope, is_cast, is_view
+from diffkern.rewrite.match import Match, Operand, Scope
 from diffkern.rewrite.placement import Placement, cast_arguments
 from diffkern.rewrite.query_key import nested_function
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from diffkern.rewrite.effects import METADATA, VIEWS
-from diffkern.rewrite.match import Match, Operand, Scope, is_number
+from diffkern.rewrite.expressions import is_number
+from diffkern.rewrite.match import Match, Operand, Scope
 from diffkern.rewrite.query_key import is_processor
 
 #: Methods that a mask is made with, beside views.

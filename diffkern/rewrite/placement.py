@@ -11,8 +11,9 @@ import ast
 from dataclasses import dataclass
 
 from diffkern.rewrite.effects import Effects
+from diffkern.rewrite.expressions import is_cast
 from diffkern.rewrite.flow import Definition, Flow
-from diffkern.rewrite.match import Match, Scope, is_cast
+from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.purity import shape_arguments
 
 

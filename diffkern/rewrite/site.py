@@ -19,7 +19,7 @@ from diffkern.matching import NormSemantics
 from diffkern.ops.linear import concatenate
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import transforms_active
-from diffkern.providers.eager import compute_dtype
+from diffkern.rewrite.calls import CALLS
 from diffkern.rewrite.facts import (
     GROUPS,
     LAST_DIM,
@@ -32,7 +32,6 @@ from diffkern.rewrite.facts import (
 )
 from diffkern.rewrite.layout import memory_order
 from diffkern.rewrite.plan import SitePlan
-from diffkern.rewrite.rotation import call_qk_norm_rope
 from diffkern.verify.gain import Cost
 from diffkern.verify.measures import Measurement
 
@@ -125,7 +124,7 @@ class FusedSite:
         self._written = plan.roles.index("residual") if "in_place" in plan.options else None
         self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
-        self._call: Any = _CALLS.get(plan.rule.op)  # others compute themselves
+        self._call: Any = CALLS.get(plan.rule.op)  # others compute themselves
         self._may_differ = trained is not None or (plan.rule.keeps and not plan.gives_residual)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
@@ -255,7 +254,7 @@ class FusedSite:
 
     def call_op(self, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Any:
         """Calls the op on its operands."""
-        return _CALLS[self.plan.rule.op](self, module, operands, way, provider)
+        return CALLS[self.plan.rule.op](self, module, operands, way, provider)
 
     def operands(self, module: nn.Module, leaves: tuple[Any, ...]) -> dict[str, Any]:
         """The operands of the op by name: leaves, or views of them."""
@@ -390,118 +389,3 @@ def _constant(leaf: Any) -> Any:
     if isinstance(leaf, (tuple, list)):
         return tuple([_layout(part) if type(part) in _PLAIN else _constant(part) for part in leaf])
     return leaf if isinstance(leaf, (torch.dtype, int, float, str, torch.device)) else type(leaf)
-
-
-# --- how each op is called -----------------------------------------------------------------------------
-
-
-def _norm_modulate(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
-    arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
-    if arguments is None:
-        x = site.run_norm(module, operands.pop("x"), way.calls_norm or "same", provider)
-        return ops.norm_modulate(x, **operands, **{**way.options, "norm": None}, provider=provider)
-    return ops.norm_modulate(**operands, **{**arguments, **way.options}, provider=provider)
-
-
-def _gate_residual(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
-    if "in_place" in way.options:
-        return operands["residual"].addcmul_(operands["x"], operands["gate"])  # type: ignore[no-any-return]
-    return ops.gate_residual(**_ordered(operands), **way.options, provider=provider)
-
-
-def _gate_residual_norm_modulate(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> tuple[Tensor, Tensor]:
-    operands, options = _ordered(operands), dict(way.options)
-    arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
-    if arguments is not None:
-        return ops.gate_residual_norm_modulate(**operands, **{**arguments, **options}, provider=provider)
-    modulation = {name: operands.pop(name) for name in ("scale", "shift") if name in operands}
-    gating = {name: options[name] for name in ("gate_activation", "rounding") if name in options}
-    residual = ops.gate_residual(**operands, **gating, out_dtype=options.get("residual_dtype"), provider=provider)
-    y = site.run_norm(module, residual, way.calls_norm or "same", provider)
-    if not modulation:
-        return residual, y.to(options.get("out_dtype") or y.dtype)
-    rest = {name: options[name] for name in ("scale_offset", "rounding", "out_dtype") if name in options}
-    return residual, ops.norm_modulate(y, **modulation, **rest, norm=None, provider=provider)
-
-
-def _glu(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Tensor:
-    return ops.glu(**operands, **way.options, provider=provider)
-
-
-def _linear_gelu(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
-    linear: Any = child_of(module, site.plan.modules["linear"])
-    return ops.linear_gelu(operands["x"], linear.weight, linear.bias, **way.options, provider=provider)
-
-
-def _group_norm_silu(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
-    x = operands["x"]
-    arguments = site.norm_arguments(module, x) or {}
-    if "scale" not in operands:
-        return ops.group_norm_silu(x, **arguments, **way.options, add=operands.get("add"), provider=provider)
-    # Modulation is an affine map of each channel, as weight and bias are: one of each sample, if samples are channels.
-    if arguments["frames"] == "each":
-        raise ValueError("a group norm of single frames takes no modulation")
-    samples, channels, *size = x.shape
-    dtype = compute_dtype(x)
-
-    def of_each(value: Tensor) -> Tensor:
-        return value.to(dtype).expand(samples, channels, *(1,) * len(size)).reshape(samples, channels)
-
-    scale = 1 + of_each(operands["scale"])
-    bias = arguments.get("bias")
-    shift = scale * bias if bias is not None else torch.zeros_like(scale)
-    shift = shift + of_each(operands["shift"]) if "shift" in operands else shift
-    weight = scale * arguments["weight"] if "weight" in arguments else scale
-    arguments |= {"weight": weight.reshape(-1), "bias": shift.reshape(-1)}
-    arguments["num_groups"] *= samples
-    flat = x if samples == 1 else x.contiguous().view(1, samples * channels, *size)
-    return ops.group_norm_silu(flat, **arguments, **way.options, provider=provider).view(x.shape)
-
-
-def _channel_rms_norm_silu(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
-    arguments = site.norm_arguments(module, operands["x"]) or {}
-    return ops.channel_rms_norm_silu(**operands, **arguments, **way.options, provider=provider)
-
-
-def _rope(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> tuple[Tensor, Tensor]:
-    options = dict(way.options)
-    dim, per_pair = options.pop("unsqueeze_dim"), options.pop("per_pair")
-    cos, sin = operands["cos"].unsqueeze(dim), operands["sin"].unsqueeze(dim)
-    options["rotary_dim"] = (2 if per_pair else 1) * cos.shape[-1]
-    q, k = [ops.rope(operands[name], cos, sin, **options, provider=provider) for name in ("q", "k")]
-    return q, k
-
-
-def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
-    """A product says nothing of which factor is the gate: the smaller one is."""
-    gate, x = operands.get("gate"), operands["x"]
-    if gate is not None and "gate_activation" not in operands and gate.numel() > x.numel():
-        operands["gate"], operands["x"] = x, gate
-    return operands
-
-
-_CALLS: Mapping[str, Any] = {
-    "norm_modulate": _norm_modulate,
-    "gate_residual": _gate_residual,
-    "gate_residual_norm_modulate": _gate_residual_norm_modulate,
-    "glu": _glu,
-    "linear_gelu": _linear_gelu,
-    "qk_norm_rope": call_qk_norm_rope,
-    "group_norm_silu": _group_norm_silu,
-    "channel_rms_norm_silu": _channel_rms_norm_silu,
-    "rope": _rope,
-}

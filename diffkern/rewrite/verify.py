@@ -25,8 +25,8 @@ from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.providers.foreign import preserved
 from diffkern.providers.hub import refusals_raise
 from diffkern.rewrite.draws import draws_of, random_like
+from diffkern.rewrite.expressions import ANY_ACTIVATION
 from diffkern.rewrite.facts import LAST_DIM, child_of
-from diffkern.rewrite.match import ANY_ACTIVATION
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
 from diffkern.rewrite.rotation import FORMS, NORMS
 from diffkern.rewrite.site import BY_SUM, FusedSite, Way

@@ -1,0 +1,130 @@
+"""How the site of each op calls it: from the operands by name, and what the norm says of itself now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern import ops
+from diffkern.providers.eager import compute_dtype
+from diffkern.rewrite.facts import child_of
+from diffkern.rewrite.rotation import call_qk_norm_rope
+
+if TYPE_CHECKING:
+    from diffkern.rewrite.site import FusedSite, Way
+
+
+def _norm_modulate(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
+    if arguments is None:
+        x = site.run_norm(module, operands.pop("x"), way.calls_norm or "same", provider)
+        return ops.norm_modulate(x, **operands, **{**way.options, "norm": None}, provider=provider)
+    return ops.norm_modulate(**operands, **{**arguments, **way.options}, provider=provider)
+
+
+def _gate_residual(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    if "in_place" in way.options:
+        return operands["residual"].addcmul_(operands["x"], operands["gate"])  # type: ignore[no-any-return]
+    return ops.gate_residual(**_ordered(operands), **way.options, provider=provider)
+
+
+def _gate_residual_norm_modulate(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> tuple[Tensor, Tensor]:
+    operands, options = _ordered(operands), dict(way.options)
+    arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
+    if arguments is not None:
+        return ops.gate_residual_norm_modulate(**operands, **{**arguments, **options}, provider=provider)
+    modulation = {name: operands.pop(name) for name in ("scale", "shift") if name in operands}
+    gating = {name: options[name] for name in ("gate_activation", "rounding") if name in options}
+    residual = ops.gate_residual(**operands, **gating, out_dtype=options.get("residual_dtype"), provider=provider)
+    y = site.run_norm(module, residual, way.calls_norm or "same", provider)
+    if not modulation:
+        return residual, y.to(options.get("out_dtype") or y.dtype)
+    rest = {name: options[name] for name in ("scale_offset", "rounding", "out_dtype") if name in options}
+    return residual, ops.norm_modulate(y, **modulation, **rest, norm=None, provider=provider)
+
+
+def _glu(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Tensor:
+    return ops.glu(**operands, **way.options, provider=provider)
+
+
+def _linear_gelu(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    linear: Any = child_of(module, site.plan.modules["linear"])
+    return ops.linear_gelu(operands["x"], linear.weight, linear.bias, **way.options, provider=provider)
+
+
+def _group_norm_silu(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    x = operands["x"]
+    arguments = site.norm_arguments(module, x) or {}
+    if "scale" not in operands:
+        return ops.group_norm_silu(x, **arguments, **way.options, add=operands.get("add"), provider=provider)
+    # Modulation is an affine map of each channel, as weight and bias are: one of each sample, if samples are channels.
+    if arguments["frames"] == "each":
+        raise ValueError("a group norm of single frames takes no modulation")
+    samples, channels, *size = x.shape
+    dtype = compute_dtype(x)
+
+    def of_each(value: Tensor) -> Tensor:
+        return value.to(dtype).expand(samples, channels, *(1,) * len(size)).reshape(samples, channels)
+
+    scale = 1 + of_each(operands["scale"])
+    bias = arguments.get("bias")
+    shift = scale * bias if bias is not None else torch.zeros_like(scale)
+    shift = shift + of_each(operands["shift"]) if "shift" in operands else shift
+    weight = scale * arguments["weight"] if "weight" in arguments else scale
+    arguments |= {"weight": weight.reshape(-1), "bias": shift.reshape(-1)}
+    arguments["num_groups"] *= samples
+    flat = x if samples == 1 else x.contiguous().view(1, samples * channels, *size)
+    return ops.group_norm_silu(flat, **arguments, **way.options, provider=provider).view(x.shape)
+
+
+def _channel_rms_norm_silu(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    arguments = site.norm_arguments(module, operands["x"]) or {}
+    return ops.channel_rms_norm_silu(**operands, **arguments, **way.options, provider=provider)
+
+
+def _rope(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> tuple[Tensor, Tensor]:
+    options = dict(way.options)
+    dim, per_pair = options.pop("unsqueeze_dim"), options.pop("per_pair")
+    cos, sin = operands["cos"].unsqueeze(dim), operands["sin"].unsqueeze(dim)
+    options["rotary_dim"] = (2 if per_pair else 1) * cos.shape[-1]
+    q, k = [ops.rope(operands[name], cos, sin, **options, provider=provider) for name in ("q", "k")]
+    return q, k
+
+
+def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
+    """A product says nothing of which factor is the gate: the smaller one is."""
+    gate, x = operands.get("gate"), operands["x"]
+    if gate is not None and "gate_activation" not in operands and gate.numel() > x.numel():
+        operands["gate"], operands["x"] = x, gate
+    return operands
+
+
+#: How the site of an op calls it.
+CALLS: Mapping[str, Any] = {
+    "norm_modulate": _norm_modulate,
+    "gate_residual": _gate_residual,
+    "gate_residual_norm_modulate": _gate_residual_norm_modulate,
+    "glu": _glu,
+    "linear_gelu": _linear_gelu,
+    "qk_norm_rope": call_qk_norm_rope,
+    "group_norm_silu": _group_norm_silu,
+    "channel_rms_norm_silu": _channel_rms_norm_silu,
+    "rope": _rope,
+}
