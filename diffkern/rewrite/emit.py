@@ -65,7 +65,7 @@ class _Writer:
             body.append(ast.copy_location(ast.Assign([target], self.render(definition.value)), definition.statement))
         result = self.render(self._root)
         statement = self._flow.statement[self._root]
-        if isinstance(statement, ast.AugAssign):
+        if isinstance(statement, ast.AugAssign) and "in_place" in self._match.options:
             residual = self._leaves[self._key(self._flow.augmented[statement])][0]
             added = ast.AugAssign(ast.Name(residual, ast.Store()), statement.op, result)
             body.append(ast.copy_location(added, statement))
@@ -172,7 +172,8 @@ def replace_match(
     arguments += [ast.Name(early[leaf], ast.Load()) if leaf in early else leaf for leaf in region.leaves]
     site = ast.Subscript(ast.Name(SITES, ast.Load()), ast.Constant(index), ast.Load())
     call: ast.expr = ast.Call(site, arguments, [])
-    if isinstance(end, ast.AugAssign):
+    in_place = "in_place" in match.options
+    if in_place:
         call._written = 1 + region.roles.index("residual")  # type: ignore[attr-defined]
 
     def evaluated_early(statement: ast.stmt) -> list[ast.stmt]:
@@ -203,7 +204,7 @@ def replace_match(
         _replace(flow.places[old].block, old, evaluated_early(old), like=old)
     dropped = [target for definition in placement.removed for target in definition.deleted]
     _undelete(flow, end, dropped, placement.removed)
-    if isinstance(end, ast.AugAssign):
+    if in_place and isinstance(end, ast.AugAssign):
         _replace(flow.places[end].block, end, [ast.Assign([end.target], call)], like=end)
     else:
         _Swap(root, ast.copy_location(call, root)).visit(end)

@@ -54,8 +54,7 @@ class Placer:
             leaves: The expressions that it reads, in the order of evaluation.
         """
         flow, statement = self._flow, self._flow.statement[root]
-        kinds = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
-        if not isinstance(statement, kinds) and "in_place" not in match.options:
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
             return f"it stands in the head of a statement: {type(statement).__name__.lower()}"
         definitions = tuple({definition: None for _, definition in match.passed})
         if root in flow.guarded and definitions:

@@ -326,11 +326,10 @@ def _uses_norm(branch: list[ast.stmt]) -> bool:
 
 def _move_norms(block: list[ast.stmt], branches: ast.If, flow: Flow, facts: Facts) -> None:
     inside = {node for statement in (*branches.body, *branches.orelse) for node in ast.walk(statement)}
-    for node in ast.walk(branches.test):
-        if isinstance(node, ast.Call):
-            return
-        if isinstance(node, ast.Attribute) and node.attr == "shape":
-            inside.add(node.value)
+    asked = list(ast.walk(branches.test))
+    if any(isinstance(node, ast.Call) for node in asked):
+        return
+    shapes = {node.value for node in asked if isinstance(node, ast.Attribute) and node.attr == "shape"}
     passed: set[str] = set()
     for statement in reversed(block[: block.index(branches)]):
         target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
@@ -340,7 +339,9 @@ def _move_norms(block: list[ast.stmt], branches: ast.If, flow: Flow, facts: Fact
         is_norm = isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords
         path = facts.path(flow, value.func) if is_norm else None  # type: ignore[attr-defined]
         read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
-        only_there = not definition.is_captured and not definition.deleted and inside.issuperset(definition.uses)
+        in_place_of_x = is_norm and ast.unparse(value.args[0]) == target.id  # type: ignore[attr-defined]
+        where = inside | shapes if in_place_of_x else inside
+        only_there = not definition.is_captured and not definition.deleted and where.issuperset(definition.uses)
         if path is not None and facts.norm(path) == LAST_DIM and only_there and not read & passed:
             block.remove(statement)
             for branch in (branches.body, branches.orelse):
