@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
+from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.reference import clone_for_verification
 from diffkern.rewrite.rotation import streams_of
-from diffkern.rewrite.site import FusedSite, OnceSite, TextSite
+from diffkern.rewrite.site import FusedSite
 from diffkern.verify.contract import ROWS
 from diffkern.verify.samples import sample_shape
 

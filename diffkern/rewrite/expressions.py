@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import TYPE_CHECKING
 
 from diffkern.rewrite.effects import CASTS, METADATA, VIEWS
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 _ACTIVATIONS = frozenset({"silu", "gelu", "tanh", "sigmoid"})
 #: An activation whose name does not say what it computes: the proof tries what there is.
 ANY_ACTIVATION = "any"
+#: What the names of functions say that rotate: by its shape alone any function of two arguments might.
+ROTATES = re.compile("rotary|rope|rotate")
+
+
+def rotates(name: str) -> bool:
+    """Whether a function, by its name, rotates queries and keys."""
+    return name.startswith("apply_rotary")
 
 
 def is_cast(node: ast.expr) -> bool:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
+from diffkern.rewrite.expressions import ROTATES
 from diffkern.rewrite.facts import PRESENT, Facts, Path
-from diffkern.rewrite.match import ROTATES
 from diffkern.rewrite.source import Source
 from diffkern.rewrite.variants import Given, decide_branches
 

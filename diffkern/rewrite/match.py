@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
@@ -24,6 +23,7 @@ from diffkern.rewrite.expressions import (
     is_per_channel,
     is_view,
     norm_call,
+    rotates,
 )
 from diffkern.rewrite.facts import LAST_DIM, Facts
 from diffkern.rewrite.flow import Definition, Flow
@@ -371,15 +371,6 @@ class Either:
         """See :class:`Shape`."""
         for shape in self.shapes:
             yield from shape.match(scope, node, match)
-
-
-#: What the names of functions say that rotate: by its shape alone any function of two arguments might.
-ROTATES = re.compile("rotary|rope|rotate")
-
-
-def rotates(name: str) -> bool:
-    """Whether a function, by its name, rotates queries and keys."""
-    return name.startswith("apply_rotary")
 
 
 def _read_by(name: str, namespace: Mapping[str, Any], seen: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from diffkern.rewrite.expressions import is_cast, norm_call
+from diffkern.rewrite.expressions import ROTATES, is_cast, norm_call
 from diffkern.rewrite.facts import LAST_DIM
 from diffkern.rewrite.flow import Flow
-from diffkern.rewrite.match import ROTATES, Match, Operand, Scope, peel, through_views
+from diffkern.rewrite.match import Match, Operand, Scope, peel, through_views
 
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no

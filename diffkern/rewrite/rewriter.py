@@ -16,10 +16,11 @@ from torch import nn
 from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, group_norm_path, settings_of
 from diffkern.rewrite.guard import Guard
+from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature
-from diffkern.rewrite.site import FusedSite, Observer, OnceSite, TextSite, Trained, join
+from diffkern.rewrite.site import FusedSite, Observer, Trained, join
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.texts import OfText
 from diffkern.rewrite.verify import Recorder, SiteVerifier

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from diffkern.rewrite.expressions import is_per_channel
+from diffkern.rewrite.expressions import ROTATES, is_per_channel
 from diffkern.rewrite.facts import LAST_DIM, PRESENT, UNKNOWN, Facts
 from diffkern.rewrite.flow import Flow
-from diffkern.rewrite.match import ROTATES
 
 #: ComfyUI's flag for plain torch ops in the place of kernels without gradients.
 _TRAINING = "comfy.model_management.in_training"

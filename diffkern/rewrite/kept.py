@@ -1,0 +1,58 @@
+"""Sites whose results are kept: for one call of the model, or as long as a text stays the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.blocks.pieces import plain_linear
+from diffkern.cache.in_call import once_in_call
+from diffkern.cache.text import drop_layer_of_text, layer_of_text
+from diffkern.rewrite.facts import child_of
+from diffkern.rewrite.site import FusedSite
+
+
+class OnceSite(FusedSite):
+    """A site that computes its expression as it is written, once for all layers in a call of the model."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._compute = partial(self.original, None)  # it reads nothing of the module
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        if torch.compiler.is_compiling():
+            return self._compute(*leaves)
+        result = once_in_call(self._compute, *leaves)
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return result
+
+
+class TextSite(FusedSite):
+    """A linear layer of attention, whose result is kept where it is called with a text; else as it is written."""
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        (states,), path = leaves, self.plan.modules["linear"]
+        layer = child_of(module, path)
+        if torch.compiler.is_compiling() or type(states) is not Tensor or layer is None:
+            return self.original(module, states)
+        if not plain_linear(layer, states.device, states.dtype):
+            return self.run_original(module, states)
+        result = layer_of_text(module, path[-1], layer, states, lambda: self.original(module, states))
+        if result is None:
+            return self.original(module, states)
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return result
+
+    def run_original(self, module: nn.Module, *leaves: Any, reason: str = "") -> Any:
+        """Calls the layer, which has a hook or an adapter, and keeps nothing."""
+        drop_layer_of_text(module, self.plan.modules["linear"][-1])
+        return super().run_original(module, *leaves, reason=reason)
