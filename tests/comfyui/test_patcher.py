@@ -265,6 +265,39 @@ def test_a_block_is_fused_in_every_method_that_rules_know(unknown: Any) -> None:
     assert torch.equal(Host.run(native(optimized)), before) and not patches_of(native(optimized))
 
 
+class Pair(nn.Module):
+    """As ``QKNorm`` of Flux."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_norm, self.key_norm = nn.RMSNorm(toy.SIZE, eps=1e-6), nn.RMSNorm(toy.SIZE, eps=1e-6)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self.query_norm(q), self.key_norm(k)
+
+
+class Paired(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms, self.linear = Pair(), nn.Linear(toy.SIZE, toy.SIZE)
+
+    def forward(self, x: Tensor, modulation: Tensor) -> Tensor:
+        q, k = self.norms(self.linear(x), x)
+        return q * k
+
+
+def test_a_submodule_of_norms_is_part_of_its_block(host: Host) -> None:
+    model = toy.Denoiser(0)
+    model.blocks.append(Paired())
+    patcher = type(host.patcher)(double.Model(model), CPU, CPU)
+    before = Host.run(patcher)
+    optimized, report = optimize(patcher)
+
+    assert [site.path for site in report.patched] == ["diffusion_model.blocks.0"]
+    assert close(Host.run(optimized), before)
+    assert [(count["fused"], count["stock"]) for count in report.calls().values()] == [(1, 0)]
+
+
 def test_such_a_block_in_a_model_of_its_own_runs_on_its_own_weights(unknown: Any) -> None:
     if not isinstance(unknown, double.ModelPatcher):
         pytest.skip("the double says how a model is cloned deeply")
