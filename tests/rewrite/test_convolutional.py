@@ -113,6 +113,7 @@ def test_a_fused_convolutional_model_is_as_close_to_float64_as_stock(case: Case)
     raise AssertionError(f"{(fused / stock).sqrt()} times stock's")
 
 
+@pytest.mark.exhaustive
 def test_every_autoencoder_unet_and_controlnet_that_diffusers_exports_is_among_them() -> None:
     packages = tuple(f"diffusers.models.{part}" for part in _PACKAGES)
     classes = [getattr(diffusers, name, None) for name in dir(diffusers)]
