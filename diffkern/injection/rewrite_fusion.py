@@ -17,7 +17,6 @@ from diffkern.injection.fusion import Fusion
 from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError, patches
 from diffkern.providers import Choice, hub, requested, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
-from diffkern.verify.gain import host_cost
 from diffkern.verify.measures import Measurement
 
 
@@ -137,35 +136,21 @@ class RewriteFusion(Fusion):
 
     @override
     def weigh(self, module: nn.Module, call: Any) -> str | None:
-        """By what its sites were timed at in the calls since the last one of such a size, and what its guard takes."""
-        if torch.is_grad_enabled():
-            return None  # its sites are not timed then
+        """Says that no site gains where none did in the call before: so no result changes from one call to the next."""
         x = self.primary_input(call)
         size = x.device, x.dtype, x.numel().bit_length()
         forward = self._forwards.get(None) or self._forward(module, None)
-        if size in forward.gains:
-            return forward.gains[size]
+        if size in forward.gains or torch.is_grad_enabled():
+            return forward.gains.get(size)
         now = [(site.fused_calls, site.original_calls) for site in forward.sites]
-        before = self._before.get(size)
-        if before is None or before == now:
-            self._before[size] = now
+        before = self._before.setdefault(size, now)
+        ran = [site for site, one, other in zip(forward.sites, now, before, strict=True) if one != other]
+        if not ran:
             return None
         del self._before[size]
-        calls = [
-            (fused - was_fused, stock - was_stock)
-            for (fused, stock), (was_fused, was_stock) in zip(now, before, strict=True)
-        ]
-        saved = 0.0
-        for site, (fused, stock) in zip(forward.sites, calls, strict=True):
-            if (fused and site.cost is None) or (stock and not any(site.gains.values())):
-                return forward.gains.setdefault(size, "")  # it is not for its time that a site runs as it does
-            if fused and site.cost is not None:
-                saved += fused * (site.cost[1].host - site.cost[0].host)
-        times = max(fused + stock for fused, stock in calls)
-        saved /= times
-        asked = host_cost(lambda: forward.guard(module)) if x.device.type == "cpu" else 0.0  # a GPU works meanwhile
-        reason = f"its parts save {saved:.1f} us a call, and to ask which of them may run takes {asked:.1f}: no gain"
-        return forward.gains.setdefault(size, reason if saved <= asked else "")
+        idle = all(one[0] == other[0] for one, other in zip(now, before, strict=True))
+        timed = all(any(site.gains.values()) for site in ran)
+        return forward.gains.setdefault(size, NO_SITE_GAINS if idle and timed else "")
 
     @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
@@ -231,6 +216,8 @@ class RewriteFusion(Fusion):
         return self._forwards[provider]
 
 
+#: Why a forward runs stock whose sites were timed.
+NO_SITE_GAINS = "none of its parts takes less time fused"
 #: In the place of a first tensor where a call has none.
 _NO_TENSOR = torch.empty(0, device="cpu")
 

@@ -140,14 +140,15 @@ class Rewriter:
         for site in sites:
             site.on_new_signature, site.on_gradients = self._verifier, self._verifier.prove_gradients
             site.observer = self._observer
-            if self._replayed is not None:
-                site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed)
         values = dict(found.facts.values)
         if any(child_of(module, path) is None for site in found.sites for path in site.modules.values()):
             values.update(settings_of(module))  # a method, which reads them
         guard = Guard(sites, module, found.helpers, function.__globals__, values)
         guard.disabled = {site.plan.index for site in sites if site.plan.rule.op in self._off}
         guard.observer = self._observer
+        if self._replayed is not None:
+            for site in sites:
+                site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed, guard=guard)
         return Rewritten(recompile(forward, found.code, {ENTER: guard, STOCK: function, JOIN: join}), found, guard)
 
 

@@ -27,12 +27,13 @@ from diffkern.providers.hub import refusals_raise
 from diffkern.rewrite.draws import draws_of, random_like
 from diffkern.rewrite.expressions import ANY_ACTIVATION
 from diffkern.rewrite.facts import LAST_DIM, child_of
+from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
 from diffkern.rewrite.rotation import FORMS, NORMS
 from diffkern.rewrite.site import BY_SUM, FusedSite, Way
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
-from diffkern.verify.gain import LARGEST_TIMED, kept_costs, reason_without_gain
+from diffkern.verify.gain import LARGEST_TIMED, Cost, kept_costs, reason_without_gain
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.isolation import Copy, uncounted
 from diffkern.verify.measures import Measurement, error_beside, relative_error
@@ -81,8 +82,11 @@ class SiteVerifier:
                 self._record(module, site.proofs.get(signature))
         return site.ways[signature]
 
-    def weigh(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...], replayed: bool) -> str:
-        """Times a proven site and its expression on copies of leaves; returns why the op is not worth it, or ""."""
+    def weigh(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...], replayed: bool, guard: Guard) -> str:
+        """Times a proven site and its expression on copies of leaves; returns why the op is not worth it, or "".
+
+        On a CPU a site also pays its share of what the guard of its forward takes. A GPU works meanwhile.
+        """
         if requested(site.provider) is not None:
             return ""  # it was asked for
         first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -101,6 +105,10 @@ class SiteVerifier:
         try:
             with LOCK, torch.no_grad(), preserved(first.device):
                 found = kept_costs((fused, lambda: site.original(twin, *copies())), first.device, *key)
+                if first.device.type == "cpu":
+                    asked = kept_costs((lambda: guard(module),) * 2, first.device, "guard", *key[2:4])[0].host
+                    share = asked / max(len(guard.sites) - len(guard.disabled), 1)
+                    found[0] = Cost(found[0].host + share, found[0].device + share)
         except (RuntimeError, ValueError, TypeError):
             return ""  # want of memory, or operands that the op refuses: the call itself says so
         reason = reason_without_gain(found[0], found[1], replayed)
@@ -200,8 +208,8 @@ class SiteVerifier:
             provider = select(site.plan.rule.op, first.device, (first.dtype,), site.provider).provider
         except NoProviderError as error:
             return str(error)
-        reason = ""
-        for way in self._ways(site, [result.dtype for result in stock[0]], options):
+        reason = "no op keeps the bits of its norm" if exact else "its op has no form for it"
+        for tried, way in enumerate(self._ways(site, [result.dtype for result in stock[0]], options)):
             given = (site.unwritten(draw) for draw in draws)
             fused = (_as_tuple(site.compute(module, draw, way, site.provider)) for draw in given)
             try:
@@ -211,7 +219,7 @@ class SiteVerifier:
                 refused = _first_difference(fused, stock) if exact else _first_error(list(fused), stock, reference)
             except Exception as error:
                 refused = f"failed: {type(error).__name__}: {error}"
-            if not refused or not reason:
+            if not refused or tried == 0:
                 errors = (float("nan"), float("nan"), False)
                 if not refused:
                     draw = site.unwritten(draws[0])
@@ -222,7 +230,7 @@ class SiteVerifier:
                 site.proofs[site.signature(module, leaves)] = proof
             if not refused:
                 return _without_dtypes(site, module, draws[0], way)
-            reason = reason or refused
+            reason = refused if tried == 0 else reason
         return reason
 
     def _ways(self, site: FusedSite, dtypes: list[torch.dtype], options: dict[str, Any]) -> Iterator[Way]:

@@ -119,12 +119,6 @@ class _OtherWork:
         self._data.sum()
 
 
-def host_cost(compute: Callable[[], Any]) -> float:
-    """What a computation without a device takes of the host, in microseconds; reports count no calls that it makes."""
-    with uncounted():
-        return costs((compute,), torch.device("cpu"))[0].host
-
-
 def _seconds(compute: Callable[[], Any], device: torch.device) -> float:
     """What a single call takes, with the host and the device one after the other."""
     _finish(device)

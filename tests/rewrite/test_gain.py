@@ -72,6 +72,8 @@ class Given:
 
     def __call__(self, computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
         results = [compute() for compute in computations]
+        if computations[0] is computations[1]:  # a guard, whose share costs nothing here
+            return [Cost(0.0, 0.0)] * 2
         torch.testing.assert_close(results[0], results[1])
         self.asked += 1
         gains = self.large if results[0].numel() > 1 << 12 else self.small

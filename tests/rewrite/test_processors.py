@@ -109,6 +109,17 @@ def test_exact_numerics_give_the_bits_of_stock_in_a_processor() -> None:
     assert torch.equal(run(module, **arguments()), stock)
 
 
+def test_a_site_that_exact_numerics_leave_as_it_is_written_has_a_reason() -> None:
+    module, given = wan_attention()
+    rewritten = Rewriter("exact").rewrite(module)
+    assert isinstance(rewritten, Rewritten)
+    module.forward = rewritten.function.__get__(module)
+    run(module, hidden_states=given["hidden_states"])  # norms without a rotation: nothing is left beside them
+    assert [reason for site in rewritten.sites for reason in site.reasons.values()] == [
+        "no op keeps the bits of its norm"
+    ]
+
+
 def joint_attention(kind: str, rows: int = IMAGE) -> tuple[nn.Module, dict[str, Any]]:
     """An attention over image and text, and the arguments of a call, in float32."""
     torch.manual_seed(0)
