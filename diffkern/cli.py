@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diffkern.bench.cli import app as bench
-from diffkern.cli_options import EXIT_CODES, Device, Json, Quiet, device_of, epilog, fail, say_why
+from diffkern.cli_options import EXIT_CODES, NAMES, Device, Json, Quiet, device_of, epilog, fail, say_why
 from diffkern.hub.cli import app as hub
 
 if TYPE_CHECKING:
@@ -25,11 +25,26 @@ app = typer.Typer(
     epilog=EXIT_CODES,
 )
 app.add_typer(bench, name="bench")
+
+
+def _version(value: bool) -> None:
+    if value:
+        from diffkern import __version__
+
+        typer.echo(f"diffkern {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Fused kernels for diffusers pipelines: see what runs, prove it, measure it, build it."""
+
+
 app.add_typer(hub, name="hub", short_help="Pin, fetch, check and publish kernels of the Hub.")
 
-_Model = Annotated[
-    str, typer.Argument(metavar="MODEL|PATH", help="A name (flux, wan, ltx, ...), a config.json, or a folder.")
-]
+_Model = Annotated[str, typer.Argument(metavar="MODEL|PATH", help=f"A config.json, a folder, or a name: {NAMES}.")]
 _Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 _Layers = Annotated[int | None, typer.Option(min=1, help="Keep so many layers of each kind, with random weights.")]
 _Numerics = Annotated[str, typer.Option(help="fast, exact or fp8.")]
@@ -55,9 +70,13 @@ def inspect(
     import torch
 
     from diffkern import plan
+    from diffkern.bench.estimate import CARDS
     from diffkern.inspection import ModelError, expected_gain, load_model
 
     kind = _dtype("inspect", dtype)
+    _require_numerics("inspect", numerics)
+    if card and card not in CARDS:
+        fail("inspect", f"card {card!r} is not known: choose from {', '.join(CARDS)}", 2)
     try:
         loaded = load_model(model, torch.device("meta"), kind)
         report = plan(loaded, numerics=numerics)
@@ -91,8 +110,7 @@ def verify(
     from diffkern.inspection import ModelError, load_model, read_inputs, verify_model
 
     where, kind = device_of("verify", device), _dtype("verify", dtype)
-    if numerics not in ("fast", "exact", "fp8"):
-        fail("verify", f"numerics={numerics!r}: choose one of exact, fast, fp8", 2)
+    _require_numerics("verify", numerics)
     try:
         arguments = DENOISERS[model].step(where, kind) if model in DENOISERS else None
         if inputs is not None:
@@ -109,6 +127,11 @@ def verify(
         fail("verify", "nothing was patched, so there is nothing to verify")
     if result.broken:
         raise typer.Exit(1)
+
+
+def _require_numerics(command: str, numerics: str) -> None:
+    if numerics not in ("fast", "exact", "fp8"):
+        fail(command, f"numerics={numerics!r}: choose one of exact, fast, fp8", 2)
 
 
 def _dtype(command: str, name: str) -> torch.dtype:

@@ -18,6 +18,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+#: The models whose published configurations and inputs are known, by name.
+NAMES = "flux, flux2, chroma, qwen, sd3, sana, z_image, lumina2, wan, hunyuan_video, cogvideox, ltx, ltx_long"
 EXIT_CODES = "Exit codes: 0 done; 1 failed; 2 the command line is wrong, or a file that it names."
 
 
@@ -28,6 +30,7 @@ def epilog(*examples: str) -> str:
 
 def _silence(context: typer.Context, value: bool) -> bool:
     if value:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # before the libraries are imported that draw them
         nowhere = context.with_resource(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         context.with_resource(contextlib.redirect_stdout(nowhere))
     return value

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diffkern.cli_options import EXIT_CODES, Device, JsonFile, Quiet, device_of, epilog, fail, require_writable, say_why
+from diffkern.cli_options import (
+    EXIT_CODES,
+    NAMES,
+    Device,
+    JsonFile,
+    Quiet,
+    device_of,
+    epilog,
+    fail,
+    require_writable,
+    say_why,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +78,7 @@ def bench_ops(
     epilog=epilog("bench step --model flux", "bench step --model wan --arm stock --arm fast --json -"),
 )
 def bench_step(
-    model: Annotated[list[str] | None, typer.Option(help="Model by name; may be repeated. Without: all.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help=f"{NAMES}; may be repeated. Without: all.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only this arm, e.g. 'fast + graph'; may be repeated.")] = None,
     repetitions: Annotated[int, typer.Option(min=2, help="Timed steps per arm.")] = 10,
     device: Device = "",
@@ -142,8 +153,10 @@ def bench_pipeline(
         fail("bench pipeline", say_why(error), 2)
     try:
         measured, left_out = pipelines.run(pipe, chosen, where, call, repetitions)
-    except (RuntimeError, TypeError, ValueError) as error:
-        fail("bench pipeline", f"{type(pipe).__name__} does not run: {say_why(error)}")
+    except Exception as error:  # pipelines raise what they like at what they are called with
+        fail("bench pipeline", f"{type(pipe).__name__} does not run with these options: {say_why(error)}")
+    if not measured:
+        fail("bench pipeline", "; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     title = f"{type(pipe).__name__}, {steps} steps, {describe_device(where)}"
     console = _console(output)
     console.print(title)
@@ -171,6 +184,7 @@ def _arms(command: str, names: list[str] | None) -> tuple[Arm, ...]:
 
 @app.command(
     "attention",
+    short_help="Compare implementations of attention: time, memory, error.",
     epilog=epilog("bench attention --shape 1x4096x24x128", "bench attention --shape 2x1024/77x20x64 --mask bool"),
 )
 def bench_attention(

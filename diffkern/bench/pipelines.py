@@ -29,7 +29,11 @@ def load(folder: Path, device: torch.device) -> Any:
     if not index.is_file():
         raise FileNotFoundError(2, "no such file", str(index))
     from diffusers import DiffusionPipeline
+    from diffusers.utils.logging import disable_progress_bar
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
+    if are_progress_bars_disabled():
+        disable_progress_bar()  # which diffusers does not ask
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     pipe = DiffusionPipeline.from_pretrained(folder, local_files_only=True, **dtype_argument(dtype)).to(device)
     pipe.set_progress_bar_config(disable=True)

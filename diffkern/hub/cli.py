@@ -26,7 +26,10 @@ _LockOption = Annotated[Path, typer.Option("--lock", help="The lock file.")]
 _AllOption = Annotated[bool, typer.Option("--all-variants", help="Builds for every machine, not only for this one.")]
 
 
-@app.command(epilog=epilog("hub lock kernels-community/rmsnorm", "hub lock --config kernels.toml"))
+@app.command(
+    short_help="Pin kernels to commits and digests.",
+    epilog=epilog("hub lock kernels-community/rmsnorm", "hub lock --config kernels.toml"),
+)
 def lock(
     kernels: Annotated[
         list[str] | None, typer.Argument(help="Kernels, such as 'org/repo@>=1.0,<2.0'; none means those in the file.")

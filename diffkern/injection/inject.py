@@ -98,7 +98,8 @@ def inject_optimized_kernels(
         raise ValueError(f"numerics={numerics!r}: choose one of {', '.join(NUMERICS)}")
     if cuda_graph != "auto" and not isinstance(cuda_graph, bool):
         raise TypeError(f"cuda_graph={cuda_graph!r}: expected True, False or 'auto'")
-    if graph_memory is not None and (isinstance(graph_memory, bool) or not graph_memory > 0):
+    number = isinstance(graph_memory, (int, float)) and not isinstance(graph_memory, bool)
+    if graph_memory is not None and not (number and graph_memory > 0):
         raise ValueError(f"graph_memory={graph_memory!r}: expected GiB, a number above 0, or None")
     switches = {"verify": verify, "strict": strict, "dry_run": dry_run}
     for name, value in switches.items():

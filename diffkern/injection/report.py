@@ -257,7 +257,7 @@ class InjectionReport:
         if self.restored:
             parts.append(f"{len(self.restored)} restored")
         if self.failed:
-            parts.append(f"{len(self.failed)} failed")
+            parts.append(f"{len(self.failed)} failed their proof and stay stock")
         return "; ".join([", ".join(parts), *self._remarks(patched), *self._contract(patched)])
 
     def gain(self) -> str:
@@ -289,8 +289,11 @@ class InjectionReport:
             runs.append(f"{len(stock) - mixed} ran stock")
         reasons = sum((site.stock_calls for site in stock), Counter[str]())
         if reasons:
-            others = f" and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
+            more = len(reasons) - 1
+            others = f" and {more} more reason{'s' * (more > 1)}" if more else ""
             runs[-1] += f" ({reasons.most_common(1)[0][0]}{others})"
+        if self.traced:
+            runs.append("more by torch.compile, which counts no calls")
         idle = len(patched) - len(fused) - len(stock) + mixed
         return ": " + ", ".join(runs + ([f"{idle} not called themselves"] if idle else []))
 

@@ -201,7 +201,8 @@ class Verifier:
             return None
         if self.exact:
             share = (fused != stock).double().mean().item()
-            return f"not bit-identical to stock on this device: {share:.2%} of the elements differ"
+            few = "fewer than 0.01%" if share < 1e-4 else f"{share:.2%}"
+            return f"not bit-identical to stock on this device: {few} of the elements differ"
         slack = allowance + SLACK
         if fused.numel() < ROWS * fused.shape[-1]:  # an error over few numbers is partly luck
             slack += torch.finfo(fused.dtype).eps + FEW_ROWS * allowance

@@ -144,7 +144,7 @@ def test_fp8_without_a_gpu_that_has_it_is_said_first() -> None:
 def test_graphs_are_forced_forbidden_or_decided_by_time(value: Any) -> None:
     with pytest.raises(TypeError, match=f"cuda_graph={value!r}: expected True, False or 'auto'"):
         inject_optimized_kernels(nn.LayerNorm(4), cuda_graph=value)
-    for wrong in (0, -1.5, True):
+    for wrong in (0, -1.5, True, "1GB"):
         with pytest.raises(ValueError, match=f"graph_memory={wrong!r}: expected GiB"):
             inject_optimized_kernels(nn.LayerNorm(4), graph_memory=wrong)
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from diffkern import inspection
+from diffkern import __version__, inspection
+from diffkern.bench.models import DENOISERS
+from diffkern.cli_options import NAMES
 from diffkern.injection import report as reports
 from diffkern.inspection import load_model, verify_model
 from tests.injection.models import ltx_inputs, tiny_ltx
@@ -124,6 +126,17 @@ def test_a_machine_without_a_gpu_is_said_in_one_line(command: str) -> None:
     assert result.exit_code == 1 and "--device cuda: this machine has none" in result.output
     assert len(result.output.splitlines()) == 1
     assert "sees no CUDA or ROCm GPU" in invoke("bench", "ops").output
+
+
+def test_the_names_that_help_lists_are_those_of_the_models() -> None:
+    assert ", ".join(DENOISERS) == NAMES
+    assert invoke("--version").output.split() == ["diffkern", __version__]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_a_pipeline_none_of_whose_arms_runs_here_is_a_failure() -> None:
+    result = invoke("bench", "pipeline", "examples/ltx_video/tiny", "--arm", "fp8", "--quiet")
+    assert result.exit_code == 1 and "fp8: " in result.output
 
 
 def test_inspect_reads_a_configuration_and_needs_no_weights(flux: Path) -> None:
