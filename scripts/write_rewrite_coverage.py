@@ -1,8 +1,9 @@
 """Writes docs/models.md: which expressions of diffusers' models look like glue, and which of them rules fuse.
 
-python scripts/write_rewrite_coverage.py
+python scripts/write_rewrite_coverage.py [--comfyui FOLDER]
 
-Reads the source alone; no model is built.
+Reads the source alone; no model is built. With ``--comfyui`` it reads the models of a checkout of ComfyUI, and prints
+their table instead.
 
 A candidate is what looks like glue to a scan that is looser than the rules: it goes through any definition that reaches
 a name, whatever else uses it, and asks nothing about order, branches and aliases. So what a rule misses shows.
@@ -10,6 +11,7 @@ a name, whatever else uses it, and asks nothing about order, branches and aliase
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import inspect
@@ -56,6 +58,8 @@ KINDS: dict[str, Shape] = {
     "gated linear unit": Product(Activated("gate", _GLU), Leaf("value")),
     "norm, SiLU": Activated("norm", frozenset({"silu"}), Either((_modulated_norm(), Norm(Leaf("x"))))),
 }
+#: The methods of diffusers' models that are rewritten.
+_CALLED = frozenset({"forward", "__call__"})
 _ROOT = Path(__file__).resolve().parents[1]
 _RELEASES = _ROOT / "benchmarks" / "diffusers_releases.json"
 #: Packages whose other modulations are not those of a transformer: spatial norms, resnets.
@@ -101,8 +105,13 @@ class _LooseFlow(Flow):
         return min(reaching, key=lambda one: one.value.lineno) if reaching else None  # type: ignore[union-attr]
 
 
-def survey(package: str = "diffusers.models") -> list[Candidate]:
-    """Returns all candidates in a package, each with the rule that covers it or the reason why none does."""
+def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _CALLED) -> list[Candidate]:
+    """Returns all candidates in a package, each with the rule that covers it or the reason why none does.
+
+    Args:
+        package: The name of the package.
+        methods: The methods that are rewritten; None for all of a class.
+    """
     found: dict[tuple[str, str, int, int], Candidate] = {}
     covered: dict[tuple[str, int, int], str] = {}
     reasons: dict[tuple[str, int], str] = {}
@@ -115,7 +124,7 @@ def survey(package: str = "diffusers.models") -> list[Candidate]:
                 name = source.function.__qualname__
                 for key, candidate in candidates_in(source.tree, owner, module.__name__, name):
                     found.setdefault((candidate.kind, candidate.module, *key), candidate)
-            if owner is None or source.function.__name__ not in ("forward", "__call__"):
+            if owner is None or (methods is not None and source.function.__name__ not in methods):
                 continue
             planned = _plan(source, owner)
             if isinstance(planned, str):
@@ -200,12 +209,18 @@ def _has_number(match: Match) -> bool:
 def modules(package: str) -> Iterator[ModuleType]:
     """The modules of a package that can be imported."""
     root = importlib.import_module(package)
-    yield root
-    for info in pkgutil.walk_packages(root.__path__, f"{package}."):
-        if "flax" in info.name:
+    names = [info.name for info in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    if root.__file__ is None:  # a folder of files, whose folders need be no packages
+        files = [(path, Path(path)) for path in root.__path__]
+        inside = [file.relative_to(path).with_suffix("").parts for path, top in files for file in top.rglob("*.py")]
+        names = [".".join((package, *parts)) for parts in sorted(inside) if parts[-1] != "__init__"]
+    else:
+        yield root
+    for name in names:
+        if "flax" in name:
             continue
         try:
-            yield importlib.import_module(info.name)
+            yield importlib.import_module(name)
         except Exception:  # an optional dependency is missing, or anything else that its author left
             continue
 
@@ -328,9 +343,24 @@ def tables_of_source() -> str:
     return head + table(candidates) + _ROTARY + rotary_table(rotary_functions(methods))
 
 
+def survey_comfyui(folder: str) -> str:
+    """The table of a checkout of ComfyUI, whose models are rewritten in every method."""
+    sys.path.insert(0, folder)
+    from comfy.cli_args import args
+
+    args.cpu = True
+    return table(survey("comfy.ldm", methods=None))
+
+
 def main() -> None:
     """Writes the document."""
     warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comfyui", metavar="FOLDER", help="print the table of a checkout of ComfyUI")
+    given = parser.parse_args()
+    if given.comfyui is not None:
+        print(survey_comfyui(given.comfyui))
+        return
     (_ROOT / "docs" / "models.md").write_text(document(), encoding="utf-8")
 
 
