@@ -1,4 +1,4 @@
-"""What the blocks of LTX-Video and LTX-2 share: weightless RMS norms, and attention normalised over all heads."""
+"""The attention of LTX-Video's block, normalised over all heads, and which of its children may be computed around."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from diffkern.blocks import BlockRecipe
 from diffkern.injection.fusion import Fusion
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select
-from diffkern.verify.contract import EXACT_TOKENS, FEW_TOKENS, TOKENS
+from diffkern.verify.contract import FEW_TOKENS, TOKENS
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.samples import clone_tree
 
@@ -135,7 +135,7 @@ class BlockFusion(Fusion):
     def samples(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool
     ) -> Sequence[tuple[Any, ...]]:
-        return self.recipe.samples(module, EXACT_TOKENS if exact else TOKENS, device, dtype)
+        return self.recipe.samples(module, TOKENS, device, dtype)
 
     @override
     def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[tuple[Any, ...]]:

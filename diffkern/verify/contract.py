@@ -23,8 +23,8 @@ ENOUGH = 4096
 #: Elements of a proof of bit identity of a norm, where one differing element decides.
 EXACT_ELEMENTS = 1 << 18
 
-#: Tokens of each sample of a block, in ordinary proofs, in those of bit identity, and in the one of a short call.
-TOKENS, EXACT_TOKENS, FEW_TOKENS = 45, 400, 5
+#: Tokens of each sample of a block, in ordinary proofs and in the one of a short call.
+TOKENS, FEW_TOKENS = 45, 5
 
 #: How far the stock forward of a norm may be in float32 from what its class is known to compute, relative.
 SEMANTIC_TOLERANCE = 1e-5

@@ -256,7 +256,7 @@ def test_a_restored_model_gives_its_memory_back(model: Any, device: str) -> None
 
 def test_the_projection_alone_is_a_site(device: str) -> None:
     projection = randomise(PixArtAlphaTextProjection(16, 8, act_fn="silu")).to(device).requires_grad_(False)
-    caption = torch.randn(1, 3, 16, device=device)
+    caption = torch.randn(1, 5, 16, device=device)
     stock = projection(caption)
     report = inject_optimized_kernels(projection)
     assert [site.op for site in report.patched] == ["caption"]
@@ -272,7 +272,7 @@ def test_the_projection_alone_is_a_site(device: str) -> None:
 
 def test_what_is_handed_out_is_not_what_is_kept(device: str) -> None:
     projection = randomise(PixArtAlphaTextProjection(16, 8)).to(device).requires_grad_(False)
-    caption = torch.randn(1, 3, 16, device=device)
+    caption = torch.randn(1, 5, 16, device=device)
     stock = projection(caption)
     inject_optimized_kernels(projection)
     with torch.no_grad():
