@@ -211,7 +211,7 @@ def test_a_processor_that_writes_tables_through_data_at_every_step_is_found_and_
         assert_steps_alike(model, stock, inputs, numerics, 6)
 
 
-def test_an_attention_function_that_writes_into_keys_gets_new_ones_at_every_step(
+def test_an_attention_function_that_writes_into_values_gets_new_ones_at_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from diffusers.models.transformers import transformer_ltx
@@ -220,7 +220,7 @@ def test_an_attention_function_that_writes_into_keys_gets_new_ones_at_every_step
     dispatch = transformer_ltx.dispatch_attention_fn
 
     def doubling(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        result: Tensor = dispatch(query, key.mul_(2), value, **options)
+        result: Tensor = dispatch(query, key, value.mul_(2), **options)
         return result
 
     monkeypatch.setattr(transformer_ltx, "dispatch_attention_fn", doubling)
