@@ -18,11 +18,12 @@ from diffkern.injection.attention import install, plan_attention, restore_attent
 from diffkern.injection.components import all_components, select_components
 from diffkern.injection.graph_fusion import is_distributed
 from diffkern.injection.kernel_selector import KernelSelector
+from diffkern.injection.patching import patch, remove_patch, unpatch
 from diffkern.injection.planning import Candidate, plan_graphs, plan_layouts, plan_modules, walk
 from diffkern.injection.proving import choose_provider, refuse_fallbacks, verify_candidates
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import Rewriters
-from diffkern.injection.state import LOCK, PatchState, patch, remove_patch, unpatch
+from diffkern.injection.state import LOCK, PatchState
 from diffkern.verify.proof import Verifier
 
 if TYPE_CHECKING:

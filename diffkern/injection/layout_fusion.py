@@ -16,7 +16,8 @@ from diffkern.blocks import layout
 from diffkern.cache import memory
 from diffkern.injection import notes
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.state import LOCK, PatchState, patches, run_below
+from diffkern.injection.patching import patches, run_below
+from diffkern.injection.state import LOCK, PatchState
 from diffkern.ops.group_norm import following_layout
 from diffkern.providers import Choice
 from diffkern.providers.dispatch_modes import modes_active, transforms_active

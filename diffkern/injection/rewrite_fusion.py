@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from diffkern.hub.rule import Rule
 from diffkern.injection.fusion import Fusion
-from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError, patches
+from diffkern.injection.patching import patches
+from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError
 from diffkern.providers import Choice, hub, requested, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
 from diffkern.verify.measures import Measurement

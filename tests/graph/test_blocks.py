@@ -20,7 +20,7 @@ from diffkern.graph.capture import CaptureError, GraphPool, NoRoomError
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.graph.timing import TIMED_CALLS
 from diffkern.injection import graph_fusion, planning
-from diffkern.injection.state import patches
+from diffkern.injection.patching import patches
 from tests.graph.test_timing import FULL_QUEUE, SDXL, Clock
 
 #: Whether a capture is going on, and what ran.

@@ -22,7 +22,7 @@ from diffkern.graph.capture import CaptureError, GraphPool, NoRoomError, capture
 from diffkern.graph.steps import RESTING_CALLS
 from diffkern.graph.timing import TIMED_CALLS, Stage, StepTime, reason_not_to_capture, reason_not_to_keep
 from diffkern.injection import graph_fusion, planning
-from diffkern.injection.state import patches
+from diffkern.injection.patching import patches
 
 #: Steps measured on an H200, in ms: host and GPU as they are, host and GPU of a replay.
 SDXL = StepTime(96.0, 97.1), StepTime(2.1, 42.0)

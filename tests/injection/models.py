@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from diffkern.graph.derived import derived_state
 from diffkern.graph.snapshot import ModuleSnapshot
-from diffkern.injection.state import patch_state, patches
+from diffkern.injection.patching import patch_state, patches
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, use_provider
-from diffkern.injection import state
+from diffkern.injection import patching
 from diffkern.verify import gain
 from diffkern.verify.gain import Cost
 from tests.rewrite.modules import block, leaves
@@ -103,13 +103,13 @@ def test_a_site_is_timed_beside_what_stock_would_run_and_not_beside_patched_chil
     module = block(NAMES, BODY)
     inject_optimized_kernels(module, config=TIMED)
     ran: list[nn.Module] = []
-    run_patch = state._run_patch
+    run_patch = patching._run_patch
 
     def watched(patch: Any, module: nn.Module, *call: Any) -> Any:
         ran.append(module)
         return run_patch(patch, module, *call)
 
-    monkeypatch.setattr(state, "_run_patch", watched)
+    monkeypatch.setattr(patching, "_run_patch", watched)
     with torch.no_grad():
         module(**leaves(NAMES))
     assert ran == [module]

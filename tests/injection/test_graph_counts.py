@@ -10,7 +10,7 @@ from diffkern.graph import ModuleSnapshot, steps
 from diffkern.graph.capture import CaptureError
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.injection import graph_fusion
-from diffkern.injection.state import patches
+from diffkern.injection.patching import patches
 from tests.injection.models import run, tiny_ltx
 
 

@@ -18,7 +18,7 @@ from diffkern.graph import MAX_GRAPHS, ModuleSnapshot
 from diffkern.graph.capture import CapturedStep
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.injection import graph_fusion, inject
-from diffkern.injection.state import patch_state, patches, run_below
+from diffkern.injection.patching import patch_state, patches, run_below
 from diffkern.ops import activation_fp8
 from tests.injection.models import ltx_inputs, replay_dependencies, run, tiny_ltx
 

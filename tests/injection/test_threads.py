@@ -13,7 +13,8 @@ from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
 from diffkern.injection.counts import CallCounts
-from diffkern.injection.state import LOCK, patches
+from diffkern.injection.patching import patches
+from diffkern.injection.state import LOCK
 from tests.injection.models import ltx_inputs, run, tiny_ltx
 
 

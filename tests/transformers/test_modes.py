@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, ops
 from diffkern.bench.measure import relative_error
-from diffkern.injection.state import patch_state
+from diffkern.injection.patching import patch_state
 from diffkern.verify import gradients
 from tests.transformers.models import build, inputs, logits, step
 

@@ -1,0 +1,204 @@
+"""The patch on a module: the forward that runs it, and how it is put there and taken away."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
+from diffkern.cache import forget
+from diffkern.cache.in_call import one_model_call
+from diffkern.injection import hooks, notes
+from diffkern.injection.one_op import is_compile_root, module_handle, op_that_runs
+from diffkern.injection.state import ATTRIBUTE, PatchState
+from diffkern.providers.base import KernelFileError
+from diffkern.providers.dispatch_modes import is_exporting
+from diffkern.providers.foreign import is_of_user, summary
+
+if TYPE_CHECKING:
+    from diffkern.injection.fusion import Fusion
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs fused where the guards allow it, and the class's own forward everywhere else."""
+    state: PatchState | None = self.__dict__.get(ATTRIBUTE)
+    if state is None:  # restored, and a caller kept this method
+        return type(self).forward(self, *args, **kwargs)
+    if state.gains and state.below is None and not state.fusion.is_model and state.has_no_gain(args, kwargs):
+        return type(self).forward(self, *args, **kwargs)
+    if state.fusion.is_model and not torch.compiler.is_compiling():
+        with one_model_call():
+            return _run_patch(state, self, args, kwargs)
+    return _run_patch(state, self, args, kwargs)
+
+
+def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if is_exporting() or torch._C._get_tracing_state() is not None:
+        # What is exported is to be loaded where there is no diffkern, and on other devices.
+        notes.exported_as_stock(state.report)
+        return _run_below(state, module, args, kwargs)
+    call = state.fusion.bind(args, kwargs)
+    if torch.compiler.is_compiling():
+        result = _as_one_op(state, module, call) if call is not None else None
+        if result is not None:
+            return result
+        notes.traced(state.report)
+    stock = state.check_guards(module, call)
+    if stock is None:
+        return _run_below(state, module, args, kwargs)
+    provider = state.rule.otherwise
+    if state.rule.situations:
+        provider = state.rule.at(state.fusion.primary_input(call).device, module.training)
+    try:
+        return state.fusion.compute(module, call, provider, stock)
+    except KernelFileError as error:
+        state.disable(module, f"a kernel could not be written or read: {error}", error)
+        return _run_below(state, module, args, kwargs)
+    except Exception as error:
+        if not state.fusion.is_layer or torch.compiler.is_compiling() or is_of_user(error):
+            raise
+        failure = error
+    result = _run_below(state, module, args, kwargs)  # raises as well where the call is wrong, and not the layer
+    state.disable(module, f"{state.fusion.op} failed: {summary(failure)}", failure)
+    return result
+
+
+def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if state.below is not None:
+        return _run_patch(state.below, module, args, kwargs)
+    run = type(module).forward
+    if torch.compiler.is_compiling() and run is state.stock:
+        # The same by another name: by this one torch.compile cannot trace it in classes that diffusers marks.
+        run = state.stock
+    return run(module, *args, **kwargs)
+
+
+def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], fusion: Fusion | None = None) -> Any:
+    """Runs a patched module as it would without the patch of ``fusion``, or the topmost one, and those over it."""
+    state = next((state for state in patches(module) if fusion is None or state.fusion is fusion), None)
+    if state is None:  # restored by another thread
+        return type(module).forward(module, *args, **kwargs)
+    return _run_below(state, module, args, kwargs)
+
+
+def _as_one_op(state: PatchState, module: nn.Module, call: Any) -> Tensor | None:
+    """The result of a call that is traced, by the op that stands for a whole module; None if it has to be traced.
+
+    Little is asked here, since Dynamo asks it again at every call. All the rest is found out when the op runs.
+    """
+    # Under autocast the op would run without it: graphs have it written into them.
+    if state.handle is None or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+        return None
+    if not is_compile_root(type(module).__name__, __file__):
+        return None
+    return _run_module(state.handle, state.fusion.operands(call))
+
+
+_forwards: dict[Callable[..., Any], FunctionType] = {}
+_ours: set[Callable[..., Any]] = set()
+
+
+def _forward_like(stock: Callable[..., Any]) -> FunctionType:
+    """:func:`forward` with the signature of a stock forward, from which modular pipelines take what they may pass.
+
+    Code that unwraps it finds one more function that runs the patches, and not the stock one:
+    accelerate puts what it finds there in the place of the forward.
+    """
+    if stock not in _forwards:
+        inner, outer = (FunctionType(forward.__code__, forward.__globals__, forward.__name__) for _ in range(2))
+        inner.__dict__["__signature__"] = inspect.signature(stock)
+        outer.__dict__["__wrapped__"] = inner
+        _ours.update((inner, outer))
+        EQUIVALENT_FORWARDS.update((inner, outer))
+        _forwards[stock] = outer
+    return _forwards[stock]
+
+
+def _held_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The function by which a module runs its patches, below hooks or not, or None."""
+    for slot in hooks.slots(module):
+        held = slot.forward
+        if isinstance(held, MethodType) and held.__self__ is module and held.__func__ in _ours:
+            return held.__func__
+    return None
+
+
+def _run(module: nn.Module, operands: Sequence[Tensor | None]) -> Tensor:
+    state: PatchState = getattr(module, ATTRIBUTE)
+    result: Tensor = forward(module, *state.fusion.call_of(operands))
+    return result
+
+
+_run_module = op_that_runs(_run)
+
+
+def patch_state(module: nn.Module) -> PatchState | None:
+    """Returns the state of a patched module, of the topmost patch if there are several; None if it is not patched."""
+    state = module.__dict__.get(ATTRIBUTE)
+    return state if isinstance(state, PatchState) and _held_forward(module) is not None else None
+
+
+def patches(module: nn.Module) -> Iterator[PatchState]:
+    """Yields the states of all patches of a module, the topmost first, under whatever forward there is now."""
+    state = module.__dict__.get(ATTRIBUTE)
+    while isinstance(state, PatchState):
+        yield state
+        state = state.below
+
+
+def patch(module: nn.Module, state: PatchState) -> None:
+    """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
+    state.below = patch_state(module)
+    state.stock = type(module).forward
+    state.handle = module_handle(module) if state.fusion.is_one_op else None
+    if state.below is not None:
+        state.had_instance_forward = state.below.had_instance_forward
+        object.__setattr__(module, ATTRIBUTE, state)
+        return
+    state.had_instance_forward = "forward" in module.__dict__
+    object.__setattr__(module, ATTRIBUTE, state)
+    fused = MethodType(_forward_like(state.stock), module)
+    if not state.had_instance_forward:
+        object.__setattr__(module, "forward", fused)
+    elif not hooks.replace(module, type(module).forward, fused):
+        del module.__dict__[ATTRIBUTE]
+        raise RuntimeError(f"cannot patch {type(module).__name__}: {hooks.foreign_forward(module)}")
+
+
+def unpatch(module: nn.Module) -> int:
+    """Takes :func:`forward` out from under all hooks; returns how many patches that were."""
+    stack = list(patches(module))
+    state = module.__dict__.get(ATTRIBUTE)
+    held = _held_forward(module)
+    found = held is not None and hooks.replace(module, held, hooks.stock_forward(module)) > 0
+    plain = hooks.is_bound(module.__dict__.get("forward"), type(module).forward, module)
+    if found and plain and not (isinstance(state, PatchState) and state.had_instance_forward):
+        del module.__dict__["forward"]
+    # Last: until here another thread may be on its way through the patch.
+    module.__dict__.pop(ATTRIBUTE, None)
+    for removed in stack:
+        removed.restored = True
+    forget(module)
+    return len(stack)
+
+
+def remove_patch(module: nn.Module, state: PatchState) -> bool:
+    """Takes one patch away, from over or under another one; returns whether it was there."""
+    stack = list(patches(module))
+    if state not in stack:
+        return False
+    if len(stack) == 1:
+        return unpatch(module) > 0
+    place = stack.index(state)
+    if place == 0:
+        object.__setattr__(module, ATTRIBUTE, state.below)
+    else:
+        stack[place - 1].below = state.below
+    state.restored = True
+    forget(module)
+    return True
