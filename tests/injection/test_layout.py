@@ -89,6 +89,8 @@ def test_a_model_that_gains_computes_in_channels_last_and_is_restored_bit_for_bi
             kept, strides = before[key]
             assert torch.equal(value, kept) and value.stride() == strides
     assert any("computes in channels last" in note for note in report.notes)
+    _call(model, name)
+    assert _are_last(_inside(model, name)) == {True}
     report.restore()
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert torch.equal(_call(model, name), stock)
@@ -207,6 +209,29 @@ def test_gradients_are_computed_in_the_layout_of_the_user() -> None:
         if stock.grad is not None:
             assert own.grad.stride() == stock.grad.stride()
             assert relative_error(own.grad, stock.grad) < 1e-4
+
+
+@pytest.mark.usefixtures("gains")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_results_are_laid_out_as_those_of_stock(transposed: bool) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.layers(x)
+            return (y.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if transposed else y), y
+
+    model = Layers().requires_grad_(False).eval()
+    x = torch.randn(2, 8, 6, 10)
+    stock = model(x)
+    inject_optimized_kernels(model, config=KernelConfig(measure=True))
+    for _ in range(2):
+        for one, other in zip(model(x), stock, strict=True):
+            assert one.stride() == other.stride()
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert _are_last(model) == {True}
 
 
 @pytest.mark.usefixtures("gains")
