@@ -85,6 +85,7 @@ NOT_BUILT = {
 #: Models whose forward runs a part of their modules.
 RUN_IN_PART = {
     "proteina": "its forward decodes alone",
+    "controlnet_union": "its controls have no strengths of their own",
     "kl_temporal": "with a single layer the mid block of its decoder runs no attention",
 }
 
@@ -98,7 +99,10 @@ NOT_FUSED = {
     "minimax_audio": {"gated residual": "the places of its residual blocks are numbers"},
     "proteina": {"gated linear unit": "its gate is a sigmoid, which glu does not know"},
     "controlnet_union": {"gated linear unit": "its gate is a sigmoid, which glu does not know"},
-    "controlnet_xs": {"gated residual": "the strength of its control is a number"},
+    "controlnet_xs": {
+        "gated residual": "the strength of its control is a number",
+        "gated residual, in place": "the strength of its control is a number",
+    },
 }
 
 #: Why norms of a model stay as they are though an activation follows them, or though there is an op for them.

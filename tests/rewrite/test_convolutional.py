@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections import Counter
 from collections.abc import Iterator
 
 import diffusers
@@ -73,16 +72,16 @@ class Case:
 
     def errors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The relative errors of stock and of the fused model against float64, for one draw after the other."""
-        stock, fused = self.stock, self.fused
+        stock, fused, arguments = self.stock, self.fused, self.arguments
         for seed in range(2, 2 + _DRAWS):
-            reference = run_in_float64(self.tiny, self.model, self.arguments)
+            reference = run_in_float64(self.tiny, self.model, arguments)
             yield (stock - reference).norm() / reference.norm(), (fused - reference).norm() / reference.norm()
             dtype = next(self.model.parameters()).dtype
             draw = RoundDraw(torch.Generator().manual_seed(seed), torch.device("cpu"), dtype)
-            self.arguments = self.tiny.inputs(draw, 8)
-            stock, self.rewritten = self.run(), RewrittenModel.of(self.model)
-            fused = self.run()
-            self.rewritten.undo()
+            arguments = self.tiny.inputs(draw, 8)
+            stock, rewritten = run(self.model, arguments), RewrittenModel.of(self.model)
+            fused = run(self.model, arguments)
+            rewritten.undo()
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -96,8 +95,9 @@ def test_forced_to_its_original_expressions_a_convolutional_model_gives_the_bits
 
 
 def test_each_site_of_a_convolutional_model_runs_fused(case: Case) -> None:
-    expected = case.forced_calls - Counter({rule: case.forced_calls[rule] for rule in NOT_FUSED.get(case.name, {})})
-    assert case.rewritten.fused_calls() == expected, case.rewritten.reasons()
+    fused, left = case.rewritten.fused_calls(), NOT_FUSED.get(case.name, {})
+    for rule, calls in case.forced_calls.items():
+        assert (fused[rule] < calls) if rule in left else (fused[rule] == calls), case.rewritten.reasons()
     outside = {rule: sites for rule, sites in case.rewritten.sites.items() if rule not in _IN_PROCESSORS}
     assert case.name in RUN_IN_PART or all(case.forced_calls[rule] >= sites for rule, sites in outside.items())
 
