@@ -46,8 +46,8 @@ def _with_the_parts_of_a_transformer(model: Any) -> None:
     type(model).from_transformer(model, DENOISERS["zimage"].build())
 
 
-def _twice(one: Denoiser, **more: Any) -> Denoiser:
-    """Two ControlNets of one kind, each with an image and a scale of its own."""
+def _twice(one: Denoiser, count: int = 2, **more: Any) -> Denoiser:
+    """Two ControlNets of one kind, or one that is called twice, with an image and a scale for each call."""
 
     def inputs(draw: Draw, n: int) -> dict[str, Any]:
         arguments, other = one.inputs(draw, n), one.inputs(draw, n)
@@ -55,7 +55,7 @@ def _twice(one: Denoiser, **more: Any) -> Denoiser:
         return {**arguments, "controlnet_cond": images, "conditioning_scale": [1.0, 0.5], **more}
 
     name = one.cls.replace("ControlNet", "MultiControlNet")
-    return Denoiser(name, {"controlnets": (one, one)}, inputs, one.prepare)
+    return Denoiser(name, {"controlnets": (one,) * count}, inputs, one.prepare)
 
 
 def _zimage(draw: Draw, n: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ CONTROLNETS |= {
         CONTROLNETS["controlnet_flux"], controlnet_mode=[torch.zeros(1, dtype=torch.int64)] * 2
     ),
     "controlnet_sd3_multi": _twice(CONTROLNETS["controlnet_sd3"]),
-    "controlnet_qwenimage_multi": _twice(CONTROLNETS["controlnet_qwenimage"]),
+    "controlnet_qwenimage_multi": _twice(CONTROLNETS["controlnet_qwenimage"], 1),
     "controlnet_hunyuan_multi": _twice(CONTROLNETS["controlnet_hunyuan"]),
     "t2i_adapter_multi": Denoiser(
         "MultiAdapter",

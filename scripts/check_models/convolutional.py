@@ -86,6 +86,7 @@ NOT_BUILT = {
 RUN_IN_PART = {
     "proteina": "its forward decodes alone",
     "controlnet_union": "its controls have no strengths of their own",
+    "kvae_video": "its norms have ways for caches that a short video does not take",
     "kl_temporal": "with a single layer the mid block of its decoder runs no attention",
 }
 
