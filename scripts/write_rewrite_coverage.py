@@ -28,10 +28,23 @@ from types import FunctionType, ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from diffkern.rewrite.expressions import ANY_ACTIVATION, is_number
+from diffkern.rewrite.expressions import ANY_ACTIVATION, is_addcmul, is_number
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Definition, Flow
-from diffkern.rewrite.match import Activated, Either, Kept, Leaf, Match, Norm, OnePlus, Product, Scope, Shape, Sum
+from diffkern.rewrite.match import (
+    Activated,
+    AddedInPlace,
+    Either,
+    Kept,
+    Leaf,
+    Match,
+    Norm,
+    OnePlus,
+    Product,
+    Scope,
+    Shape,
+    Sum,
+)
 from diffkern.rewrite.plan import Plan, plan
 from diffkern.rewrite.source import Source
 from scripts.check_models.rotary import rotary_functions, rotary_table
@@ -50,13 +63,19 @@ def _modulated_norm() -> Shape:
     return Either((Sum(product, Leaf("shift")), product))
 
 
+_GATED_KIND = "gated and post-norm residual"
 #: What is counted: name -> shape of the node that stands for the candidate.
 KINDS: dict[str, Shape] = {
     "norm + modulate": _SCALED,
     "residual -> norm + modulate": Product(Norm(Kept(_RESIDUAL)), Leaf("scale")),
-    "gated and post-norm residual": Either((_GATED, _POST_NORM)),
+    _GATED_KIND: Either((_GATED, _POST_NORM)),
     "gated linear unit": Product(Activated("gate", _GLU), Leaf("value")),
     "norm, SiLU": Activated("norm", frozenset({"silu"}), Either((_modulated_norm(), Norm(Leaf("x"))))),
+}
+#: The same for models that add in place.
+_KINDS_OF_COMFYUI = {
+    **KINDS,
+    _GATED_KIND: Either((_GATED, _POST_NORM, AddedInPlace(Product(_GATE, Leaf("x"))))),
 }
 #: The methods of diffusers' models that are rewritten.
 _CALLED = frozenset({"forward", "__call__"})
@@ -122,7 +141,7 @@ def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _
                 continue
             if is_forward(source.function.__name__):
                 name = source.function.__qualname__
-                for key, candidate in candidates_in(source.tree, owner, module.__name__, name):
+                for key, candidate in candidates_in(source.tree, owner, module.__name__, name, methods is None):
                     found.setdefault((candidate.kind, candidate.module, *key), candidate)
             if owner is None or (methods is not None and source.function.__name__ not in methods):
                 continue
@@ -155,7 +174,7 @@ def is_forward(name: str) -> bool:
 
 
 def candidates_in(
-    tree: ast.FunctionDef, owner: type | None, module: str, name: str
+    tree: ast.FunctionDef, owner: type | None, module: str, name: str, of_comfyui: bool = False
 ) -> Iterator[tuple[tuple[int, int], Candidate]]:
     """The candidates of one function, each with its line and column."""
     arguments = tree.args.args
@@ -164,9 +183,12 @@ def candidates_in(
     for node in flow.nodes:
         if not isinstance(node, (ast.BinOp, ast.Call)) or node not in flow.statement:
             continue
-        for kind, shape in KINDS.items():
-            if isinstance(node, ast.Call) != (kind == "norm, SiLU"):
+        fused = of_comfyui and is_addcmul(flow, node)
+        for kind, shape in (_KINDS_OF_COMFYUI if of_comfyui else KINDS).items():
+            if (isinstance(node, ast.Call) and not fused) != (kind == "norm, SiLU"):
                 continue
+            if fused and kind != _GATED_KIND:  # a product that is not written
+                shape = Sum(Leaf("shift"), shape)
             match = next(iter(shape.match(scope, node, Match())), None)
             if match is None or _is_something_else(flow, kind, match, node):
                 continue
