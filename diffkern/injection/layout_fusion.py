@@ -130,9 +130,12 @@ class LayoutFusion(Fusion):
             reason = said = f"a call takes more than {_LONGEST:.0f} s, too long to be timed in both layouts"
         else:
             reason, said = self._weigh(module, copy, x.device, key)
-        (layout.give_back if reason else layout.convert)(module)
         self._tell(module, reason, said)
-        return result
+        if reason:
+            layout.give_back(module)
+            return result
+        with preserved(x.device):  # so the next call of a seed has the bits of this one
+            return self._in_channels_last(module, Copy(copy).call)
 
     def _weigh(self, module: nn.Module, call: Call, device: torch.device, key: tuple[Hashable, ...]) -> tuple[str, str]:
         """Why a model does not compute in channels last, or ""; and what the report says of it."""
