@@ -304,8 +304,7 @@ def model_table() -> str:
         rewritten.fuse()
         calls = rewritten.expected_fused(name)
         text = "; ".join(f"{rule}: {calls[rule]}" for rule in sorted(calls))
-        if name in CALLED_OTHERWISE:
-            rule, more, why = CALLED_OTHERWISE[name]
+        for rule, more, why in CALLED_OTHERWISE.get(name, ()):
             text += f" ({more:+d} {rule}: {why})"
         if name in LEFT_AS_WRITTEN:
             rule, fewer, why = LEFT_AS_WRITTEN[name]
