@@ -254,8 +254,8 @@ class PatchState:
         """Whether calls of this size were found to take no less time fused. Counts them, and looks at nothing else."""
         x = args[0] if args else next(iter(kwargs.values()), None)
         reason = self.gains.get(_size(x)) if type(x) is Tensor else None
-        if not reason or torch.compiler.is_compiling():
-            return False
+        if not reason or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False  # times of an inference say nothing of training, where others may compute
         self.counts.add_stock(reason)
         return True
 
@@ -263,11 +263,11 @@ class PatchState:
         """Times calls of a size at the first one that can be; returns why they run stock from then on, or None."""
         x = self.fusion.primary_input(call)
         size = _size(x)
+        if torch.is_grad_enabled() and gradients.wanted(module, x):
+            return None
         if size in self.gains:
             return self.gains[size] or None
         if transforms_active() or requested(self.rule.at(x.device, module.training)):
-            return None
-        if torch.is_grad_enabled() and gradients.wanted(module, x):
             return None
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None

@@ -52,6 +52,21 @@ def test_a_norm_stays_fused_only_where_that_takes_less_time(monkeypatch: pytest.
     assert counts["stock_reasons"] == ({} if gains else {"fused it takes 3.0 us, as it is written 2.0 us: no gain": 6})
 
 
+def test_what_an_inference_was_timed_at_says_nothing_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, fused=3.0, stock=2.0)
+    norm, x = nn.LayerNorm(32), torch.randn(4, 32)
+    module, given = block(NAMES, BODY), leaves(NAMES)
+    reports = [inject_optimized_kernels(one, config=TIMED) for one in (norm, module)]
+    with torch.no_grad():
+        norm(x)
+        for _ in range(3):
+            module(**given)
+    assert [report.calls()[""]["fused"] for report in reports] == [0, 0]
+    norm(x).sum().backward()
+    module(**{**given, "x": given["x"].requires_grad_()}).sum().backward()
+    assert [report.calls()[""]["fused"] for report in reports] == [1, 2]
+
+
 def test_a_norm_is_not_timed_where_a_provider_is_asked_for_or_gradients_are_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
