@@ -85,6 +85,8 @@ def unfit(module: nn.Module) -> str | None:
             return f"the weight of {name} is quantised or no plain tensor"
         if id(weight) in seen or weight.untyped_storage().nbytes() > weight.numel() * weight.element_size():
             return f"the weight of {name} shares its memory"
+        if weight.is_inference():
+            return f"the weight of {name} was made in inference mode, where none can be laid out otherwise and back"
         if weight.is_meta or not weight.is_contiguous():
             return f"the weight of {name} is not contiguous"
         seen.add(id(weight))

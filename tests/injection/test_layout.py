@@ -100,6 +100,18 @@ def test_a_model_that_gains_computes_in_channels_last_and_is_restored_bit_for_bi
     assert all(value.stride() == before[key][1] for key, value in model.state_dict().items())
 
 
+@pytest.mark.usefixtures("gains")
+def test_weights_that_were_made_in_inference_mode_keep_their_layout_and_serve_after_a_restore() -> None:
+    with torch.inference_mode():
+        model = MODELS["kl"].build()
+        stock = _call(model, "kl")
+        for _ in range(2):
+            report = _inject(model)
+            assert torch.equal(_call(model, "kl"), stock)
+            assert any("was made in inference mode" in note for note in report.notes)
+            report.restore()
+
+
 def test_a_model_without_a_gain_keeps_its_layout_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_fusion, "reason_without_gain", lambda *costs: "no gain")
     model = MODELS["kl"].build()
