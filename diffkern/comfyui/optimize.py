@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from diffkern.comfyui import kitchen_backend, patcher
-from diffkern.comfyui.patcher import conflict, own_modules
+from diffkern.comfyui.patcher import conflict, own_modules, patches_of
 from diffkern.comfyui.rewrites import FAMILIES, ComfyRewriter, Patch
 from diffkern.injection import InjectionError, InjectionReport
 from diffkern.injection.report import Site
@@ -134,7 +134,8 @@ def _plan(
 ) -> dict[str, Patch]:
     rewriter = ComfyRewriter("exact" if exact else "fast", provider, families)
     patches: dict[str, Patch] = {}
-    absorbed: set[str] = set()
+    earlier = patches_of(model).items()  # of a node in front of this one
+    absorbed = {".".join((path, *inside)) for path, patch in earlier for inside in patch.absorbed}
     known = selected = 0
     for path, module in own_modules(model, DENOISER, model.model.diffusion_model):
         patch = rewriter.patch(module) if path not in absorbed else None

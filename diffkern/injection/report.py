@@ -336,5 +336,5 @@ def _modules(sites: Sequence[Site], more: str = "") -> str:
 
 
 def _providers(sites: Sequence[Site]) -> str:
-    by = Counter(site.provider or "no provider on this device" for site in sites)
+    by = Counter(site.provider or "whom the first call chooses" for site in sites)
     return f" ({', '.join(f'{count} by {name}' for name, count in by.most_common())})" if by else ""

@@ -296,6 +296,10 @@ def test_a_submodule_of_norms_is_part_of_its_block(host: Host) -> None:
     assert [site.path for site in report.patched] == ["diffusion_model.blocks.0"]
     assert close(Host.run(optimized), before)
     assert [(count["fused"], count["stock"]) for count in report.calls().values()] == [(1, 0)]
+    again, second = optimize(optimized)
+    assert not second.patched, "what a block of the first optimizer computes is no module of the second"
+    assert close(Host.run(again), before)
+    assert [(count["fused"], count["stock"]) for count in report.calls().values()] == [(2, 0)]
 
 
 def test_such_a_block_in_a_model_of_its_own_runs_on_its_own_weights(unknown: Any) -> None:
