@@ -318,6 +318,7 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     added = x if add is None else x.to(dtype) + add.to(dtype).reshape(*add.shape, *(1,) * (x.ndim - 2))
     wide, grad = grouped(added), grouped(grad)
     centred = wide - wide.mean((2, 3), keepdim=True)
+    centred = centred - centred.mean((2, 3), keepdim=True)  # what rounding left out of the mean, far from zero
     scale = torch.rsqrt(centred.square().mean((2, 3), keepdim=True) + ctx.eps)
     normed = centred * scale
     if ctx.silu:
