@@ -183,8 +183,9 @@ class LTXRotaryEmbedding(BlockRecipe):
         x, *rest, coords = call
         bases = (owner.base_num_frames, owner.base_height, owner.base_width, owner.patch_size, owner.patch_size_t)
         key = (x.shape[0], x.device, owner.dim, owner.theta, bases, *rest)
-        if cache.kept is not None and cache.kept.holds(key, coords):
-            return cache.kept.tables
+        kept = cache.kept  # another thread may put other tables there meanwhile
+        if kept is not None and kept.holds(key, coords):
+            return kept.tables
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]  # into the graph's memory
         # Tables made in inference mode could not be used in training, and would not count writes.
@@ -192,8 +193,8 @@ class LTXRotaryEmbedding(BlockRecipe):
             source = None if coords is None else TensorFingerprint.of(coords)
             tables: Tables = LTXVideoRotaryPosEmbed.forward(owner, *call)
             axes = _axes(tables, call[1:4], owner.dim % 6 // 2) if coords is None else None
-            kept = _KeptTables(key, source, tuple(map(TensorFingerprint.of, tables)), tables, axes)
-        cache.kept, _kept[tables[0]] = kept, weakref.ref(kept)
+            made = _KeptTables(key, source, tuple(map(TensorFingerprint.of, tables)), tables, axes)
+        cache.kept, _kept[tables[0]] = made, weakref.ref(made)
         return tables
 
     @override

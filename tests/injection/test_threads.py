@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
+from diffkern.cache import memory
 from diffkern.injection.counts import CallCounts
 from diffkern.injection.patching import patches
 from diffkern.injection.state import LOCK
@@ -133,6 +135,24 @@ def test_threads_with_different_inputs_compute_what_they_compute_alone() -> None
     in_threads(*[lambda index=index: calls(index) for index in range(4)])
     assert report.calls()["transformer_blocks.1"]["fused"] == before + 4 * steps
     assert not report.calls()["transformer_blocks.1"]["stock"]
+
+
+def test_tables_are_returned_that_were_checked_whatever_another_thread_keeps_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_ltx()
+    inject_optimized_kernels(model)
+    expected = run(model)
+    cache = memory(model.rope)["tables"]
+    kind, holds = type(cache.kept), type(cache.kept).holds
+
+    def meanwhile(kept: Any, *given: Any) -> Any:
+        found = holds(kept, *given)
+        cache.kept = None  # as of a thread that calls with another grid
+        return found
+
+    monkeypatch.setattr(kind, "holds", meanwhile)
+    assert torch.equal(run(model), expected) and cache.kept is None
 
 
 def inject_run_and_restore(seconds: float) -> int:
