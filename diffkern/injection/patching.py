@@ -29,9 +29,9 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: PatchState | None = self.__dict__.get(ATTRIBUTE)
     if state is None:  # restored, and a caller kept this method
         return type(self).forward(self, *args, **kwargs)
-    if state.gains and state.below is None and not state.fusion.is_model and state.has_no_gain(args, kwargs):
+    if state.gains and state.below is None and not state.is_model and state.has_no_gain(args, kwargs):
         return type(self).forward(self, *args, **kwargs)
-    if state.fusion.is_model and not torch.compiler.is_compiling():
+    if state.is_model and not torch.compiler.is_compiling():
         with one_model_call():
             return _run_patch(state, self, args, kwargs)
     return _run_patch(state, self, args, kwargs)

@@ -48,6 +48,7 @@ class PatchState:
 
     Attributes:
         fusion: What the module computes, and how.
+        is_model: As :attr:`Fusion.is_model`.
         rule: Who serves the module, by device and mode: a provider, None to choose, or :data:`STOCK`.
         verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
         strict: Whether a fall back to the stock forward raises.
@@ -70,6 +71,7 @@ class PatchState:
 
     def __init__(self, fusion: Fusion, rule: Rule, verifier: Verifier | None, strict: bool, numerics: str) -> None:
         self.fusion = fusion
+        self.is_model = fusion.is_model
         self.rule = rule
         self.verifier = verifier
         self.strict = strict
@@ -253,7 +255,10 @@ class PatchState:
     def has_no_gain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether calls of this size were found to take no less time fused. Counts them, and looks at nothing else."""
         x = args[0] if args else next(iter(kwargs.values()), None)
-        reason = self.gains.get(_size(x)) if type(x) is Tensor else None
+        if type(x) is not Tensor:
+            return False
+        # As _size: in a model, where other code comes between two calls, each function takes microseconds to call.
+        reason = self.gains.get((x.device, x.dtype, x.numel().bit_length()))
         if not reason or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False  # times of an inference say nothing of training, where others may compute
         self.counts.add_stock(reason)
