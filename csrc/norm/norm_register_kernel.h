@@ -32,7 +32,7 @@ __device__ __forceinline__ float scale_of(const Params& p, float sum_of_squares,
   return rsqrtf(fmaf(sum_of_squares, inverse_size, p.eps));
 }
 
-// A sum in two levels: what many additions in a row would lose is kept by starting anew now and then.
+// A sum in two levels: many additions in a row would lose what short sums, added up, keep.
 struct Accumulator {
   float total = 0.0f;
   float part = 0.0f;

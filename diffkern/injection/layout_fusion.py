@@ -87,7 +87,7 @@ class LayoutFusion(Fusion):
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Call) -> bool:
-        """Always: nobody asked for it."""
+        """Always: no user asks for a layout."""
         return True
 
     @override

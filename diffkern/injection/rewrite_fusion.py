@@ -68,7 +68,7 @@ class RewriteFusion(Fusion):
     rewritten: Rewritten
     providers: dict[str, str | None] = field(default_factory=dict)
     _forwards: dict[str | None, Rewritten] = field(default_factory=dict)
-    _before: dict[Hashable, list[tuple[int, int]]] = field(default_factory=dict)
+    _before: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
 
     @property
     @override
@@ -143,15 +143,15 @@ class RewriteFusion(Fusion):
         forward = self._forwards.get(None) or self._forward(module, None)
         if size in forward.gains or torch.is_grad_enabled():
             return forward.gains.get(size)
-        now = [(site.fused_calls, site.original_calls) for site in forward.sites]
-        before = self._before.setdefault(size, now)
-        ran = [site for site, one, other in zip(forward.sites, now, before, strict=True) if one != other]
-        if not ran:
+        ran = sum(site.fused_calls + site.original_calls for site in forward.sites)
+        idle = sum(site.idle_calls for site in forward.sites)
+        ran_before, idle_before = self._before.setdefault(size, (ran, idle))
+        if ran == ran_before:
             return None
         del self._before[size]
-        idle = all(one[0] == other[0] for one, other in zip(now, before, strict=True))
-        timed = all(any(site.gains.values()) for site in ran)
-        return forward.gains.setdefault(size, NO_SITE_GAINS if idle and timed else "")
+        # A site that ran as it is written for another reason, such as a hook, may run fused again.
+        all_idle = ran - ran_before == idle - idle_before
+        return forward.gains.setdefault(size, NO_SITE_GAINS if all_idle else "")
 
     @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:

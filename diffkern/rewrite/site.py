@@ -75,6 +75,7 @@ class FusedSite:
         reasons: Why the original expression runs, by signature.
         fused_calls: How often the op ran, outside of ``torch.compile``.
         original_calls: How often the original expression ran there.
+        idle_calls: How often it did because the op gains nothing.
         on_new_signature: Called with the site, the module and the leaves when a signature is met for the first time;
             returns the way. None leaves such calls to the original expression.
         gradients: Why calls that a backward may follow run the original expression, by signature; "" where they are
@@ -105,7 +106,7 @@ class FusedSite:
         self.trained = trained
         self.ways: dict[Signature, Way | None] = {}
         self.reasons: dict[Signature, str] = {}
-        self.fused_calls = self.original_calls = 0
+        self.fused_calls = self.original_calls = self.idle_calls = 0
         self.on_new_signature: Any = None
         self.gradients: dict[Signature, str] = {}
         self.on_gradients: Any = None
@@ -148,6 +149,7 @@ class FusedSite:
                 size = x.device, x.dtype, x.numel().bit_length()
                 trains = torch.is_grad_enabled() and self._wants_gradients(module, leaves)
                 if self.gains.get(size) and not trains:  # times of an inference say nothing of training
+                    self.idle_calls += 1
                     return self.run_original(module, *leaves, reason=self.gains[size])
         signature = self.signature(module, leaves) if self._reads_parameters else signature_of(leaves)
         way, reason = self.ways.get(signature), ""
@@ -163,6 +165,7 @@ class FusedSite:
             reason = self.on_new_size(self, module, leaves)
             self.gains[size] = reason and f"{self}: {reason}"
             if reason:
+                self.idle_calls += 1
                 return self.run_original(module, *leaves, reason=self.gains[size])
         if compiling:
             return self.compute(module, leaves, way, self.provider)

@@ -96,7 +96,7 @@ class SiteVerifier:
         copies = functools.cache(lambda: Copy(leaves).call)  # made only if there is something to time
 
         # As stock would: without patches on its children, and without their hooks.
-        twin = clone_for_verification(module, list(site.plan.modules.values()))
+        twin = functools.cache(lambda: clone_for_verification(module, list(site.plan.modules.values())))
 
         def fused() -> Any:
             way = site.ways[site.signature(module, copies())]
@@ -104,7 +104,7 @@ class SiteVerifier:
 
         try:
             with LOCK, torch.no_grad(), preserved(first.device):
-                found = kept_costs((fused, lambda: site.original(twin, *copies())), first.device, *key)
+                found = kept_costs((fused, lambda: site.original(twin(), *copies())), first.device, *key)
                 if first.device.type == "cpu":
                     asked = kept_costs((lambda: guard(module),) * 2, first.device, "guard", *key[2:4])[0].host
                     share = asked / max(len(guard.sites) - len(guard.disabled), 1)

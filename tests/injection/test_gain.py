@@ -111,6 +111,21 @@ def test_sites_share_what_the_guard_of_their_forward_takes_and_decide_in_the_fir
     assert report.calls()[""]["fused"] == 8, "calls of another size are judged by themselves"
 
 
+def test_a_forward_with_a_site_that_a_hook_turned_off_is_not_said_to_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Clock(monkeypatch, fused=3.0, stock=2.0)
+    module: Any = block(NAMES, BODY)
+    report = inject_optimized_kernels(module, config=TIMED)
+    handle = module.norm.register_forward_hook(lambda *call: None)
+    with torch.no_grad():
+        for _ in range(3):
+            module(**leaves(NAMES))
+        handle.remove()
+        module(**leaves(NAMES))
+    assert "none of its parts takes less time fused" not in report.calls()[""]["stock_reasons"]
+
+
 def test_a_site_is_timed_beside_what_stock_would_run_and_not_beside_patched_children(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
