@@ -17,7 +17,7 @@ from typing import Any
 from diffkern.rewrite.expressions import ROTATES
 from diffkern.rewrite.facts import PRESENT, Facts, Path
 from diffkern.rewrite.source import Source
-from diffkern.rewrite.variants import Given, decide_branches
+from diffkern.rewrite.variants import ALWAYS, Given, decide_branches
 
 #: Statements that a helper may consist of, before the one return at its end.
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.If, ast.Expr, ast.Return, ast.Raise, ast.Pass)
@@ -40,8 +40,6 @@ _LIMIT = 48
 Helpers = dict[str, Callable[..., Any]]
 #: The variable of a helper with several returns that takes the value of each.
 _RESULT = "result"
-#: Behind every line of a source.
-_ALWAYS = (float("inf"), 0.0)
 #: Values that are not None.
 _VALUES = (ast.BinOp, ast.Tuple, ast.List, ast.Dict)
 
@@ -266,7 +264,7 @@ class _Inliner:
         for parameter in arguments.keys() - stored:
             value = arguments[parameter]
             if isinstance(value, _VALUES) or ast.unparse(value) == "None":
-                given[parameter] = Given(PRESENT if isinstance(value, _VALUES) else None, _ALWAYS)
+                given[parameter] = Given(PRESENT if isinstance(value, _VALUES) else None, ALWAYS)
         optional = {
             parameter: value.id
             for parameter, value in arguments.items()
@@ -274,7 +272,7 @@ class _Inliner:
         }
         for without in ({}, optional):
             body = copy.deepcopy(tree)
-            decide_branches(body, None, given | dict.fromkeys(without, Given(None, _ALWAYS)))
+            decide_branches(body, None, given | dict.fromkeys(without, Given(None, ALWAYS)))
             if _with_one_return(body) and _is_straight(body) and _computes(body):
                 asked = {part.id for test in _tests(tree) for part in ast.walk(test) if isinstance(part, ast.Name)}
                 self.without.update(dict.fromkeys([value for key, value in without.items() if key in asked]))

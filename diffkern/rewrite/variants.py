@@ -17,6 +17,8 @@ from diffkern.rewrite.expressions import ROTATES, is_per_channel
 from diffkern.rewrite.facts import LAST_DIM, PRESENT, UNKNOWN, Facts
 from diffkern.rewrite.flow import Flow
 
+#: Behind every line of a source.
+ALWAYS = (float("inf"), 0.0)
 #: ComfyUI's flag for plain torch ops in the place of kernels without gradients.
 _TRAINING = "comfy.model_management.in_training"
 
@@ -69,9 +71,9 @@ def _decide_made(tree: ast.FunctionDef) -> bool:
                 target = made.targets[0] if isinstance(made, ast.Assign) and len(made.targets) == 1 else None
                 if not isinstance(target, ast.Name) or not is_per_channel(made.value):
                     continue
-                decider = _Decider(None, set(), {target.id: Given(PRESENT, (float("inf"), 0.0))})
+                decider = _Decider(None, set(), {target.id: Given(PRESENT, ALWAYS)})
                 at = index + 1
-                while at < len(block) and _first_store(block[at], target.id) == (float("inf"), 0.0):
+                while at < len(block) and _first_store(block[at], target.id) == ALWAYS:
                     kept = decider.visit(block[at])
                     block[at : at + 1] = kept if isinstance(kept, list) else [kept]
                     at += len(kept) if isinstance(kept, list) else 1
@@ -257,7 +259,7 @@ def split_by_flags(tree: ast.FunctionDef, facts: Facts) -> None:
     for value in (True, False):
         branch = copy.copy(tree)
         branch.body = copy.deepcopy(tree.body[start:])
-        decide_branches(branch, facts, {name: Given(value, (float("inf"), 0.0)) for name in names})
+        decide_branches(branch, facts, {name: Given(value, ALWAYS) for name in names})
         branches.append(branch.body)
     text = f"if {' and '.join(names)}:\n    pass\nelif not ({' or '.join(names)}):\n    pass\nelse:\n    pass"
     split = ast.parse(text if len(names) > 1 else f"if {names[0]}:\n    pass\nelse:\n    pass").body[0]
@@ -431,7 +433,7 @@ def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
 def _first_store(tree: ast.stmt, name: str) -> tuple[float, float]:
     """Where in the source a variable is bound first, behind which it is no longer the argument."""
     body = tree.body if isinstance(tree, ast.FunctionDef) else [tree]
-    places, nodes = [(float("inf"), 0.0)], [(statement, False) for statement in body]
+    places, nodes = [ALWAYS], [(statement, False) for statement in body]
     while nodes:
         node, repeated = nodes.pop()
         if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
