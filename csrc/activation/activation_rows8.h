@@ -16,7 +16,7 @@ namespace diffkern {
 namespace {
 
 constexpr int kRows8Threads = 512;
-constexpr int kRows8Packets = 2;  // of a thread, at most
+constexpr int kRows8Packets = 8;  // of a thread, at most: 32,768 numbers of 16 bits in a row
 
 template <typename T, Activation kActivation, int kPackets>
 __global__ void __launch_bounds__(kRows8Threads) rows8_packet_kernel(const ActivationRows8 p) {
@@ -78,14 +78,15 @@ inline unsigned rows8_threads(int64_t items) {
 
 template <typename T, Activation kActivation>
 void launch_rows8_packets(const ActivationRows8& p, GpuStream stream) {
+  // As few packets in a thread as hold the row: 1, 2, 4 or 8.
   const int64_t packets = p.size / kPacketSize<T>;
-  const unsigned blocks = static_cast<unsigned>(p.rows);
-  if (packets <= kRows8Threads) {
-    rows8_packet_kernel<T, kActivation, 1><<<blocks, rows8_threads(packets), 0, stream>>>(p);
-  } else {
-    const unsigned threads = rows8_threads(ceil_div(packets, kRows8Packets));
-    rows8_packet_kernel<T, kActivation, kRows8Packets><<<blocks, threads, 0, stream>>>(p);
-  }
+  const auto launch = [&](auto kernel, int64_t held) {
+    kernel<<<static_cast<unsigned>(p.rows), rows8_threads(ceil_div(packets, held)), 0, stream>>>(p);
+  };
+  if (packets <= kRows8Threads) return launch(rows8_packet_kernel<T, kActivation, 1>, 1);
+  if (packets <= 2 * kRows8Threads) return launch(rows8_packet_kernel<T, kActivation, 2>, 2);
+  if (packets <= 4 * kRows8Threads) return launch(rows8_packet_kernel<T, kActivation, 4>, 4);
+  launch(rows8_packet_kernel<T, kActivation, kRows8Packets>, kRows8Packets);
 }
 
 template <typename T>

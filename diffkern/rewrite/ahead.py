@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.reference import clone_for_verification
+from diffkern.rewrite.rooms import StreamSite
 from diffkern.rewrite.rotation import streams_of
 from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.streams import HEADS_FIRST
 from diffkern.verify.contract import ROWS
 from diffkern.verify.samples import sample_shape
 
@@ -25,7 +27,7 @@ Shape = tuple[int, ...]
 
 def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Proves a site for the operands that a model of ``dtype`` will probably have; what is met besides waits."""
-    if (device, dtype) in site.tried or isinstance(site, (OnceSite, TextSite)):  # which needs no proof
+    if (device, dtype) in site.tried or isinstance(site, (OnceSite, StreamSite, TextSite)):  # which needs no proof
         return
     site.tried.add((device, dtype))
     if site.plan.rule.op == "rope":
@@ -145,8 +147,9 @@ def _prove_attention(site: FusedSite, module: nn.Module, device: torch.device, d
     With tokens before heads; and with heads before tokens, views of the former, where the expression cannot tell.
     """
     size, roles = _head_dim(module), site.plan.roles
-    if "k0" not in site.plan.names:  # a concatenation of heads
-        leaves = _drawn(site, module, size, "heads first", _TABLES[0], device, dtype)
+    if "k0" not in site.plan.names:  # a concatenation of streams
+        layout = "heads first" if site.plan.options["stream_dim"] in HEADS_FIRST else "tokens first"
+        leaves = _drawn(site, module, size, layout, _TABLES[0], device, dtype)
         site.way(module, leaves, site.signature(module, leaves))
         return
     copy = clone_for_verification(module, list(site.plan.modules.values()))

@@ -107,22 +107,6 @@ class RotatedTogether:
                 yield both
 
 
-@dataclass(frozen=True)
-class Joined:
-    """``torch.cat([text, image], dim=2)`` in a processor: streams with heads before tokens, whatever they are.
-
-    The operands are ``q0``, ``q1`` and so on. Values are joined so, and queries and keys without norms. With tokens
-    before heads a concatenation copies whole rows already, and stays as it is written.
-    """
-
-    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
-        """See :class:`diffkern.rewrite.match.Shape`."""
-        found = concatenated(node)
-        if found is not None and is_processor(scope) and len(found[0]) > 1 and found[1] in (2, -2):
-            operands = {f"q{i}": Operand(part) for i, part in enumerate(found[0])}
-            yield replace(match.step(node), operands=operands, options={"stream_dim": found[1]})
-
-
 def _joined_streams(
     scope: Scope, node: ast.expr, match: Match, name: str, stream: Callable[..., Match | None]
 ) -> Match | None:

@@ -20,16 +20,23 @@ from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature
+from diffkern.rewrite.rooms import JoinSite, StreamSite, needs_room
 from diffkern.rewrite.site import FusedSite, Observer, Trained, join
 from diffkern.rewrite.source import LOCK, Source, recompile
+from diffkern.rewrite.streams import Joined, LinearOfStream
 from diffkern.rewrite.texts import OfText
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
 #: With this set to 0 in the environment nothing is rewritten.
 SWITCH = "DIFFKERN_REWRITE"
 
-#: The classes of sites that need no proof, by their shapes.
-_SITES: Mapping[type, type[FusedSite]] = {PairMask: OnceSite, OfText: TextSite}
+#: The classes of sites of their own, by their shapes.
+_SITES: Mapping[type, type[FusedSite]] = {
+    PairMask: OnceSite,
+    OfText: TextSite,
+    LinearOfStream: StreamSite,
+    Joined: JoinSite,
+}
 #: Plans by function; they hold code and no function, so that a class can go.
 _PLANS: WeakKeyDictionary[Callable[..., Any], list[Plan]] = WeakKeyDictionary()
 _DECLINED: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
@@ -144,7 +151,11 @@ class Rewriter:
         if any(child_of(module, path) is None for site in found.sites for path in site.modules.values()):
             values.update(settings_of(module))  # a method, which reads them
         guard = Guard(sites, module, found.helpers, function.__globals__, values)
-        guard.disabled = {site.plan.index for site in sites if site.plan.rule.op in self._off}
+        # What is exact is laid out as in stock.
+        without_room = self._verifier.numerics == "exact"
+        guard.disabled = {
+            site.plan.index for site in sites if site.plan.rule.op in self._off or (without_room and needs_room(site))
+        }
         guard.observer = self._observer
         if self._replayed is not None:
             for site in sites:

@@ -33,10 +33,10 @@ from diffkern.rewrite.query_key import (
     NORMED,
     ROTATED,
     ROTATED_ALONE,
-    Joined,
     QueryKey,
     RotatedTogether,
 )
+from diffkern.rewrite.streams import Joined, LinearOfStream
 from diffkern.rewrite.texts import OfText
 
 _GATES = frozenset({"tanh", "sigmoid"})
@@ -96,7 +96,8 @@ RULES = (
     Rule("query and key norm", "qk_norm_rope", QueryKey(NORMED)),
     Rule("rotation of query and key", "qk_norm_rope", QueryKey(ROTATED_ALONE)),
     Rule("rotation of query and key", "qk_norm_rope", RotatedTogether(alone=True)),
-    Rule("concatenation of heads", "qk_norm_rope", Joined()),
+    Rule("linear of a stream", "qk_norm_rope", LinearOfStream()),
+    Rule("concatenation of streams", "qk_norm_rope", Joined()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _EMBEDDED),
     Rule("key or value of a text, once a text", "qk_norm_rope", OfText()),

@@ -113,7 +113,7 @@ class FusedSite:
         self.proofs: dict[Signature, Measurement] = {}
         self.tried: set[tuple[torch.device, torch.dtype]] = set()
         self.observer: Observer | None = None
-        self.room = 0
+        self.room: Any = 0
         self.on_new_size: Any = None
         self.gains: dict[Any, str] = {}
         self.cost: tuple[Cost, Cost] | None = None

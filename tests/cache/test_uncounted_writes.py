@@ -415,13 +415,14 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "zero of the other sign": lambda x: torch.where(x == 0, -torch.zeros_like(x), x),
     "another NaN": lambda x: torch.where(torch.isnan(x), torch.full_like(x, torch.inf), x),
+    "two signs of a row": lambda x: x * torch.ones_like(x).index_fill(1, torch.tensor([1, 3]), -1.0),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_checksum_sees_any_change_and_nan_is_none(change: str, dtype: torch.dtype) -> None:
-    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(24, 24, generator=torch.Generator().manual_seed(3))
     x[2, 2], x[9, 4] = 0, torch.nan
     before, after = x.to(dtype), CHANGES[change](x).to(dtype)
 
@@ -431,6 +432,25 @@ def test_a_checksum_sees_any_change_and_nan_is_none(change: str, dtype: torch.dt
     assert equal(before, before.clone()) and equal(before.T, before.clone().T)
     if change != "one element" or dtype in (torch.float32, torch.float64):
         assert not equal(before, after)
+        assert not torch.equal(derived.row_hashes(before), derived.row_hashes(after))
+    assert torch.equal(derived.row_hashes(before), derived.row_hashes(before.clone()))
+
+
+def test_hashes_of_rows_are_exact_sums_of_their_bytes() -> None:
+    """The longest rows do not overflow: their bytes and factors are the largest there are."""
+    matrix = torch.full((17, derived._LONGEST_HASHED // 8 * 8), -128, dtype=torch.int8)
+    factors = derived._factors(matrix.shape[1], matrix.device)
+    assert ((factors % 2 == 1) & (factors > 0)).all() and len(factors[:, :64].unique(dim=1)[0]) == 64
+    assert torch.equal(derived.row_hashes(matrix).long(), matrix.long() @ factors.long().t())
+    assert torch.iinfo(torch.int32).min <= -128 * 127 * matrix.shape[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_weight_on_a_gpu_is_hashed_as_on_the_cpu(dtype: torch.dtype) -> None:
+    weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(5)).to(dtype)
+    (hashes,) = derived.checksum(weight.cuda())
+    assert torch.equal(hashes.cpu(), derived.row_hashes(weight).flatten())
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (4, 0), (2, 3, 4), (2, 3, 4, 5)])

@@ -89,6 +89,7 @@ def test_activations(function: str, dtype: torch.dtype, provider: str, device: s
         random(9, 20, device=device, dtype=dtype).t(),
         random(4, 60, device=device, dtype=dtype)[:, 3:40],
         random(2, 20001, device=device, dtype=dtype),
+        *(random(2, size, device=device, dtype=dtype) for size in (8960, 15360, 24576)),
     ):
         with poisoned_allocations():
             rows = activation_fp8(x, function, provider=provider)

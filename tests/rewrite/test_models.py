@@ -21,7 +21,7 @@ _JOINED, _ROTATED, _NORMED = (
 FUSED = {
     "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _ROTATED},
     "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _NORMED, _ROTATED},  # noqa: E501
-    "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _NORMED, "concatenation of heads"},  # noqa: E501
+    "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _NORMED, "concatenation of streams"},  # noqa: E501
     "qwenimage": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED},
     "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED},  # noqa: E501
     "sana": {"gated residual", "gated linear unit", "linear, GELU", "norm, modulation", "residual, norm, modulation"},

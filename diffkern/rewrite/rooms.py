@@ -1,0 +1,153 @@
+"""Products of attention that need no copy behind them: their rows are computed where the rows of all streams lie.
+
+``torch.cat([text, image], dim=1)`` copies both streams. A linear layer whose result becomes the longer part of that
+leaves room for the other rows in front and behind, so that these alone are copied; it learns at the first
+concatenation how much. A linear layer of a part, ``to_out(x[:, :n])``, is one product for each sample: for a batch,
+``F.linear`` takes a product without the bias, and adds that in a pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from diffkern.blocks.pieces import plain_linear
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.rewrite.facts import child_of
+from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.streams import TOKENS_FIRST
+
+#: A product for each sample pays for this many samples at most, and for samples of at least so many rows.
+MOST_SAMPLES, LEAST_ROWS = 4, 512
+
+
+class StreamSite(FusedSite):
+    """A linear layer as it is written, but for where its result lies, and how many products it takes.
+
+    Attributes:
+        room: Rows that its memory has in front of each sample and behind it.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.room = (0, 0)
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaf."""
+        (x,) = leaves
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor or x.ndim != 3:
+            return self.original(module, x)
+        if self.on_new_size is not None and not x.is_cuda:
+            self.idle_calls += 1  # on a CPU a concatenation takes less than what it takes to do without
+            self.original_calls += 1
+            return self.original(module, x)
+        layer: Any = child_of(module, self.plan.modules["linear"])
+        if not plain_linear(layer, x.device, x.dtype) or transforms_active() or modes_active():
+            return self.run_original(module, x)
+        room = self.room  # which another thread may change
+        made = _product(x, layer.weight, layer.bias, room)
+        y = self.original(module, x) if made is None else made
+        if self.plan.options["joins"]:
+            _remember(self, y, (0, 0) if made is None else room)
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return y
+
+
+class JoinSite(FusedSite):
+    """A concatenation of streams: of one that has room for the others, or else like any other site."""
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            streams = list(self.operands(module, leaves).values())
+            whole = _join(streams, self.plan.options["stream_dim"])  # type: ignore[arg-type]
+            if whole is not None:
+                self.fused_calls += 1
+                if self.observer is not None:
+                    self.observer(module, None)
+                return whole
+        return super().__call__(module, *leaves)
+
+
+def needs_room(site: FusedSite) -> bool:
+    """Whether a site is of no use where no stream has room for others."""
+    return isinstance(site, StreamSite) or (
+        isinstance(site, JoinSite) and site.plan.options["stream_dim"] in TOKENS_FIRST
+    )
+
+
+# --- the room ------------------------------------------------------------------------------------------
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, room: tuple[int, int]) -> Tensor | None:
+    """``F.linear`` of each sample, with room around it; None where all samples in one product take less time."""
+    samples, rows, _ = x.shape
+    if room == (0, 0) and (samples == 1 or x.stride(0) == rows * x.stride(1)):
+        return None
+    if samples > 1 and (samples > MOST_SAMPLES or rows < LEAST_ROWS):
+        return None
+    before, behind = room
+    y = x.new_empty((samples, before + rows + behind, weight.shape[0]))[:, before : before + rows]
+    for one, into in zip(x, y, strict=True):
+        if bias is None:
+            torch.mm(one, weight.t(), out=into)
+        else:
+            torch.addmm(bias, one, weight.t(), out=into)
+    return y
+
+
+class _Made(NamedTuple):
+    """A result of a site, until it is concatenated: by then it is a view, of which its memory is all that is left."""
+
+    storage: StorageWeakRef
+    site: StreamSite
+    room: tuple[int, int]
+    place: tuple[int | torch.SymInt, ...]
+
+
+#: By the address of the storage object, which is no other's while there is a weak reference to it.
+_made: dict[int, _Made] = {}
+#: Results that are remembered: a call that raises before its concatenation leaves some.
+_MOST_MADE = 64
+
+
+def _remember(site: StreamSite, y: Tensor, room: tuple[int, int]) -> None:
+    storage = y.untyped_storage()
+    if len(_made) >= _MOST_MADE:
+        _made.clear()
+    place = y.storage_offset(), y.numel(), y.shape[1], y.stride(1)
+    _made[storage._cdata] = _Made(StorageWeakRef(storage), site, room, place)
+
+
+def _join(streams: Sequence[Any], dim: int) -> Tensor | None:
+    """``torch.cat(streams, dim)`` in the memory of the longest, if that has the room; None otherwise."""
+    if any([type(x) is not Tensor for x in streams]):
+        return None
+    found = [_made.pop(x.untyped_storage()._cdata, None) for x in streams]
+    host = max(range(len(streams)), key=lambda i: streams[i].numel())
+    made, x, dim = found[host], streams[host], dim % streams[host].ndim
+    if made is None or x.ndim < 3:
+        return None
+    shape = [*x.shape]
+    sizes = [one.shape[dim] if one.ndim == x.ndim else 0 for one in streams]
+    shape[dim] = sum(sizes)
+    room = sum(sizes[:host]), sum(sizes[host + 1 :])
+    if (x.storage_offset(), x.numel(), x.shape[dim], x.stride(dim)) != made.place:
+        return None
+    if room != made.room:
+        made.site.room = room  # the next time
+        return None
+    for one, size in zip(streams, sizes, strict=True):
+        if one.dtype is not x.dtype or one.device != x.device or one.shape != (*shape[:dim], size, *shape[dim + 1 :]):
+            return None
+    whole: Tensor = x.as_strided(shape, x.stride(), 0)
+    for i, part in enumerate(whole.split(sizes, dim)):
+        if i != host:
+            part.copy_(streams[i])
+    return whole

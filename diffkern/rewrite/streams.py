@@ -1,0 +1,79 @@
+"""Streams of attention, as shapes: their concatenation, and the linear layers in front of that and behind it.
+
+See :mod:`diffkern.rewrite.rooms` for what becomes of them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from diffkern.rewrite.effects import SITES
+from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, through_views
+from diffkern.rewrite.query_key import concatenated, is_processor
+
+#: The dimension of tokens, with heads behind them and in front.
+TOKENS_FIRST, HEADS_FIRST = (1, -3), (2, -2)
+
+
+@dataclass(frozen=True)
+class LinearOfStream:
+    """``attn.to_v(x)`` in a processor, whose result is concatenated with another; or ``attn.to_out[0](x[:, :n])``."""
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        if not isinstance(node, ast.Call) or not is_processor(scope) or len(node.args) != 1:
+            return
+        joins = any(node is part for part in _joined_parts(scope))
+        if joins or _is_slice(scope, node.args[0]):
+            yield from Linear(Leaf("x")).match(scope, node, replace(match, options={"joins": joins}))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """``torch.cat([text, image], dim=2)`` in a processor: streams with heads before tokens, whatever they are.
+
+    The operands are ``q0``, ``q1`` and so on. Values are joined so, and queries and keys without norms. With tokens
+    before heads a concatenation copies whole rows already, and stays as it is written unless one of the streams is
+    computed where it shall be.
+    """
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        found = concatenated(node)
+        if found is None or not is_processor(scope) or len(found[0]) < 2:
+            return
+        if found[1] in HEADS_FIRST or (found[1] in TOKENS_FIRST and any(_is_site(scope, part) for part in found[0])):
+            operands = {f"q{i}": Operand(part) for i, part in enumerate(found[0])}
+            yield replace(match.step(node), operands=operands, options={"stream_dim": found[1]})
+
+
+def _joined_parts(scope: Scope) -> Iterator[ast.expr]:
+    """What the parts of concatenations are views of, where nothing else reads it, or asks for more than its shape."""
+    asked = {
+        node.value for node in scope.flow.nodes if isinstance(node, ast.Attribute) and node.attr in ("shape", "dtype")
+    }
+    for node in scope.flow.nodes:
+        found = concatenated(node) if isinstance(node, ast.expr) else None
+        for part in () if found is None or found[1] not in (*TOKENS_FIRST, *HEADS_FIRST) else found[0]:
+            base, match, _ = through_views(scope, part, Match())
+            passed = {name for name, _ in match.passed} | asked
+            if all(use in passed for _, definition in match.passed for use in definition.uses):
+                yield base
+
+
+def _is_slice(scope: Scope, node: ast.expr) -> bool:
+    """Whether a name stands for ``x[:, a:b]``."""
+    reaching = scope.flow.definitions.get(node, frozenset()) if isinstance(node, ast.Name) else ()
+    sources = [definition.source or definition.value for definition in reaching]
+    if len(sources) != 1 or not isinstance(sources[0], ast.Subscript):
+        return False
+    index = sources[0].slice
+    return isinstance(index, ast.Tuple) and len(index.elts) == 2 and isinstance(index.elts[1], ast.Slice)
+
+
+def _is_site(scope: Scope, part: ast.expr) -> bool:
+    base = through_views(scope, part, Match())[0]
+    function = base.func if isinstance(base, ast.Call) else None
+    return isinstance(function, ast.Subscript) and ast.unparse(function.value) == SITES

@@ -1,0 +1,215 @@
+"""Linear layers of attention that compute where the rows of all streams lie, so that nothing is copied behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from diffkern.rewrite import rooms
+from diffkern.rewrite.rooms import StreamSite
+from tests.rewrite.test_heads import arguments, attention, rewritten, run
+from tests.rewrite.test_processors import joint_attention
+
+LINEAR = "linear of a stream"
+
+
+@pytest.fixture(autouse=True)
+def _pays_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "LEAST_ROWS", 4)
+    rooms._made.clear()
+
+
+def sample(given: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The first samples of a batch; tables are those of all."""
+    return {name: x[:batch] if isinstance(x, Tensor) and x.ndim == 3 else x for name, x in given.items()}
+
+
+def results(module: nn.Module, given: dict[str, Any]) -> list[Tensor]:
+    found = run(module, given)
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+def launches(module: nn.Module, given: dict[str, Any]) -> list[str]:
+    """What one call launches. A mode that counted it would be given no memory with room."""
+    with torch.no_grad(), torch.profiler.profile() as seen:
+        module(**given)
+    return [event.name for event in seen.events()]
+
+
+def assert_close(some: list[Tensor], others: list[Tensor], tolerance: float = 1e-5) -> None:
+    for one, other in zip(some, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", ["sd3", "qwen", "hunyuan"])
+def test_values_are_computed_where_their_concatenation_would_copy_them(kind: str, batch: int) -> None:
+    module, given = joint_attention(kind)
+    given = sample(given, batch)
+    stock = results(module, given)
+    rewritten(module)
+    for _ in range(3):
+        assert_close(results(module, given), stock)
+    assert "aten::cat" not in launches(module, given) and not rooms._made
+
+
+def test_queries_keys_and_values_of_two_samples_take_one_copy_of_the_text_each() -> None:
+    module, given = attention(), arguments()
+    stock = run(module, given)
+    found = rewritten(module)
+    for _ in range(2):
+        assert_close(run(module, given), stock, 2e-2)
+    names = launches(module, given)
+    assert "aten::cat" not in names
+    joining = [site for site in found.sites if isinstance(site, StreamSite) and site.plan.options["joins"]]
+    assert sorted(site.room for site in joining) == [(0, 0)] * 3 + [(0, given["encoder_hidden_states"].shape[1])] * 3
+
+
+def test_a_text_of_another_length_gets_other_room() -> None:
+    module, given = joint_attention("sd3")
+    texts = [given["encoder_hidden_states"], torch.randn(2, 9, 32), torch.randn(2, 2, 32)]
+    calls = [{**given, "encoder_hidden_states": text} for text in texts]
+    stock = [results(module, call) for call in calls]
+    rewritten(module)
+    for number in (0, 0, 1, 1, 0, 2, 1, 1, 2, 2, 0):
+        assert_close(results(module, calls[number]), stock[number])
+
+
+def test_a_text_that_is_longer_than_the_image_is_copied_as_in_stock() -> None:
+    module, given = joint_attention("sd3")
+    given = {**given, "encoder_hidden_states": torch.randn(2, 40, 32)}
+    stock = results(module, given)
+    rewritten(module)
+    for _ in range(3):
+        assert_close(results(module, given), stock)
+
+
+def test_a_hook_on_a_layer_sees_its_calls_and_changes_its_result() -> None:
+    module, given = joint_attention("sd3")
+    rewritten(module)
+    for _ in range(2):
+        results(module, given)
+    seen: list[Tensor] = []
+
+    def hook(_: nn.Module, __: Any, y: Tensor) -> Tensor:
+        seen.append(y)
+        return 2 * y
+
+    stock, _ = joint_attention("sd3")
+    for one in (module, stock):
+        one.to_v.register_forward_hook(hook)  # type: ignore[union-attr, operator]
+    assert_close(results(module, given), results(stock, given))
+    assert len(seen) == 2
+
+
+class KeepsValues(JointAttnProcessor2_0):
+    """Keeps what its layer of values computed, as caches do."""
+
+    kept: Any = None
+
+    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, **_: Any) -> Any:
+        value = attn.to_v(hidden_states)
+        self.kept = value
+        text = attn.add_v_proj(encoder_hidden_states)
+        joined = torch.cat([value, text], dim=1)
+        return joined * 2
+
+
+def test_a_result_that_something_else_keeps_shares_its_memory_with_nobody() -> None:
+    module, given = attention(), arguments()
+    module.set_processor(KeepsValues())
+    stock = run(module, given)
+    found = rewritten(module)
+    joining = [site.plan.modules["linear"] for site in found.sites if site.plan.rule.name == LINEAR]
+    assert joining == [("add_v_proj",)]
+    for _ in range(3):
+        assert all(map(torch.equal, run(module, given), stock))
+
+
+def test_memory_of_others_is_never_written() -> None:
+    """It may look like that of a result with room: what tells them apart is the storage itself."""
+    module, _ = joint_attention("sd3")
+    found = rewritten(module)
+    site = next(site for site in found.sites if isinstance(site, StreamSite))
+    site.room = (0, 5)
+    made = torch.zeros(2, 17, 32)[:, :12]
+    rooms._remember(site, made, (0, 5))
+    del made
+    for _ in range(100):  # one of these lies at the same address
+        others = torch.zeros(2, 17, 32)
+        assert rooms._join([others[:, :12], torch.ones(2, 5, 32)], 1) is None
+        assert not others.any()
+        del others
+
+
+def test_results_that_were_never_concatenated_are_freed() -> None:
+    module, given = joint_attention("sd3")
+    found = rewritten(module)
+    for _ in range(2):
+        results(module, given)
+    made: list[StorageWeakRef] = []
+    remember = rooms._remember
+
+    def watched(site: StreamSite, y: Tensor, room: tuple[int, int]) -> None:
+        made.append(StorageWeakRef(y.untyped_storage()))
+        remember(site, y, room)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rooms, "_remember", watched)
+        patch.setattr(rooms, "_join", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(module, given)
+    assert made and all(one.expired() for one in made)
+    assert isinstance(found.sites[0].fused_calls, int)
+
+
+@pytest.mark.parametrize("other", ["dtype", "shape", "a view with its rows apart", "layout"])
+def test_streams_that_do_not_fit_together_are_left_to_torch(other: str) -> None:
+    module, _ = joint_attention("sd3")
+    site = next(site for site in rewritten(module).sites if isinstance(site, StreamSite))
+    memory = torch.zeros(1, 17, 8)
+    y, text = memory[:, :12], torch.ones(1, 5, 8)
+    rooms._remember(site, y, (0, 5))
+    if other == "dtype":
+        text = text.double()
+    elif other == "shape":
+        text = text[..., :4]
+    elif other == "layout":
+        y = y.flatten(1)[:, None]
+    else:
+        y = y[:, ::2]
+    assert rooms._join([y, text], 1) is None and not memory[:, 12:].any()
+
+
+def test_gradients_and_compiled_calls_take_the_layer_as_it_is_written() -> None:
+    module, given = joint_attention("sd3")
+    rewritten(module)
+    for _ in range(2):
+        results(module, given)
+    stock, _ = joint_attention("sd3")
+    both = []
+    for one in (module, stock):
+        x = given["hidden_states"].clone().requires_grad_()
+        one(**{**given, "hidden_states": x})[0].sum().backward()
+        both.append(x.grad)
+    assert_close([both[0]], [both[1]], 1e-4)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert_close(list(compiled(**given)), results(stock, given))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_batch_takes_no_product_without_its_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    module, given = attention("cuda", 4, 64), arguments("cuda", 256, 1024)
+    stock = run(module, given)
+    rewritten(module)
+    for _ in range(3):
+        assert_close(run(module, given), stock, 2e-2)
+    names = launches(module, given)
+    assert "aten::cat" not in names and names.count("aten::bmm") == 1  # of the text, which is short
