@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 #: The models whose published configurations and inputs are known, by name.
-NAMES = "flux, flux2, chroma, qwen, sd3, sana, z_image, lumina2, wan, hunyuan_video, cogvideox, ltx, ltx_long"
+NAMES = (
+    "flux, flux2, chroma, qwen, sd3, sana, z_image, lumina2, wan, hunyuan_video, cogvideox, sdxl, sd15, ltx, ltx_long"
+)
+#: The autoencoders that ``bench step`` decodes or encodes with.
+VAES = (
+    "sdxl_vae, sdxl_vae_encode, sd15_vae, flux_vae, wan_vae, wan_vae_encode, qwen_vae, hunyuan_video_vae, "
+    "cogvideox_vae, ltx_vae, ltx2_vae"
+)
 EXIT_CODES = "Exit codes: 0 done; 1 failed; 2 the command line is wrong, or a file that it names."
 
 

@@ -23,7 +23,8 @@ class Arm:
 
     Attributes:
         numerics: Contract of the kernels that are injected, or None if none are.
-        cuda_graph: Whether the steps of the denoiser are captured as CUDA graphs; only with kernels.
+        cuda_graph: Whether the steps of the denoiser are captured as CUDA graphs: ours, or the compiler's if nothing is
+            injected.
         compiled: Whether ``torch.compile`` compiles the denoiser.
         torchao: Whether torchao quantises the layers that diffkern computes in fp8: float8, dynamic, row by row.
     """
@@ -53,13 +54,15 @@ FAST_GRAPH = Arm("fast", cuda_graph=True)
 FAST_COMPILED = Arm("fast", compiled=True)
 FP8 = Arm("fp8")
 FP8_GRAPH = Arm("fp8", cuda_graph=True)
+#: The most that the compiler makes of a model: all of it as one CUDA graph, minutes of compiling later.
+COMPILED_GRAPH = Arm(cuda_graph=True, compiled=True)
 
 TORCHAO = Arm(compiled=True, torchao=True)
 
 #: The arms of a full comparison, the baseline first.
 ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8, FP8_GRAPH)
 #: Those, and what else may be compared by name.
-NAMED = {arm.name: arm for arm in (*ARMS, TORCHAO)}
+NAMED = {arm.name: arm for arm in (*ARMS, COMPILED_GRAPH, TORCHAO)}
 
 
 class ArmUnavailableError(RuntimeError):
@@ -95,7 +98,7 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
         if arm.torchao:
             stack.enter_context(_quantised(denoiser))
         if arm.compiled:
-            stack.enter_context(compiled(denoiser))
+            stack.enter_context(compiled(denoiser, as_graph=arm.cuda_graph and not arm.injected))
         yield report
 
 
@@ -111,7 +114,7 @@ def _check_that_it_took(arm: Arm, report: InjectionReport) -> None:
 
 
 @contextlib.contextmanager
-def compiled(model: nn.Module, **options: Any) -> Iterator[None]:
+def compiled(model: nn.Module, *, as_graph: bool = False, **options: Any) -> Iterator[None]:
     """Compiles ``model`` in place with ``torch.compile`` and takes the compiled code off afterwards.
 
     A diffusers model that names its repeated blocks is compiled block by block, which takes seconds where
@@ -119,11 +122,14 @@ def compiled(model: nn.Module, **options: Any) -> Iterator[None]:
 
     Args:
         model: Model to compile. Its modules, names and weights stay as they are.
+        as_graph: Whether all of it becomes one CUDA graph.
         options: Keyword arguments of :func:`torch.compile`.
     """
     before = {module: module.__dict__.get("_compiled_call_impl") for module in model.modules()}
     try:
-        if getattr(model, "_repeated_blocks", None):
+        if as_graph:
+            model.compile(mode="reduce-overhead", fullgraph=True, **options)
+        elif getattr(model, "_repeated_blocks", None):
             model.compile_repeated_blocks(**options)  # type: ignore[operator]
         else:
             model.compile(**options)

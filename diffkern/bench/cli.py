@@ -11,6 +11,7 @@ import typer
 from diffkern.cli_options import (
     EXIT_CODES,
     NAMES,
+    VAES,
     Device,
     JsonFile,
     Quiet,
@@ -74,11 +75,13 @@ def bench_ops(
 
 @app.command(
     "step",
-    short_help="Time a step of whole denoisers, arm against arm.",
+    short_help="Time a step of whole denoisers, or a decode, arm against arm.",
     epilog=epilog("bench step --model flux", "bench step --model wan --arm stock --arm fast --json -"),
 )
 def bench_step(
-    model: Annotated[list[str] | None, typer.Option(help=f"{NAMES}; may be repeated. Without: all.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"{NAMES}, {VAES}; may be repeated. Without: all denoisers.")
+    ] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only this arm, e.g. 'fast + graph'; may be repeated.")] = None,
     repetitions: Annotated[int, typer.Option(min=2, help="Timed steps per arm.")] = 10,
     device: Device = "",
@@ -86,22 +89,24 @@ def bench_step(
     plot: Plot = None,
     quiet: Quiet = False,
 ) -> None:
-    """Time a step of whole denoisers with random weights: stock, compiled and injected, interleaved."""
+    """Time steps of whole denoisers, or decodes, with random weights: stock, compiled and injected, interleaved."""
     from diffkern.bench import steps
+    from diffkern.bench.autoencoders import AUTOENCODERS
     from diffkern.bench.environment import describe_device, describe_environment
     from diffkern.bench.models import DENOISERS
     from diffkern.bench.results import write_json
 
+    known = {**DENOISERS, **AUTOENCODERS}
     for name in model or ():
-        if name not in DENOISERS:
-            fail("bench step", f"model {name!r} is not known: choose from {', '.join(DENOISERS)}", 2)
+        if name not in known:
+            fail("bench step", f"model {name!r} is not known: choose from {', '.join(known)}", 2)
     require_writable("bench step", json=output, plot=plot)
     chosen = _arms("bench step", arm) or steps.default_arms()
     where = device_of("bench step", device)
     console = _console(output)
     rows: dict[str, object] = {}
     for name in model or DENOISERS:
-        denoiser = DENOISERS[name]
+        denoiser = known[name]
         results = steps.run(denoiser, chosen, where, repetitions)
         layers = ", ".join(f"{key}={value}" for key, value in denoiser.layers.items())
         title = f"{denoiser.what} {layers}, bfloat16, {describe_device(where)}"

@@ -52,6 +52,10 @@ class Denoiser:
             torch.set_rng_state(generator)
         return nn.Module.to(model, dtype).eval().requires_grad_(False)
 
+    def injected(self, model: nn.Module) -> nn.Module:
+        """What a user injects kernels into, of what :meth:`build` gives."""
+        return model
+
     def step(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         """Makes fresh random arguments of one step."""
         return {**self.inputs(partial(torch.randn, device=device, dtype=dtype)), "return_dict": False}
@@ -182,6 +186,21 @@ def _ltx(frames: int) -> Callable[[Randn], Mapping[str, Any]]:
     return inputs
 
 
+def _unet(side: int, width: int, **more: tuple[int, ...]) -> Callable[[Randn], Mapping[str, Any]]:
+    """Latents of this side and a text of this width, with and without the prompt."""
+
+    def inputs(randn: Randn) -> Mapping[str, Any]:
+        added = {name: randn(*shape) for name, shape in more.items()}
+        return {
+            "sample": randn(2, 4, side, side),
+            "timestep": _time(randn, 500, 2),
+            "encoder_hidden_states": randn(2, 77, width),
+            **({"added_cond_kwargs": added} if added else {}),
+        }
+
+    return inputs
+
+
 #: What ``diffkern bench step --model`` knows, by name.
 DENOISERS: Mapping[str, Denoiser] = {
     "flux": Denoiser("FluxTransformer2DModel", "Flux.1-dev, 1024x1024", _flux, {"guidance_embeds": True}),
@@ -231,6 +250,29 @@ DENOISERS: Mapping[str, Denoiser] = {
         _cogvideox,
         {"num_attention_heads": 48, "use_rotary_positional_embeddings": True},
         layers={"num_layers": 10},
+    ),
+    "sdxl": Denoiser(
+        "UNet2DConditionModel",
+        "SDXL, 1024x1024, CFG",
+        _unet(128, 2048, text_embeds=(2, 1280), time_ids=(2, 6)),
+        {
+            "block_out_channels": (320, 640, 1280),
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            "transformer_layers_per_block": (1, 2, 10),
+            "attention_head_dim": (5, 10, 20),
+            "cross_attention_dim": 2048,
+            "use_linear_projection": True,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 256,
+            "projection_class_embeddings_input_dim": 2816,
+        },
+    ),
+    "sd15": Denoiser(
+        "UNet2DConditionModel",
+        "Stable Diffusion 1.5, 512x512, CFG",
+        _unet(64, 768),
+        {"cross_attention_dim": 768},
     ),
     "ltx": Denoiser("LTXVideoTransformer3DModel", "LTX-Video 2B, 512x768, 49 frames, CFG", _ltx(7)),
     "ltx_long": Denoiser("LTXVideoTransformer3DModel", "LTX-Video 2B, 512x768, 161 frames, CFG", _ltx(21)),

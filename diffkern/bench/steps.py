@@ -94,7 +94,7 @@ def run(
             own = sharing_weights(model)
             started = wall_clock(device)
             try:
-                stack.enter_context((apply or {}).get(arm.name, applied)(arm, own, own))
+                stack.enter_context((apply or {}).get(arm.name, applied)(arm, denoiser.injected(own), own))
             except ArmUnavailableError as error:
                 results[arm.name] = StepResult(arm.name, unavailable=str(error))
                 continue

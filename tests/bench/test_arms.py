@@ -78,6 +78,9 @@ def test_compiled_takes_only_the_repeated_blocks_of_a_diffusers_model() -> None:
     with compiled(model, backend="eager"):
         taken = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     assert taken == ["transformer_blocks.0", "transformer_blocks.1"]
+    with compiled(model, as_graph=True, backend="eager"):
+        taken = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert taken == [""]
 
 
 def test_the_model_is_stock_again_after_an_arm_that_raised() -> None:

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from diffkern.bench import arms, steps
+from diffkern.bench.autoencoders import AUTOENCODERS, Autoencoder
 from diffkern.bench.models import DENOISERS, Denoiser
 from diffkern.cli import app
 
@@ -63,17 +64,27 @@ def test_models_are_built_in_the_dtype_of_the_step_and_leave_the_generator_alone
 
 
 def test_every_model_takes_its_step() -> None:
-    for name, denoiser in DENOISERS.items():
-        if name == "lumina2":  # reads data of its inputs, of which the meta device has none
+    for name, denoiser in {**DENOISERS, **AUTOENCODERS}.items():
+        if name in ("lumina2", "sdxl"):  # reads data of its inputs, of which the meta device has none; takes seconds
             continue
         cut = {key: 1 for key in ("num_layers", "num_single_layers", "n_layers") if key in denoiser.layers}
         whole = {**denoiser.config, "num_layers": 1} if "num_layers" in denoiser.config else denoiser.config
         small = dataclasses.replace(denoiser, config=whole, layers=cut)
-        if not cut and whole is denoiser.config:
+        if not cut and whole is denoiser.config and "Transformer" in denoiser.class_name:
             small = dataclasses.replace(small, layers={"num_layers": 1})
         meta = torch.device("meta")
         with torch.no_grad():
             assert steps.first_tensor(small.build(meta)(**small.step(meta))).is_meta, name
+
+
+@pytest.mark.parametrize("method", ["decode", "encode"])
+def test_half_an_autoencoder_is_timed_with_the_kernels_inside_of_it(method: str) -> None:
+    blocks = {"block_out_channels": (8,), "norm_num_groups": 4, "latent_channels": 4}
+    shape = (1, 4 if method == "decode" else 3, 8, 8)
+    tiny = Autoencoder("AutoencoderKL", "tiny", lambda randn: {"x": randn(*shape)}, blocks, method=method)
+    stock, fast = steps.run(tiny, (arms.STOCK, arms.FAST), torch.device("cpu"), repetitions=2)
+    assert not fast.unavailable and 0 < fast.error < 0.02
+    assert stock.wall_ms > 0
 
 
 def test_an_unknown_model_ends_the_command_with_the_names_that_are_known() -> None:

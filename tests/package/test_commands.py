@@ -12,8 +12,9 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from diffkern import __version__, inspection
+from diffkern.bench.autoencoders import AUTOENCODERS
 from diffkern.bench.models import DENOISERS
-from diffkern.cli_options import NAMES
+from diffkern.cli_options import NAMES, VAES
 from diffkern.injection import report as reports
 from diffkern.inspection import load_model, verify_model
 from tests.injection.models import ltx_inputs, tiny_ltx
@@ -129,7 +130,7 @@ def test_a_machine_without_a_gpu_is_said_in_one_line(command: str) -> None:
 
 
 def test_the_names_that_help_lists_are_those_of_the_models() -> None:
-    assert ", ".join(DENOISERS) == NAMES
+    assert (", ".join(DENOISERS), ", ".join(AUTOENCODERS)) == (NAMES, VAES)
     assert invoke("--version").output.split() == ["diffkern", __version__]
 
 
