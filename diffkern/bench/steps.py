@@ -119,8 +119,10 @@ def run(
 
 
 def sharing_weights(model: nn.Module) -> nn.Module:
-    """Copies the module tree; parameters and buffers are the original's."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    """Copies the module tree; parameters and buffers have the original's memory until one of them is laid out anew."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    plain = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
+    shared |= {id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in plain}
     return copy.deepcopy(model, shared)
 
 

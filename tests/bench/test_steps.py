@@ -49,11 +49,15 @@ def test_all_arms_share_the_weights_and_are_compared_with_the_first() -> None:
     assert graph.unavailable == "CUDA graphs need a GPU, and this runs on cpu"
 
 
-def test_a_copy_of_the_modules_has_the_very_weights() -> None:
+def test_a_copy_of_the_modules_has_the_memory_of_the_weights_until_it_lays_them_out_anew() -> None:
     model = _TINY.build(torch.device("cpu"))
     copied = steps.sharing_weights(model)
     assert copied is not model
-    assert all(a is b for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+    addresses = [weight.data_ptr() for weight in model.parameters()]
+    assert addresses == [weight.data_ptr() for weight in copied.parameters()]
+    for weight in copied.parameters():
+        weight.data = weight.data.clone()
+    assert addresses == [weight.data_ptr() for weight in model.parameters()]
 
 
 def test_models_are_built_in_the_dtype_of_the_step_and_leave_the_generator_alone() -> None:
