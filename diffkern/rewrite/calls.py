@@ -66,10 +66,14 @@ def _linear_gelu(
 def _group_norm_silu(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
-    x = operands["x"]
+    x, bias = _convolved(site, module, operands["x"])
     arguments = site.norm_arguments(module, x) or {}
     if "scale" not in operands:
-        return ops.group_norm_silu(x, **arguments, **way.options, add=operands.get("add"), provider=provider)
+        add = operands.get("add")
+        if bias is not None:
+            bias = bias.view(-1, *(1,) * (x.ndim - 2))
+            add = bias if add is None else add + bias
+        return ops.group_norm_silu(x, **arguments, **way.options, add=add, provider=provider)
     # Modulation is an affine map of each channel, as weight and bias are: one of each sample, if samples are channels.
     if arguments["frames"] == "each":
         raise ValueError("a group norm of single frames takes no modulation")
@@ -88,6 +92,39 @@ def _group_norm_silu(
     arguments["num_groups"] *= samples
     flat = x if samples == 1 else x.contiguous().view(1, samples * channels, *size)
     return ops.group_norm_silu(flat, **arguments, **way.options, provider=provider).view(x.shape)
+
+
+def _add_norm_silu_pad(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    x, bias = _convolved(site, module, operands["x"])
+    residual = operands["residual"]
+    last = x.is_contiguous(memory_format=_LAST[x.ndim]) and not x.is_contiguous()
+    sides = [side if side.ndim == 5 else side.unsqueeze(2) for side in (x, residual)]
+    y = ops.add_norm_silu_pad(
+        sides[0], bias, sides[1], norm=None, activation=None, provider=provider,
+        memory_format=torch.channels_last_3d if last else torch.contiguous_format,
+    )  # fmt: skip
+    return y if x.ndim == 5 else y.squeeze(2)
+
+
+def _convolved(site: FusedSite, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The convolution of ``x`` where the site has one, and the bias where that is still to be added.
+
+    On a GPU torch adds it in a pass of its own, which whatever follows can do in passing. On a CPU it is in the
+    convolution, before that rounds.
+    """
+    path = site.plan.modules.get("convolution")
+    if path is None:
+        return x, None
+    conv: Any = child_of(module, path)
+    apart = bias_is_apart(x)
+    return conv._conv_forward(x, conv.weight, None if apart else conv.bias), conv.bias if apart else None
+
+
+def bias_is_apart(x: Tensor) -> bool:
+    """Whether torch adds the bias of a convolution of ``x`` in a pass of its own."""
+    return x.is_cuda
 
 
 def _channel_rms_norm_silu(
@@ -116,6 +153,7 @@ def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
     return operands
 
 
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: How the site of an op calls it.
 CALLS: Mapping[str, Any] = {
     "norm_modulate": _norm_modulate,
@@ -126,5 +164,6 @@ CALLS: Mapping[str, Any] = {
     "qk_norm_rope": call_qk_norm_rope,
     "group_norm_silu": _group_norm_silu,
     "channel_rms_norm_silu": _channel_rms_norm_silu,
+    "add_norm_silu_pad": _add_norm_silu_pad,
     "rope": _rope,
 }

@@ -100,6 +100,10 @@ class Facts:
         """Whether the child is a linear layer of torch's own class."""
         return bool(path) and self._answer("linear", path, self._is_linear)  # type: ignore[return-value]
 
+    def is_convolution(self, path: Path) -> bool:
+        """Whether the child is a convolution over images or videos, of torch's own class."""
+        return bool(path) and self._answer("convolution", path, self._is_convolution)  # type: ignore[return-value]
+
     def is_projection(self, path: Path) -> bool:
         """Whether a call of the child returns a new tensor, whatever its class: that of a linear layer, plain or not.
 
@@ -137,7 +141,8 @@ class Facts:
     def hold_for(self, module: nn.Module) -> bool:
         """Whether a module gives the same answers."""
         other = ModuleFacts(self.receiver, module)
-        return all(getattr(other, f"_{_METHOD[kind]}")(path) == answer for (kind, path), answer in self.answers.items())
+        given = ((getattr(other, f"_{_METHOD[kind]}")(path), answer) for (kind, path), answer in self.answers.items())
+        return all(type(one) is type(answer) and one == answer for one, answer in given)  # 1 is not 1.0 to a guard
 
     def _norm(self, path: Path) -> str:
         return ANY_NORM if _NORM_NAME.search(_name_of(path)) else ""
@@ -147,6 +152,9 @@ class Facts:
             re.search(r"proj|linear|fc\d?$|^w\d$|^to_|^(gate|up|down|wi_\d|gate_layer|up_layer)$", _name_of(path))
             is not None
         )
+
+    def _is_convolution(self, path: Path) -> bool:
+        return False  # a name says nothing of the class
 
     def _is_projection(self, path: Path) -> bool:
         return self._is_linear(path) or re.search(r"(^|_)attn\d*(_|$)", _name_of(path)) is not None
@@ -166,6 +174,7 @@ _METHOD = {
     "value": "value",
     "projection": "is_projection",
     "linear": "is_linear",
+    "convolution": "is_convolution",
     "activation": "activation",
     "norms": "forward_of_norms",
 }
@@ -189,6 +198,9 @@ class ModuleFacts(Facts):
 
     def _is_linear(self, path: Path) -> bool:
         return type(child_of(self._module, path)) is nn.Linear
+
+    def _is_convolution(self, path: Path) -> bool:
+        return type(child_of(self._module, path)) in (nn.Conv2d, nn.Conv3d)
 
     def _value(self, path: Path) -> object:
         return plain_attribute(self._module, path[0])

@@ -305,17 +305,18 @@ class PerChannel:
 
 @dataclass(frozen=True)
 class Linear:
-    """A call of a linear layer; its module has the name ``linear``."""
+    """A call of a linear layer, or of another kind of layer; its module has the name of that kind."""
 
     argument: Shape
+    kind: str = "linear"
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""
         node, match = peel(scope, node, match)
         if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
             module = scope.facts.path(scope.flow, node.func)
-            if module is not None and scope.facts.is_linear(module):
-                match = replace(match.step(node), modules={**match.modules, "linear": node.func})
+            if module is not None and getattr(scope.facts, f"is_{self.kind}")(module):
+                match = replace(match.step(node), modules={**match.modules, self.kind: node.func})
                 yield from self.argument.match(scope, node.args[0], match)
 
 

@@ -28,6 +28,7 @@ from diffkern.rewrite.variants import (
     activate_in_branches,
     decide_branches,
     drop_options,
+    drop_unit_divisors,
     norms_into_branches,
     split_by_arguments,
     split_by_flags,
@@ -143,6 +144,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         decide_branches(tree, facts)
         if not is_processor:
             split_by_arguments(tree, facts)
+            drop_unit_divisors(tree, facts)
         activate_in_branches(tree, facts)
         norms_into_branches(tree, facts)
         planner = _Planner(source, facts)
@@ -339,12 +341,16 @@ def _is_product(flow: Flow, node: ast.expr) -> bool:
 
 def _is_pure(scope: Scope, callee: ast.expr) -> bool:
     path = scope.facts.path(scope.flow, callee)
-    return path is not None and bool(scope.facts.norm(path) or scope.facts.activation(path))
+    facts = scope.facts
+    return path is not None and bool(
+        facts.norm(path) or facts.activation(path) or facts.is_convolution(path) or facts.is_linear(path)
+    )
 
 
 def _is_fresh(scope: Scope, callee: ast.expr) -> bool:
     path = scope.facts.path(scope.flow, callee)
-    return path is not None and bool(scope.facts.norm(path) or scope.facts.is_projection(path))
+    facts = scope.facts
+    return path is not None and bool(facts.norm(path) or facts.is_projection(path) or facts.is_convolution(path))
 
 
 def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:

@@ -37,6 +37,8 @@ _SITES: Mapping[type, type[FusedSite]] = {
     LinearOfStream: StreamSite,
     Joined: JoinSite,
 }
+#: Layers of which nothing but their parameters decides how a site computes: their settings are read at every call.
+_READ_AT_CALLS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.GroupNorm)
 #: Plans by function; they hold code and no function, so that a class can go.
 _PLANS: WeakKeyDictionary[Callable[..., Any], list[Plan]] = WeakKeyDictionary()
 _DECLINED: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
@@ -213,5 +215,5 @@ def _kind_of(module: nn.Module, path: Path) -> Any:
         return tuple(settings_of(module).items())
     parameters = tuple([name for name, parameter in child._parameters.items() if parameter is not None])
     inner = tuple([_kind_of(child, (name,)) for name, part in child._modules.items() if part is not None])
-    settings = () if type(child) is nn.Linear else (*settings_of(child).items(), *functions_of(child))
+    settings = () if type(child) in _READ_AT_CALLS else (*settings_of(child).items(), *functions_of(child))
     return type(child), parameters, settings, inner

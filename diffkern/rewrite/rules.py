@@ -78,14 +78,20 @@ _POST_NORM = Sum(Leaf("shift"), Either((Product(Norm(Leaf("x")), Leaf("scale")),
 _WHOLE = {"scale_offset": 0.0}
 
 
-#: ``silu(norm(x + embedding[:, :, None, None]))``, as residual blocks add the embedding of the time step.
-_EMBEDDED = Activated("norm", frozenset({"silu"}), Norm(Sum(Leaf("x"), PerChannel("add")), over=GROUPS))
+_SILU = frozenset({"silu"})
+#: A convolution, whose bias is added with what follows.
+_CONVOLVED = Linear(Leaf("x"), "convolution")
+
+
+def _embedded(x: Shape) -> Shape:
+    """``silu(norm(x + embedding[:, :, None, None]))``, as residual blocks add the embedding of the time step."""
+    return Activated("norm", _SILU, Norm(Sum(x, PerChannel("add")), over=GROUPS))
 
 
 def _activated(over: str) -> Shape:
     """``silu`` of a norm, modulated or not."""
     norm = Norm(Leaf("x"), over=over)
-    return Activated("norm", frozenset({"silu"}), Either((_modulated(norm, _SCALE), norm)))
+    return Activated("norm", _SILU, Either((_modulated(norm, _SCALE), norm)))
 
 
 RULES = (
@@ -99,7 +105,10 @@ RULES = (
     Rule("linear of a stream", "qk_norm_rope", LinearOfStream()),
     Rule("concatenation of streams", "qk_norm_rope", Joined()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
-    Rule("embedding, norm, SiLU", "group_norm_silu", _EMBEDDED),
+    Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
+    Rule("convolution, norm, SiLU", "group_norm_silu", Activated("norm", _SILU, Norm(_CONVOLVED, over=GROUPS))),
+    Rule("convolution, residual", "add_norm_silu_pad", Sum(Leaf("residual"), _CONVOLVED)),
+    Rule("embedding, norm, SiLU", "group_norm_silu", _embedded(Leaf("x"))),
     Rule("key or value of a text, once a text", "qk_norm_rope", OfText()),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),

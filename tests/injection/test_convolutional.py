@@ -13,6 +13,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels
+from diffkern.rewrite import calls
 from diffkern.verify.measures import relative_error
 from scripts.check_models.controlnets import CONTROLNETS
 from scripts.check_models.convolutional import AUTOENCODERS, ONE_SAMPLE, UNETS, shrink_tiles
@@ -56,9 +57,9 @@ def test_tiles_and_slices_of_an_injected_autoencoder_are_those_of_stock(name: st
     assert not torch.equal(stock, whole)
     report = inject_optimized_kernels(model, config=EVERYWHERE)
     fused = run(model, {"sample": sample})
-    calls = report.calls()
-    assert sum(counts["fused"] for counts in calls.values()) > len(calls)
-    assert not sum(counts["stock"] for counts in calls.values())
+    counts = report.calls().values()
+    assert sum(one["fused"] for one in counts) > len(counts)
+    assert not sum(one["stock"] for one in counts)
     assert relative_error(fused, stock) < 1e-5
     report.restore()
     assert torch.equal(run(model, {"sample": sample}), stock)
@@ -98,8 +99,8 @@ def test_a_resnet_block_is_as_close_to_float64_as_stock(shift: str, channels_las
     stock = block(x, temb)
     report = inject_optimized_kernels(block, config=EVERYWHERE)
     fused = block(x, temb)
-    (calls,) = report.calls().values()
-    assert (calls["fused"], calls["stock"]) == (2, 0)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (3, 0)
     assert relative_error(fused, reference) <= 1.05 * relative_error(stock, reference) + 1e-6
 
 
@@ -113,8 +114,8 @@ def test_a_resnet_adds_the_embedding_of_the_time_step_inside_of_its_second_norm(
     block.time_emb_proj.register_forward_hook(lambda module, args, output: output + 1.5 * torch.arange(16.0))
     after, stock = block(x, temb), type(block).forward(block, x, temb)
     assert relative_error(after, stock) < 1e-6 < relative_error(before, stock)
-    (calls,) = report.calls().values()
-    assert (calls["fused"], calls["stock"]) == (4, 0)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (6, 0)
 
 
 def test_an_activation_inside_of_the_call_of_a_convolution_is_fused_in_each_branch() -> None:
@@ -123,8 +124,86 @@ def test_an_activation_inside_of_the_call_of_a_convolution_is_fused_in_each_bran
     stock = block(x, block.make_cache())
     report = inject_optimized_kernels(block, config=EVERYWHERE)
     assert relative_error(block(x, block.make_cache()), stock) < 1e-5
-    calls = report.calls()[""]
-    assert (calls["fused"], calls["stock"]) == (2, 0)
+    counts = report.calls()[""]
+    assert (counts["fused"], counts["stock"]) == (2, 0)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("temb_channels", [8, None])
+def test_the_bias_of_a_convolution_is_added_with_what_follows_where_torch_adds_it_in_a_pass_of_its_own(
+    temb_channels: int | None, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "bias_is_apart", lambda x: True)  # as on a GPU
+    block, exact = [
+        ResnetBlock2D(
+            in_channels=16,
+            out_channels=8,
+            temb_channels=temb_channels,
+            groups=4,
+            time_embedding_norm="default" if temb_channels else "group",
+        )
+        for _ in range(2)
+    ]
+    block.requires_grad_(False)
+    exact.requires_grad_(False)
+    block.conv1.bias.copy_(torch.arange(8.0))
+    block.conv2.bias.copy_(-torch.arange(8.0))
+    exact.load_state_dict(block.state_dict())
+    x, temb = _drawn(3, 16, 12, 10), _drawn(3, 8) if temb_channels else None
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+        block.to(memory_format=torch.channels_last)
+    reference = exact.double()(x.double(), None if temb is None else temb.double())
+    stock = block(x, temb)
+    report = inject_optimized_kernels(block, config=EVERYWHERE)
+    biases: list[Tensor | None] = []
+    own = nn.Conv2d._conv_forward
+    for conv in (block.conv1, block.conv2, block.conv_shortcut):
+        conv._conv_forward = lambda x, weight, bias, conv=conv: (biases.append(bias), own(conv, x, weight, bias))[1]
+    block(x, temb)
+    biases.clear()  # those of the proofs
+    fused = block(x, temb)
+    assert sorted(bias is None for bias in biases) == [False, True, True]
+    assert fused.stride() == stock.stride()
+    assert relative_error(fused, reference) <= 1.05 * relative_error(stock, reference) + 1e-6
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (6, 0)
+
+
+def test_a_residual_block_is_not_divided_by_one_and_by_another_number_as_soon_as_there_is_one() -> None:
+    blocks = [_resnet(), _resnet(output_scale_factor=2.0)]
+    x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
+    stock = [block(x, temb) for block in blocks]
+    reports = [inject_optimized_kernels(block, config=EVERYWHERE) for block in blocks]
+    assert ["output_scale_factor" in report.source("") for report in reports] == [False, True]
+    for block, expected in zip(blocks, stock, strict=True):
+        assert relative_error(block(x, temb), expected) < 1e-6
+    blocks[0].output_scale_factor = 2.0
+    assert relative_error(blocks[0](x, temb), stock[1]) < 1e-6
+
+
+@pytest.mark.parametrize("change", ["hook", "adapter"])
+def test_a_convolution_that_someone_changed_is_called_as_a_module(change: str) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * self.base_layer(x)
+
+    blocks = [_resnet(), _resnet()]
+    x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
+    inject_optimized_kernels(blocks[1], config=EVERYWHERE)
+    for block in blocks:
+        before = block(x, temb)
+        if change == "hook":
+            block.conv1.register_forward_hook(lambda module, args, output: 3 * output)
+        else:
+            block.conv1 = Wrapped(block.conv1)
+    stock, fused = (block(x, temb) for block in blocks)
+    torch.testing.assert_close(fused, stock, rtol=1e-5, atol=1e-5)
+    assert relative_error(before, stock) > 1e-2
 
 
 class _Summed(nn.Module):
@@ -169,8 +248,8 @@ def test_a_sum_of_two_images_is_made_before_the_norm() -> None:
     stock = block(x, other)
     report = inject_optimized_kernels(block, config=EVERYWHERE)
     torch.testing.assert_close(block(x, other), stock, rtol=1e-5, atol=1e-5)
-    (calls,) = report.calls().values()
-    assert (calls["fused"], calls["stock"]) == (1, 0)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (1, 0)
 
 
 def test_each_frame_has_its_own_statistics_where_the_stock_norm_folds_time_into_the_batch() -> None:
@@ -189,14 +268,14 @@ def test_each_frame_has_its_own_statistics_where_the_stock_norm_folds_time_into_
     stock = block(x)
     report = inject_optimized_kernels(block, config=EVERYWHERE)
     assert relative_error(block(x), stock) < 1e-6
-    (calls,) = report.calls().values()
-    assert (calls["fused"], calls["stock"]) == (1, 0)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (1, 0)
     seen: list[Tensor] = []
     block.norm.norm_layer.register_forward_hook(lambda module, args, output: seen.append(output))
     assert torch.equal(block(x), stock)
     assert len(seen) == 3  # six frames in chunks of two
-    (calls,) = report.calls().values()
-    assert (calls["fused"], calls["stock"]) == (1, 1)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (1, 1)
 
 
 @pytest.mark.parametrize("change", ["hook", "forward", "class"])
@@ -217,8 +296,8 @@ def test_a_norm_that_someone_changed_runs_as_it_is_and_is_counted(change: str) -
             block.norm1.__class__ = Doubled
     stock, fused = (block(x, temb) for block in blocks)
     torch.testing.assert_close(fused, stock, rtol=1e-5, atol=1e-5)
-    (calls,) = report.calls().values()
-    assert (calls["fused"], calls["stock"]) == (1, 1)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (2, 1)
 
 
 def test_a_spatial_norm_runs_as_it_is_and_the_group_norm_in_the_other_branch_is_fused() -> None:
@@ -257,8 +336,8 @@ def test_gradients_of_an_injected_resnet_are_those_of_stock() -> None:
         block(x, temb).square().sum().backward()
     for stock, fused in zip(blocks[0].parameters(), blocks[1].parameters(), strict=True):
         assert relative_error(fused.grad, stock.grad) < 1e-5
-    (calls,) = report.calls().values()
-    assert (calls["fused"], calls["stock"]) == (2, 0)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (3, 0)
 
 
 def test_the_last_norm_of_a_decoder_is_fused_with_its_activation_behind_the_branches() -> None:
