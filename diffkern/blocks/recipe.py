@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Full name of a block's class -> its name as an op, and the module with its ``RECIPE``. That may import
-#: diffusers, which a user of such a block has imported already.
+#: Full name of a block's class -> its name as an op, and the module with its recipe, ``RECIPE`` unless it is named.
+#: That may import diffusers, which a user of such a block has imported already.
 _RECIPES = {
     "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": ("ltx_block", "diffkern.blocks.ltx"),
     "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": (
@@ -34,10 +34,18 @@ _RECIPES = {
         "ltx_vae_conv",
         "diffkern.blocks.ltx_vae.conv",
     ),
+    "diffusers.models.autoencoders.autoencoder_kl_wan.WanCausalConv3d": (
+        "causal_conv",
+        "diffkern.blocks.causal_conv:WAN",
+    ),
+    "diffusers.models.autoencoders.autoencoder_kl_qwenimage.QwenImageCausalConv3d": (
+        "causal_conv",
+        "diffkern.blocks.causal_conv:QWEN",
+    ),
 }
 
 #: Names under which configurations and reports know the blocks.
-OPS = tuple(op for op, _ in _RECIPES.values())
+OPS = tuple(dict.fromkeys(op for op, _ in _RECIPES.values()))
 
 
 class BlockRecipe(ABC):
@@ -52,22 +60,25 @@ class BlockRecipe(ABC):
 
     Attributes:
         op: Name of the whole in reports and configurations.
-        ops: The ops of :mod:`diffkern.ops` between which providers can be chosen; none where nothing is computed
-            anew, only remembered.
+        ops: The ops of :mod:`diffkern.ops` between which providers can be chosen; none where none of them is called.
+        served_by: What reports name as the provider where there are no such ops.
         fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
         versions: The versions of the library that these sources are from.
         covers: Other recipes, by their ops, whose modules are no sites of their own inside such a block.
         is_one_op: Whether the block is one op in the graph of ``torch.compile`` where that compiles it by itself. Its
             result must be like its first operand.
+        lays_out: Whether it decides by itself how its weights and activations lie in memory.
         allowance: Error against float64 that is granted beyond what the contract grants, for products in fp8.
     """
 
     op: str
     ops: tuple[str, ...]
+    served_by: str = "cache"
     fingerprints: frozenset[str]
     versions: str
     covers: frozenset[str] = frozenset()
     is_one_op: bool = False
+    lays_out: bool = True
     allowance: float = 0.0
 
     def in_fp8(self) -> BlockRecipe:
@@ -123,7 +134,8 @@ def recipe_for(class_name: str) -> BlockRecipe | None:
     """Returns the recipe of a class by its full name, or None if it has none."""
     if class_name not in _RECIPES:
         return None
-    recipe: BlockRecipe = import_module(_RECIPES[class_name][1]).RECIPE
+    module, _, name = _RECIPES[class_name][1].partition(":")
+    recipe: BlockRecipe = getattr(import_module(module), name or "RECIPE")
     return recipe
 
 

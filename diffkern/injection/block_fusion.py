@@ -56,6 +56,11 @@ class BlockFusion(Fusion):
 
     @property
     @override
+    def lays_out(self) -> bool:
+        return self.recipe.lays_out
+
+    @property
+    @override
     def covers(self) -> frozenset[str]:
         return self.recipe.covers
 
@@ -110,9 +115,9 @@ class BlockFusion(Fusion):
     def choose(
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
-        """The least preferred of the choices for its ops speaks for the block; without ops, it gains by caching."""
+        """The least preferred of the choices for its ops speaks for the block, if it has ops."""
         if not self.recipe.ops:
-            return Choice("cache", self.recipe.compute, ())
+            return Choice(self.recipe.served_by, self.recipe.compute, ())
         choices = [select(op, device, dtypes[:1], provider) for op in self.recipe.ops]
         return max(choices, key=lambda choice: len(choice.declined))
 

@@ -60,6 +60,11 @@ class Fusion(Protocol):
         return False
 
     @property
+    def lays_out(self) -> bool:
+        """Whether it decides by itself how the weights in the module lie in memory."""
+        return False
+
+    @property
     def is_model(self) -> bool:
         """Whether a call of it is one of the whole model, in which rotary tables are made once."""
         return False

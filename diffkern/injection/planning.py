@@ -224,7 +224,7 @@ def plan_layouts(
     What a block of a recipe lays out by itself is left alone.
     """
     planned = []
-    blocks = tuple(candidate.site.path for candidate in candidates if candidate.fusion.is_block)
+    blocks = tuple(candidate.site.path for candidate in candidates if candidate.fusion.lays_out)
     for name, model in modules.items():
         halves = {half: model._modules.get(half) for half in ("encoder", "decoder")} if hasattr(model, "decode") else {}
         for half, module in {"": model, **halves}.items():

@@ -345,6 +345,7 @@ def test_the_last_norm_of_a_decoder_is_fused_with_its_activation_behind_the_bran
     report = inject_optimized_kernels(model, config=EVERYWHERE)
     text = report.source("decoder")
     assert "self.conv_norm_out(sample, latent_embeds)" in text and "self.conv_norm_out(sample)" not in text
+    assert "latent_embeds)\n        sample = self.conv_act(sample)" in text
     model.decode(_drawn(1, 4, 8, 8))
     assert (report.calls()["decoder"]["fused"], report.calls()["decoder"]["stock"]) == (1, 0)
 

@@ -1,0 +1,116 @@
+"""The causal convolutions of the autoencoders of Wan and Qwen-Image, without the copies and the zeros of their padding.
+
+Stock pads in space and time with a copy of the activations, and convolves that without padding. Here the convolution
+pads in space by itself. A single frame with nothing before it, as every image and the first frame of a video are, meets
+zeros in all taps of the kernel but the last in time: its convolution is one of images, with a third of the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.blocks.pieces import has_plain_parameters, unfit
+from diffkern.blocks.recipe import BlockRecipe
+from diffkern.providers.dispatch_modes import transforms_active
+
+
+class CausalConvolution(BlockRecipe):
+    """A subclass of ``nn.Conv3d`` that pads by hand, with what a cache holds of the frames before.
+
+    Args:
+        class_name: Its full name.
+    """
+
+    op = "causal_conv"
+    ops = ()
+    served_by = "torch"
+    lays_out = False
+    fingerprints = frozenset({"77e25d25fe8bee1b"})
+    versions = "diffusers 0.42"
+
+    def __init__(self, class_name: str) -> None:
+        self._module, _, self._class = class_name.rpartition(".")
+
+    @staticmethod
+    @override
+    def arguments(x: Tensor, cache_x: Tensor | None = None) -> tuple[Any, ...]:
+        return x, cache_x
+
+    @override
+    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+        conv: Any = module
+        x, cache = call
+        reason = unfit(x)
+        if reason is not None:
+            return reason
+        if x.ndim != 5 or not x.numel():
+            return "the hidden states have not the shape [B, C, T, H, W], or nothing in them"
+        if cache is not None and (type(cache) is not Tensor or (cache.device, cache.dtype) != (x.device, x.dtype)):
+            return "the frames in its cache are not plain tensors like the hidden states"
+        if not has_plain_parameters(conv, x.device, x.dtype) or "_conv_forward" in conv.__dict__:
+            return "its weights are not plain tensors like the hidden states, or its convolution was replaced"
+        if conv.padding_mode != "zeros" or any(conv.padding):
+            return "its convolution pads by itself, too"
+        tensors = (x, cache, *conv.parameters())
+        if torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors]):
+            return "gradients are wanted: run it under torch.no_grad() to have it fused"
+        if not torch.compiler.is_compiling() and transforms_active():
+            return "a transform of torch.func looks into it"
+        return None
+
+    @override
+    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
+        return ()
+
+    @override
+    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        conv: Any = module
+        x, cache = call
+        width, _, height, _, front, _ = conv._padding
+        if cache is not None and front > 0:
+            x, front = torch.cat([cache, x], dim=2), front - cache.shape[2]
+        weight, bias, groups = conv.weight, conv.bias, conv.groups
+        if x.shape[2] == 1 and front == conv.dilation[0] * (conv.kernel_size[0] - 1) > 0:
+            image = weight[:, :, -1]
+            return F.conv2d(
+                x[:, :, 0], image, bias, conv.stride[1:], (height, width), conv.dilation[1:], groups
+            ).unsqueeze(2)
+        if front:  # frames of zeros, or, where the cache holds more than are needed, fewer frames
+            x = F.pad(x, (0, 0, 0, 0, front, 0))
+        return F.conv3d(x, weight, bias, conv.stride, (0, height, width), conv.dilation, groups)
+
+    @override
+    def sources(self) -> tuple[Callable[..., Any], ...]:
+        return (getattr(import_module(self._module), self._class).forward,)
+
+    @override
+    def samples(
+        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> list[tuple[Any, ...]]:
+        conv: Any = module
+        generator = torch.Generator("cpu").manual_seed(20)
+
+        def draw(frames: int) -> Tensor:
+            width = max(conv.kernel_size[2] + 1, tokens // 30)
+            shape = (2, conv.in_channels, frames, 5, width)
+            return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+        front = conv._padding[4]
+        fewest = max(conv.kernel_size[0] - front, 1)
+        cached = [(draw(2), draw(2)), (draw(2), draw(1))] if front else []
+        return [(draw(fewest + 2), None), (draw(fewest), None), *cached]
+
+    @override
+    def make_plain(self, module: nn.Module) -> None:
+        return None
+
+
+WAN = CausalConvolution("diffusers.models.autoencoders.autoencoder_kl_wan.WanCausalConv3d")
+QWEN = CausalConvolution("diffusers.models.autoencoders.autoencoder_kl_qwenimage.QwenImageCausalConv3d")
