@@ -34,14 +34,16 @@ _RECIPES = {
         "ltx_vae_conv",
         "diffkern.blocks.ltx_vae.conv",
     ),
-    "diffusers.models.autoencoders.autoencoder_kl_wan.WanCausalConv3d": (
-        "causal_conv",
-        "diffkern.blocks.causal_conv:WAN",
-    ),
-    "diffusers.models.autoencoders.autoencoder_kl_qwenimage.QwenImageCausalConv3d": (
-        "causal_conv",
-        "diffkern.blocks.causal_conv:QWEN",
-    ),
+    **{
+        f"diffusers.models.autoencoders.autoencoder_kl_{name}": (op, f"diffkern.blocks.wan_vae:{recipe}")
+        for name, op, recipe in (
+            ("wan.WanCausalConv3d", "causal_conv", "WAN"),
+            ("wan.WanUpsample", "upsample", "WAN_UP"),
+            ("qwenimage.QwenImageCausalConv3d", "causal_conv", "QWEN"),
+            ("qwenimage.QwenImageUpsample", "upsample", "QWEN_UP"),
+            ("qwenimage21.QwenImage21Upsample", "upsample", "QWEN_21_UP"),
+        )
+    },
 }
 
 #: Names under which configurations and reports know the blocks.

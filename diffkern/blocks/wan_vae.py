@@ -1,8 +1,10 @@
-"""The causal convolutions of the autoencoders of Wan and Qwen-Image, without the copies and the zeros of their padding.
+"""The causal convolutions and the upsampling of the autoencoders of Wan and Qwen-Image, without needless copies.
 
 Stock pads in space and time with a copy of the activations, and convolves that without padding. Here the convolution
 pads in space by itself. A single frame with nothing before it, as every image and the first frame of a video are, meets
 zeros in all taps of the kernel but the last in time: its convolution is one of images, with a third of the products.
+
+Stock repeats pixels in float32, between two casts of which neither changes any of them.
 """
 
 from __future__ import annotations
@@ -21,22 +23,52 @@ from diffkern.blocks.recipe import BlockRecipe
 from diffkern.providers.dispatch_modes import transforms_active
 
 
-class CausalConvolution(BlockRecipe):
-    """A subclass of ``nn.Conv3d`` that pads by hand, with what a cache holds of the frames before.
+class LayerRecipe(BlockRecipe):
+    """A single layer of torch, with a forward around it that copies more than it must.
 
     Args:
         class_name: Its full name.
     """
 
-    op = "causal_conv"
     ops = ()
     served_by = "torch"
     lays_out = False
-    fingerprints = frozenset({"77e25d25fe8bee1b"})
     versions = "diffusers 0.42"
 
     def __init__(self, class_name: str) -> None:
         self._module, _, self._class = class_name.rpartition(".")
+
+    @override
+    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+        x: Tensor = call[0]
+        reason = unfit(x)
+        if reason is None and not x.numel():
+            reason = "there is nothing in the hidden states"
+        tensors = (x, *call[1:], *module.parameters())
+        if torch.is_grad_enabled() and any([isinstance(one, Tensor) and one.requires_grad for one in tensors]):
+            return reason or "gradients are wanted: run it under torch.no_grad() to have it fused"
+        if not torch.compiler.is_compiling() and transforms_active():
+            return reason or "a transform of torch.func looks into it"
+        return reason
+
+    @override
+    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
+        return ()
+
+    @override
+    def sources(self) -> tuple[Callable[..., Any], ...]:
+        return (getattr(import_module(self._module), self._class).forward,)
+
+    @override
+    def make_plain(self, module: nn.Module) -> None:
+        return None
+
+
+class CausalConvolution(LayerRecipe):
+    """A subclass of ``nn.Conv3d`` that pads by hand, with what a cache holds of the frames before."""
+
+    op = "causal_conv"
+    fingerprints = frozenset({"77e25d25fe8bee1b"})
 
     @staticmethod
     @override
@@ -47,27 +79,18 @@ class CausalConvolution(BlockRecipe):
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         conv: Any = module
         x, cache = call
-        reason = unfit(x)
+        reason = super().declines(module, call)
         if reason is not None:
             return reason
-        if x.ndim != 5 or not x.numel():
-            return "the hidden states have not the shape [B, C, T, H, W], or nothing in them"
+        if x.ndim != 5:
+            return "the hidden states have not the shape [B, C, T, H, W]"
         if cache is not None and (type(cache) is not Tensor or (cache.device, cache.dtype) != (x.device, x.dtype)):
             return "the frames in its cache are not plain tensors like the hidden states"
         if not has_plain_parameters(conv, x.device, x.dtype) or "_conv_forward" in conv.__dict__:
             return "its weights are not plain tensors like the hidden states, or its convolution was replaced"
         if conv.padding_mode != "zeros" or any(conv.padding):
             return "its convolution pads by itself, too"
-        tensors = (x, cache, *conv.parameters())
-        if torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors]):
-            return "gradients are wanted: run it under torch.no_grad() to have it fused"
-        if not torch.compiler.is_compiling() and transforms_active():
-            return "a transform of torch.func looks into it"
         return None
-
-    @override
-    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
-        return ()
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
@@ -87,10 +110,6 @@ class CausalConvolution(BlockRecipe):
         return F.conv3d(x, weight, bias, conv.stride, (0, height, width), conv.dilation, groups)
 
     @override
-    def sources(self) -> tuple[Callable[..., Any], ...]:
-        return (getattr(import_module(self._module), self._class).forward,)
-
-    @override
     def samples(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
@@ -107,10 +126,41 @@ class CausalConvolution(BlockRecipe):
         cached = [(draw(2), draw(2)), (draw(2), draw(1))] if front else []
         return [(draw(fewest + 2), None), (draw(fewest), None), *cached]
 
+
+class Upsampling(LayerRecipe):
+    """A subclass of ``nn.Upsample`` that repeats pixels of an image, in float32."""
+
+    op = "upsample"
+    fingerprints = frozenset({"6736ccc67cb58c50"})
+
+    @staticmethod
     @override
-    def make_plain(self, module: nn.Module) -> None:
-        return None
+    def arguments(x: Tensor) -> tuple[Any, ...]:
+        return (x,)
+
+    @override
+    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+        layer: Any = module
+        reason = super().declines(module, call)
+        if reason is None and not layer.mode.startswith("nearest"):
+            reason = "it interpolates between pixels, in float32"
+        return reason
+
+    @override
+    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
+        return nn.Upsample.forward(module, call[0])  # type: ignore[arg-type]
+
+    @override
+    def samples(
+        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
+    ) -> list[tuple[Any, ...]]:
+        generator = torch.Generator("cpu").manual_seed(20)
+        return [(torch.randn((2, 8, 5, max(tokens // 10, 4)), generator=generator, device="cpu").to(device, dtype),)]
 
 
-WAN = CausalConvolution("diffusers.models.autoencoders.autoencoder_kl_wan.WanCausalConv3d")
-QWEN = CausalConvolution("diffusers.models.autoencoders.autoencoder_kl_qwenimage.QwenImageCausalConv3d")
+_PACKAGE = "diffusers.models.autoencoders"
+WAN = CausalConvolution(f"{_PACKAGE}.autoencoder_kl_wan.WanCausalConv3d")
+QWEN = CausalConvolution(f"{_PACKAGE}.autoencoder_kl_qwenimage.QwenImageCausalConv3d")
+WAN_UP = Upsampling(f"{_PACKAGE}.autoencoder_kl_wan.WanUpsample")
+QWEN_UP = Upsampling(f"{_PACKAGE}.autoencoder_kl_qwenimage.QwenImageUpsample")
+QWEN_21_UP = Upsampling(f"{_PACKAGE}.autoencoder_kl_qwenimage21.QwenImage21Upsample")

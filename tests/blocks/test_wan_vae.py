@@ -1,4 +1,4 @@
-"""The causal convolutions of Wan and Qwen-Image without the copies and zeros of their padding."""
+"""The causal convolutions of Wan and Qwen-Image without the copies and zeros of their padding, and upsampling."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d, QwenImageUpsample
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21Upsample
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanUpsample
 from torch import Tensor
 
 from diffkern import InjectionReport, inject_optimized_kernels
@@ -101,6 +102,22 @@ def test_gradients_are_those_of_stock() -> None:
     for module in (conv, stock):
         module(x).square().sum().backward()
     assert torch.equal(conv.weight.grad, stock.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cls", [WanUpsample, QwenImageUpsample, QwenImage21Upsample])
+def test_pixels_are_repeated_without_a_copy_in_float32_bit_for_bit(cls: type[Any], dtype: torch.dtype) -> None:
+    layer, stock = (cls(scale_factor=(2.0, 2.0), mode="nearest-exact") for _ in range(2))
+    x = _drawn(2, 6, 5, 7).to(dtype).to(memory_format=torch.channels_last)
+    report = _injected(layer)
+    assert torch.equal(layer(x), stock(x)) and layer(x).stride() == stock(x).stride()
+    assert report.calls()[""] | {"fused": 0} == {"fused": 0, "stock": 0, "stock_reasons": {}, "stock_pieces": {}}
+    with torch.profiler.profile() as profile:
+        layer(x)
+    assert not any("copy" in event.name for event in profile.events())
+    smooth = cls(scale_factor=(2.0, 2.0), mode="bilinear")
+    _injected(smooth)
+    assert torch.equal(smooth(x), type(smooth).forward(smooth, x))
 
 
 @pytest.mark.parametrize("name", ["wan", "qwenimage"])
