@@ -5,7 +5,7 @@ from __future__ import annotations
 from io import StringIO
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 from rich.console import Console
 from typing_extensions import override
 
@@ -20,7 +20,7 @@ from diffkern.comfyui.node_parts import (
     unsupported_input,
     with_text,
 )
-from diffkern.comfyui.optimize import optimize
+from diffkern.comfyui.optimize import optimize, optimize_vae
 from diffkern.comfyui.rewrites import FAMILIES
 from diffkern.injection import InjectionReport
 
@@ -29,7 +29,7 @@ _WIDTH = 140
 
 
 class OptimizeModel(io.ComfyNode):
-    """MODEL in, optimized MODEL and report out."""
+    """MODEL in, optimized MODEL and report out; a VAE, too, if there is one."""
 
     @classmethod
     @override
@@ -66,31 +66,43 @@ class OptimizeModel(io.ComfyNode):
                     "paths such as double_blocks.*",
                 ),
                 unsupported_input(),
+                io.Vae.Input("vae", optional=True, tooltip="A VAE to optimize as well."),
             ],
             outputs=[
                 io.Model.Output(tooltip="The optimized model."),
                 io.String.Output("report", tooltip="What was optimized, and why not elsewhere."),
+                io.Vae.Output(tooltip="The optimized VAE, if one is given."),
             ],
         )
 
     @classmethod
     @override
     def execute(
-        cls, model: Any, mode: str, comfy_kitchen: str, backend: str, blocks: str, on_unsupported: str, **families: bool
+        cls,
+        model: Any,
+        mode: str,
+        comfy_kitchen: str,
+        backend: str,
+        blocks: str,
+        on_unsupported: str,
+        vae: Any = None,
+        **families: bool,
     ) -> io.NodeOutput:
         """Runs the node."""
         if mode == OFF:
-            return with_text("off: the model is handed on as it is", model)
-        optimized, report = optimize(
-            model,
-            numerics=numerics_of(mode),
-            families=[family for family in FAMILIES if families[family]],
-            provider=None if backend == "auto" else backend,
-            blocks=blocks,
-            kitchen=comfy_kitchen,
-            strict=on_unsupported == "error",
-        )
-        return with_text(_as_text(report), optimized)
+            return _output(model, "off: the model is handed on as it is", vae)
+        options: Any = {
+            "numerics": numerics_of(mode),
+            "families": [family for family in FAMILIES if families[family]],
+            "provider": None if backend == "auto" else backend,
+            "strict": on_unsupported == "error",
+        }
+        optimized, report = optimize(model, blocks=blocks, kitchen=comfy_kitchen, **options)
+        text = _as_text(report)
+        if vae is not None:
+            vae, report = optimize_vae(vae, **options)
+            text = f"{text}\n\n{_as_text(report)}"
+        return _output(optimized, text, vae)
 
 
 class Doctor(RunsEveryTime):
@@ -125,6 +137,10 @@ _FAMILY_TOOLTIPS = {
     "modulation": "Norms with scale and shift, gated sums and activations.",
     "qk_norm_rope": "Norms of queries and keys, and the rotary embedding.",
 }
+
+
+def _output(model: Any, text: str, vae: Any) -> io.NodeOutput:
+    return io.NodeOutput(model, text, vae, ui=ui.PreviewText(text))
 
 
 def _as_text(report: InjectionReport) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffkern.blocks.pieces import plain, untouched
 from diffkern.comfyui.cast import weight_and_bias
 from diffkern.matching import TABLE, NormSemantics, full_name
-from diffkern.rewrite.facts import NORM_SOURCES
+from diffkern.rewrite.facts import GROUP_NORM, NORM_SOURCES
 from diffkern.verify.samples import bare, random_input
 
 _TORCH = "torch.nn.modules.normalization"
@@ -31,6 +31,8 @@ NORMS = {
     for class_name in ("LayerNorm", "RMSNorm")
     for home in (_TORCH, "comfy.ops.disable_weight_init", "comfy.ops.manual_cast")
 }
+
+_GROUP_NORMS = frozenset({"comfy.ops.disable_weight_init.GroupNorm", "comfy.ops.manual_cast.GroupNorm"})
 
 #: Class and the forwards that it had when it was probed -> the norm that it computes without weights, or None.
 _probed: dict[tuple[Any, ...], str | None] = {}
@@ -78,6 +80,8 @@ _kind_by_probe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def norm_semantics(module: nn.Module) -> NormSemantics | None:
     """What one of these norms computes, for rules that look for norms; its weights are read by :func:`readable`."""
+    if full_name(type(module)) in _GROUP_NORMS:
+        return _OF_GROUPS if untouched(module, type(module)) else None
     if not hasattr(module, "normalized_shape"):
         return None
     kind = norm_kind(module)
@@ -87,7 +91,8 @@ def norm_semantics(module: nn.Module) -> NormSemantics | None:
 def readable(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
     """Returns weight and bias of a norm as kernels can read them beside ``x``; None if they cannot."""
     parameters = weight_and_bias(module, x)
-    return parameters if all(p is None or plain(p, x.device) for p in parameters) else None
+    in_float64 = x.dtype is torch.float64  # a reference, which the eager provider computes
+    return parameters if in_float64 or all(p is None or plain(p, x.device) for p in parameters) else None
 
 
 _SEMANTICS = {
@@ -96,4 +101,5 @@ _SEMANTICS = {
     for entry in (TABLE[f"{_TORCH}.{name}"],)
     if isinstance(entry, NormSemantics)
 }
+_OF_GROUPS = replace(GROUP_NORM, reader=readable)
 NORM_SOURCES.append(norm_semantics)

@@ -1,14 +1,16 @@
-"""plan -> prove -> patch -> report, for a model of ComfyUI."""
+"""plan -> prove -> patch -> report, for a model or a VAE of ComfyUI."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import nn
 
 from diffkern.comfyui import kitchen_backend, patcher
 from diffkern.comfyui.patcher import conflict, own_modules, patches_of
@@ -50,11 +52,7 @@ def optimize(
         ValueError: an argument has none of its values; ``blocks`` fits no module.
         InjectionError: ``strict``, and something is left alone or fails.
     """
-    if numerics not in NUMERICS:
-        raise ValueError(f"numerics={numerics!r}: choose one of {', '.join(NUMERICS)}")
-    chosen = frozenset(families)
-    if not chosen <= frozenset(FAMILIES):
-        raise ValueError(f"families={sorted(chosen)}: choose from {', '.join(FAMILIES)}")
+    chosen = _checked(numerics, families)
     if kitchen not in kitchen_backend.CHOICES:
         raise ValueError(f"kitchen={kitchen!r}: choose one of {', '.join(kitchen_backend.CHOICES)}")
     started = time.perf_counter()
@@ -62,11 +60,10 @@ def optimize(
     if not chosen:
         report.notes.append("every family is switched off")
     dtype, device = inference_dtype(model), torch.device(model.load_device)
-    if dtype not in KERNEL_DTYPES:
-        report.notes.append(f"the model computes in {dtype}; float32, float16 and bfloat16 are served")
-        patches, service = {}, None
-    else:
-        patches = _plan(model, numerics == "exact", chosen, provider, blocks, report, dtype, device)
+    modules = own_modules(model, DENOISER, model.model.diffusion_model)
+    patches = _plan(model, modules, numerics == "exact", chosen, provider, blocks, report, dtype, device)
+    service = None
+    if dtype in KERNEL_DTYPES:
         if strict:
             _refuse(report)
         if kitchen_backend.service_of(model) is not None:
@@ -80,6 +77,44 @@ def optimize(
         kitchen_backend.install(clone, service)
     report.seconds = time.perf_counter() - started
     return clone, report
+
+
+def optimize_vae(
+    vae: Any,
+    *,
+    numerics: str = "fast",
+    families: Iterable[str] = FAMILIES,
+    provider: str | None = None,
+    strict: bool = False,
+) -> tuple[Any, InjectionReport]:
+    """Returns a copy of a VAE, with the same weights, that decodes and encodes on fused kernels, and what was done.
+
+    Args:
+        vae: A VAE, as nodes hand them on. It stays as it is.
+        numerics: As for :func:`optimize`.
+        families: As there.
+        provider: As there.
+        strict: As there.
+
+    Raises:
+        As :func:`optimize`.
+    """
+    chosen = _checked(numerics, families)
+    started = time.perf_counter()
+    vae.throw_exception_if_invalid()
+    model = vae.patcher
+    report = InjectionReport(type(model.model).__name__, numerics)
+    modules = (one for name, child in model.model.named_children() for one in own_modules(model, name, child))
+    device = torch.device(model.load_device)
+    patches = _plan(model, modules, numerics == "exact", chosen, provider, "", report, vae.vae_dtype, device)
+    if strict:
+        _refuse(report)
+    optimized = copy(vae)
+    optimized.patcher = model.clone()
+    if patches:
+        patcher.install(optimized.patcher, patches)
+    report.seconds = time.perf_counter() - started
+    return optimized, report
 
 
 def native(model: Any) -> Any:
@@ -122,8 +157,18 @@ def inference_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
+def _checked(numerics: str, families: Iterable[str]) -> frozenset[str]:
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics={numerics!r}: choose one of {', '.join(NUMERICS)}")
+    chosen = frozenset(families)
+    if not chosen <= frozenset(FAMILIES):
+        raise ValueError(f"families={sorted(chosen)}: choose from {', '.join(FAMILIES)}")
+    return chosen
+
+
 def _plan(
     model: Any,
+    modules: Iterator[tuple[str, nn.Module]],
     exact: bool,
     families: frozenset[str],
     provider: str | None,
@@ -132,12 +177,15 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Patch]:
+    if dtype not in KERNEL_DTYPES:
+        report.notes.append(f"the model computes in {dtype}; float32, float16 and bfloat16 are served")
+        return {}
     rewriter = ComfyRewriter("exact" if exact else "fast", provider, families)
     patches: dict[str, Patch] = {}
     earlier = patches_of(model).items()  # of a node in front of this one
     absorbed = {".".join((path, *inside)) for path, patch in earlier for inside in patch.absorbed}
     known = selected = 0
-    for path, module in own_modules(model, DENOISER, model.model.diffusion_model):
+    for path, module in modules:
         patch = rewriter.patch(module) if path not in absorbed else None
         if patch is None:
             continue

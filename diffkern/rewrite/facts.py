@@ -55,7 +55,7 @@ _ACTIVATION_CLASSES = {
     "transformers.activations.PytorchGELUTanh": "gelu_tanh",
     "transformers.activations.QuickGELUActivation": "quick_gelu",
 }
-_GROUP_NORM = NormSemantics("group_norm", "input", bias="bias", dim=1, layout="contiguous", mixed_dtypes=False)
+GROUP_NORM = NormSemantics("group_norm", "input", bias="bias", dim=1, layout="contiguous", mixed_dtypes=False)
 #: Where modules that are group norms hold the one of torch. Those that hold one normalise every frame by itself, unless
 #: they say that they have more groups than one.
 _GROUP_NORMS: dict[str, Path] = {
@@ -300,13 +300,15 @@ def norm_of(module: nn.Module) -> tuple[str, NormSemantics] | None:
     """Over what a norm normalises, and what it computes that the ops can compute; None for any other module."""
     if full_name(type(module)) in _GROUP_NORMS:
         held = child_of(module, group_norm_path(module))
-        return (GROUPS, _GROUP_NORM) if type(held) is nn.GroupNorm else None
+        return (GROUPS, GROUP_NORM) if type(held) is nn.GroupNorm else None
     semantics = next(filter(None, (source(module) for source in NORM_SOURCES)), None)
     if semantics is None:
         found = match(module)
         semantics = None if found is None else found.semantics
     if semantics is None or semantics.layout == "channels_last" or semantics.weight_offset:
         return None
+    if semantics.op == GROUP_NORM.op:
+        return GROUPS, semantics
     dim = getattr(module, semantics.dim, None) if isinstance(semantics.dim, str) else semantics.dim
     if dim is True or (type(dim) is int and dim == 1):
         return (CHANNELS, semantics) if semantics.op == "rms_norm" else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from diffkern.comfyui.optimize import native as without
-from diffkern.comfyui.optimize import optimize
+from diffkern.comfyui.optimize import optimize, optimize_vae
 from diffkern.comfyui.patcher import patches_of
 from tests.comfyui import checkpoints, native
 
@@ -426,3 +426,29 @@ def test_another_model_is_handed_on_and_may_use_the_kitchen(comfyui: None) -> No
 
     assert "Linear has no module that diffkern knows" in report.notes[0]
     assert any("comfy-kitchen: this model has called none" in note for note in report.notes)
+
+
+def test_a_vae_decodes_and_encodes_on_fused_kernels_and_the_one_given_stays_as_it_is() -> None:
+    import comfy.sd
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    layers = {"double_z": True, "z_channels": 4, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32}
+    options = {"ddconfig": {**layers, "ch_mult": [1] * 4, "num_res_blocks": 1, "attn_resolutions": []}, "embed_dim": 4}
+    generator = torch.Generator().manual_seed(0)
+    weights = AutoencoderKL(**options).state_dict()
+    weights = {name: torch.randn(value.shape, generator=generator) * 0.1 for name, value in weights.items()}
+    vae = comfy.sd.VAE(sd=weights, config={"params": options})
+    latents, image = torch.randn(1, 4, 8, 8, generator=generator), torch.rand(1, 64, 64, 3, generator=generator)
+    stock = vae.decode(latents), vae.encode(image)
+    optimized, report = optimize_vae(vae)
+    assert not report.skipped and not report.failed
+    for one, expected in zip((optimized.decode(latents), optimized.encode(image)), stock, strict=True):
+        assert near(one, expected)
+    calls = report.calls()
+    assert {path.partition(".")[0] for path in calls} == {"encoder", "decoder"}
+    assert all(counts["fused"] and not counts["stock"] for counts in calls.values())
+    before = sum(counts["fused"] for counts in calls.values())
+    assert torch.equal(vae.decode(latents), stock[0]) and torch.equal(vae.encode(image), stock[1])
+    assert sum(counts["fused"] for counts in report.calls().values()) == before
+    tiled = optimized.decode_tiled(latents, tile_x=4, tile_y=4, overlap=1)
+    assert near(tiled, vae.decode_tiled(latents, tile_x=4, tile_y=4, overlap=1))
