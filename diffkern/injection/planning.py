@@ -106,6 +106,7 @@ def plan_modules(
         if isinstance(parallel, nn.DataParallel)
         for module in parallel.modules()
     }
+    homes = {id(component): _device(component) for component in modules.values()}
     layers: set[str] = set()
     linears: list[str] = []
     fp8 = Fp8Layers(modules, config, rewriters.replayed) if report.numerics == "fp8" else None
@@ -135,7 +136,7 @@ def plan_modules(
         seen.append(site)
         layers |= {layer} if layer else set()
         component = modules[path.partition(".")[0]] if "" not in modules else modules[""]
-        devices = _likely_devices(module, component)
+        devices = _likely_devices(module, homes[id(component)])
         if fusion is not None:
             site.op = fusion.op
         if already:
@@ -200,7 +201,7 @@ def plan_graphs(
             continue
         site = Site(name, full_name(type(module)), op=option.fusion.op, how=option.how, waiting=by_time)
         site._module = weakref.ref(module)
-        dtypes, devices = (_dtype(module),), _likely_devices(module, module)[:1]
+        dtypes, devices = (_dtype(module),), _likely_devices(module)[:1]
         graphs = [state.fusion for state in patches(module) if isinstance(state.fusion, GraphFusion)]
         reason = ALREADY_PATCHED if any(by_time or not fusion.by_time for fusion in graphs) else None
         reason = reason or _reason_to_leave(module, [option], report.numerics, devices[0]) or hooks_inside(module)
@@ -235,7 +236,7 @@ def plan_layouts(
             option = Option(LayoutFusion(report.numerics, replayed), Rule(), "time")
             if any(isinstance(state.fusion, LayoutFusion) for state in patches(module)):
                 continue
-            devices = _likely_devices(module, model)[:1]
+            devices = _likely_devices(module, _device(model))[:1]
             if _reason_to_leave(module, [option], report.numerics, devices[0]) is None:
                 site = Site(path, full_name(type(module)), op=option.fusion.op, how=option.how, waiting=True)
                 site._module = weakref.ref(module)
@@ -403,13 +404,18 @@ def _dtype(component: nn.Module) -> torch.dtype:
     return next((p.dtype for p in component.parameters() if p.dtype in KERNEL_DTYPES), torch.float32)
 
 
-def _likely_devices(module: nn.Module, component: nn.Module) -> tuple[torch.device, ...]:
-    """Devices the module will probably run on, the likeliest first.
+def _device(module: nn.Module) -> torch.device | None:
+    """Where its first tensor is that is anywhere."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+
+
+def _likely_devices(module: nn.Module, default: torch.device | None = None) -> tuple[torch.device, ...]:
+    """Devices the module will probably run on, the likeliest first; ``default`` is that of its component.
 
     Weights on the CPU or on meta may be offloaded, or not moved yet: then the GPU is likelier still.
     """
-    tensors = itertools.chain(module.parameters(), component.parameters(), component.buffers())
-    home = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    home = _device(module) or default or torch.device("cpu")
     if home.type == "cpu" and torch.cuda.is_available():
         return (torch.device("cuda", torch.cuda.current_device()), home)
     return (home,)

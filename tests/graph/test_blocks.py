@@ -93,7 +93,7 @@ def no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.node.get_closest_marker("gpu"):
         yield
         return
-    monkeypatch.setattr(planning, "_likely_devices", lambda module, component: (torch.device("cuda", 0),))
+    monkeypatch.setattr(planning, "_likely_devices", lambda *_: (torch.device("cuda", 0),))
     monkeypatch.setattr(graph_fusion, "unfit_call", lambda call: None)
     monkeypatch.setattr(graph_fusion, "Stopwatch", Clock)
     monkeypatch.setattr(GraphPool, "room", lambda self, device, share: 1 << 30)

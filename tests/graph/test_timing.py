@@ -124,7 +124,7 @@ class Repeats:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has the wiring believe in a GPU."""
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(planning, "_likely_devices", lambda module, component: (device,))
+    monkeypatch.setattr(planning, "_likely_devices", lambda *_: (device,))
     monkeypatch.setattr(graph_fusion, "unfit_call", lambda call: None)
     monkeypatch.setattr(graph_fusion, "Stopwatch", Clock)
     monkeypatch.setattr(GraphPool, "room", lambda self, device, share: 1 << 30)
@@ -314,7 +314,7 @@ def test_nothing_is_captured_unasked_with_an_offload_hook_or_what_is_compiled(
 def test_the_compiler_sees_what_lies_below_a_graph() -> None:
     model = Model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "_likely_devices", lambda module, component: (torch.device("cuda", 0),))
+        patch.setattr(planning, "_likely_devices", lambda *_: (torch.device("cuda", 0),))
         inject_optimized_kernels(model, config=KernelConfig(measure=True))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
@@ -327,7 +327,7 @@ def test_without_measuring_on_the_cpu_and_where_it_is_forbidden_no_graph_lies_ov
         model = Model()
         assert not inject_optimized_kernels(model, **options).notes and not list(patches(model))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "_likely_devices", lambda module, component: (torch.device("cpu"),))
+        patch.setattr(planning, "_likely_devices", lambda *_: (torch.device("cpu"),))
         model, _ = injected()
         assert not list(patches(model))
     assert not plan(model, config=KernelConfig(measure=True)).patched
