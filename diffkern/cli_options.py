@@ -75,7 +75,7 @@ def device_of(command: str, name: str) -> torch.device:
 
 
 def require_writable(command: str, **options: Path | None) -> None:
-    """Ends the program before it measures anything if it could not write a result; makes the folders of files.
+    """Ends the program before it measures anything if it could not write a result.
 
     Args:
         command: For the message.
@@ -87,11 +87,12 @@ def require_writable(command: str, **options: Path | None) -> None:
 
 
 def unwritable(path: Path) -> str | None:
-    """Why a file cannot be written, or None; makes its folder."""
+    """Why a file cannot be written, or None. No folder is made: a missing one is more likely misspelled."""
     if path.is_dir():
         return "is a folder: name a file in it"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.exists():
+            return f"cannot be written: the folder {path.parent} was not found"
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         return f"cannot be written: {error.strerror}"

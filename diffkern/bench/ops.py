@@ -194,6 +194,5 @@ def plot(results: Sequence[OpResult], card: str, path: Path) -> None:
     axes.set_xlabel("time / time to copy the fewest bytes; red: diffkern, blue: torch.compile, gray: others")
     axes.set_title(f"{card}, bfloat16")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -171,7 +171,6 @@ def bars(arms: Sequence[Arm], values: Sequence[float], labels: Sequence[str], ti
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
     plt.close(figure)
 
@@ -186,7 +185,7 @@ _BAR_COLORS = {
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes ``content`` to ``path``, making its folder first; to the standard output where the path is ``-``.
+    """Writes ``content`` to ``path``; to the standard output where the path is ``-``.
 
     JSON has neither infinity nor NaN: such numbers become null, as the PSNR of equal frames does.
     """
@@ -194,7 +193,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     if str(path) == "-":
         print(text)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
 
 

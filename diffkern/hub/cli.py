@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from diffkern.cli_options import EXIT_CODES, Json, Quiet, epilog, say_why
+from diffkern.cli_options import EXIT_CODES, Json, Quiet, epilog, require_writable, say_why
 from diffkern.hub.lock import LockedKernel, LockFile
 from diffkern.hub.policy import LOCK_FILE, HubError, InputError, Policy, switched_off
 
@@ -47,6 +47,7 @@ def lock(
     from diffkern.hub.reference import KernelReference
     from diffkern.hub.resolve import ask_hub
 
+    require_writable("hub lock", lock=path)
     with _reasons("lock"):
         settings = KernelConfig() if config is None else KernelConfig.from_file(config)
         vouched = settings.trust_remote_code

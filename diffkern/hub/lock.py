@@ -98,7 +98,6 @@ def _table(data: Any) -> list[Any]:
 
 def write_json(path: Path, data: Any) -> None:
     """Writes JSON to a temporary file and renames it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)

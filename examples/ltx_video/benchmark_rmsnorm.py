@@ -23,6 +23,7 @@ from torch import Tensor
 from diffkern.bench.environment import describe_environment
 from diffkern.bench.kernels import time_calls, time_host
 from diffkern.bench.results import write_json
+from diffkern.cli_options import unwritable
 from diffkern.ops import rms_norm
 from diffkern.providers import explain
 
@@ -46,6 +47,8 @@ def main(
     """Time RMSNorm against its rivals and print microseconds and the share of copy speed."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("this benchmark needs a CUDA or ROCm GPU, and torch sees none")
+    if json is not None and (reason := unwritable(json)):
+        raise typer.BadParameter(f"--json {json} {reason}")
     device = torch.device("cuda", torch.cuda.current_device())
     environment = describe_environment(device)
     results = [measure(shape, device, repetitions) for shape in SHAPES]

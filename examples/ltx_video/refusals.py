@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +70,8 @@ def check_files(files: Mapping[str, tuple[Path | None, str]]) -> None:
         if path.suffix.lower() != ending:
             raise typer.BadParameter(f"{option} {path} does not end in {ending}: use {path.with_suffix(ending)}.")
     for option, path, _ in given:
+        with contextlib.suppress(OSError):  # the next line says why
+            path.parent.mkdir(parents=True, exist_ok=True)
         if reason := unwritable(path):
             raise typer.BadParameter(f"{option} {path} {reason}.")
 

@@ -81,7 +81,7 @@ def test_the_table_prints_no_ratio_of_arms_whose_times_overlap() -> None:
 
 
 def test_json_holds_null_for_what_json_cannot_write(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "result.json"
+    path = tmp_path / "result.json"
     results.write_json(path, {"psnr": math.inf, "list": [math.nan, 1.5], "tuple": (1,)})
     assert json.loads(path.read_text()) == {"psnr": None, "list": [None, 1.5], "tuple": [1]}
 
@@ -92,7 +92,7 @@ def test_the_chart_is_a_picture_with_a_bar_for_every_arm(tmp_path: Path) -> None
     measured = [
         results.ArmResult(arm, (seconds,), None, None, None) for arm, seconds in ((STOCK, 2.0), (COMPILED, 1.0))
     ]
-    results.plot(measured, "two arms", tmp_path / "new" / "chart.png")
-    with Image.open(tmp_path / "new" / "chart.png") as picture:
+    results.plot(measured, "two arms", tmp_path / "chart.png")
+    with Image.open(tmp_path / "chart.png") as picture:
         colors = {color for count, color in picture.convert("RGB").getcolors(2**24) if count > 1000}
     assert {(0x9A, 0x9A, 0x9A), (0x5B, 0x84, 0xB1)} <= colors

@@ -90,7 +90,10 @@ def test_help_needs_neither_torch_nor_anything_slow() -> None:
         (["bench", "pipeline", "nowhere"], 2, "model_index.json: not found"),
         (["bench", "pipeline", "nowhere", "--arm", "slow"], 2, "arm 'slow' is not known: choose from stock"),
         (["bench", "step", "--json", "EMPTY"], 2, "is a folder: name a file in it"),
-        (["bench", "step", "--plot", "/proc/none/bars.png"], 2, "--plot /proc/none/bars.png: cannot be written"),
+        (["bench", "step", "--plot", "no/folder/bars.png"], 2, "cannot be written: the folder no/folder was not found"),
+        (["bench", "pipeline", "nowhere", "--json", "no/x.json"], 2, "no/x.json: cannot be written: the folder no"),
+        (["bench", "attention", "--shape", "1x2x2x8", "--json", "no/x.json"], 2, "the folder no was not found"),
+        (["hub", "lock", "org/repo", "--lock", "no/my.lock"], 2, "--lock no/my.lock: cannot be written: the folder"),
         (["bench", "pipeline", "nowhere", "--json", "BROKEN/x.json"], 2, "broken.json/x.json: cannot be written"),
         (["bench", "attention", "--shape", "1x2x2x8", "--json", "EMPTY"], 2, "is a folder: name a file in it"),
         (["bench", "attention"], 2, "--shape"),
@@ -118,6 +121,7 @@ def test_wrong_command_lines_end_with_2_and_say_why(
     result = invoke(*(paths.get(argument, argument) for argument in arguments))
     assert result.exit_code == code and " ".join(said.split()) in " ".join(result.output.split())
     assert "Errno" not in result.output and "Traceback" not in result.output
+    assert not Path("no").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
