@@ -199,7 +199,7 @@ class Verification:
     @property
     def broken(self) -> list[str]:
         """What does not hold, one sentence each."""
-        sites = [site for site in self.report.failed if any(not proof.passed for proof in site.measurements)]
+        sites = [site for site in self.report.failed if site.broken]
         wrong = [f"{site.path or 'the module itself'}: {site.reason}" for site in sites]
         wrong += ["numerics='exact' does not give the bits of stock"] if self.exact is False else []
         return wrong + (["the restored model does not give the bits of stock"] if self.restored is False else [])

@@ -58,6 +58,19 @@ class Site:
         return {**vars(self), "_module": None, "_state": state}
 
     @property
+    def broken(self) -> bool:
+        """Whether a proof of it failed."""
+        return any(not proof.passed for proof in self.measurements)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether its proof runs at its first call, and nothing is known before; see :attr:`InjectionReport.verified`.
+
+        Graphs and layouts have times, and no proofs.
+        """
+        return not (self.measurements or self.fused_calls or self.stock_calls or self.how in ("option", "time"))
+
+    @property
     def restored(self) -> bool:
         """Whether the patch was taken away again, by whichever call."""
         return bool(getattr(self._state, "restored", False))
@@ -160,7 +173,7 @@ class InjectionReport:
 
     @property
     def failed(self) -> list[Site]:
-        """Sites that broke the contract, at injection or at first use, or that no provider serves."""
+        """Sites that broke the contract, at injection or at first use (:attr:`Site.broken`), or that no provider serves."""
         return self._rejected + [site for site in self._accepted if site.revoked]
 
     def restore(self) -> int:
@@ -256,8 +269,8 @@ class InjectionReport:
             parts = [f"patched {_modules(patched, more)} of {self.target}{self._runs(patched)}", skipped]
         if self.restored:
             parts.append(f"{len(self.restored)} restored")
-        if self.failed:
-            parts.append(f"{len(self.failed)} failed their proof and stay stock")
+        if broken := sum(site.broken for site in self.failed):
+            parts.append(f"{broken} failed their proof and stay stock")
         return "; ".join([", ".join(parts), *self._remarks(patched), *self._contract(patched)])
 
     def gain(self) -> str:
@@ -306,13 +319,19 @@ class InjectionReport:
             reason, count = left.most_common(1)[0]
             return [f"{reason} ({count} of {left.total()})"]
         plain = Counter({reason: count for reason, count in left.items() if ONLY_EAGER in reason})
-        remarks = [f"{plain.total()} stay stock: {plain.most_common(1)[0][0]}"] if plain else []
+        unserved = Counter(site.reason for site in self.failed if not site.broken)
+        remarks = [f"{each.total()} stay stock: {each.most_common(1)[0][0]}" for each in (unserved, plain) if each]
+        undecided = sum(site.undecided for site in patched) if self.verified and not self.dry_run else 0
+        if undecided:
+            remarks.append(f"{undecided} to be proven at the first call, and stock if that fails")
         return remarks + ([f"{self.already} were patched before: restore() first to change them"] * bool(self.already))
 
     def _contract(self, patched: Sequence[Site]) -> list[str]:
         if not patched and not self.already:
             return [] if self.dry_run else ["it runs stock"]
         caveats = [self.caveat] if self.caveat else []
+        if self.dry_run and self.numerics == "exact":
+            caveats.append("nothing proven yet: what has other bits than stock here will stay stock")
         return [", ".join([f"numerics {self.numerics!r}", *caveats, *([] if self.verified else ["not verified"])])]
 
     def __str__(self) -> str:

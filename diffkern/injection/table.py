@@ -30,6 +30,8 @@ _REASONS = 2
 
 _HEADINGS = ("state", "count", "class", "provider", "match", "error / stock")
 _GAP = "  "
+#: In the place of the errors of a module whose proof waits for a real input.
+_FIRST_CALL = "at first call"
 #: What of the path of a layer says in which block it is, and not which layer of it.
 _IN_BLOCK = re.compile(r".*(blocks?|layers?)\.\d+\.")
 
@@ -53,7 +55,8 @@ class Drawing:
         states = (
             ("planned" if report.dry_run else "patched", report.active),
             ("skipped", report.skipped),
-            ("failed", report.failed),
+            ("failed", [site for site in report.failed if site.broken or site.revoked]),
+            ("unserved", [site for site in report.failed if not (site.broken or site.revoked)]),
             ("restored", report.restored),
         )
         groups = [(state, group) for state, sites in states for group in _groups(sites)]
@@ -63,7 +66,8 @@ class Drawing:
             return f"note {shared[reason]}" if reason in shared else reason
 
         if groups:
-            rows = [_HEADINGS, *((state, *_cells(group)) for state, group in groups)]
+            first_call = _FIRST_CALL if report.verified and not report.dry_run else ""
+            rows = [_HEADINGS, *((state, *_cells(group, first_call * (state == "patched"))) for state, group in groups)]
             lines, below = _align(rows, options.max_width)
             indent = (0, 0, 0, max(len(state) for state, _ in groups) + len(_GAP))
             yield Text(lines[0], style="bold")
@@ -131,7 +135,7 @@ def _op(group: list[Site]) -> str:
     return f"{group[0].op} " if group[0].op else ""
 
 
-def _cells(group: list[Site]) -> tuple[str, ...]:
+def _cells(group: list[Site], first_call: str) -> tuple[str, ...]:
     first, worst = group[0], _worst(group)
     package, _, name = first.class_name.partition(".")
     return (
@@ -139,7 +143,7 @@ def _cells(group: list[Site]) -> tuple[str, ...]:
         f"{package}.{name.rpartition('.')[2]}",
         first.provider or "",
         first.how or "",
-        f"{worst[0]:.1e} / {worst[1]:.1e}" if worst else "",
+        f"{worst[0]:.1e} / {worst[1]:.1e}" if worst else first_call * any(site.undecided for site in group),
     )
 
 
@@ -204,10 +208,17 @@ def _places(group: list[Site]) -> str:
 
 def explain(report: InjectionReport, path: str) -> str:
     """Returns what happened to the module at ``path``, in a sentence for each of its sites."""
+
+    def waits(site: Site) -> bool:
+        return site.undecided and report.verified and not report.dry_run
+
     states = (
-        ("would be patched" if report.dry_run else "is patched", report.active),
+        ("would be patched", report.active if report.dry_run else []),
+        ("is patched", [site for site in report.active if not report.dry_run and not waits(site)]),
+        ("is patched, to be proven at its first call", [site for site in report.active if waits(site)]),
         ("was left alone", report.skipped),
-        ("failed and runs stock", report.failed),
+        ("failed and runs stock", [site for site in report.failed if site.broken or site.revoked]),
+        ("is served by no provider and runs stock", [site for site in report.failed if not (site.broken or site.revoked)]),
         ("was restored and runs stock", report.restored),
     )
     found = [(state, site) for state, sites in states for site in sites]
@@ -236,7 +247,7 @@ def _sentence(state: str, site: Site) -> str:
         said += f", with an error of {worst[0]:.1e} where stock has {worst[1]:.1e}"
     if site.reason:
         said += f", because: {site.reason}"
-    elif state == "is patched":
+    elif state.startswith("is patched"):
         said += _ran([site]) or "; it was not called itself so far"
     for reason, count in _stock_calls([site]):
         said += f"; {count} calls ran stock: {reason}"

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,19 @@ def test_plain_pytorch_replaces_no_pytorch(nothing_but_pytorch: None) -> None:
     report = inject_optimized_kernels(nn.Sequential(nn.LayerNorm(16)))
     text = headline(report)
     assert text.startswith("patched 0 modules") and "run `diffkern build --cpu`" in text and text.endswith("runs stock")
+
+
+def test_a_missing_provider_is_said_to_be_missing_and_no_proof_to_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    registry.reset()
+    try:
+        report = inject_optimized_kernels(tiny_ltx(), config={"*": "triton"})
+    finally:
+        registry.reset()
+    said = headline(report)
+    assert "16 stay stock: triton: Triton is not installed" in said and "pip install triton" in said
+    assert "failed" not in str(report)
+    assert "is served by no provider and runs stock" in report.explain("norm_out")
 
 
 def test_plain_pytorch_serves_whoever_asks_for_it(nothing_but_pytorch: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,17 @@ def test_a_reason_of_several_groups_is_printed_once() -> None:
     assert REASON.split()[0] in str(whole), "a reason of one group stays where it is"
 
 
+def test_what_is_not_proven_yet_is_not_called_decided() -> None:
+    whole = report()
+    assert "1 to be proven at the first call, and stock if that fails; numerics" in " ".join(str(whole).split())
+    assert [line.split()[-3:] for line in draw(100) if " torch.LayerNorm" in line] == [["at", "first", "call"]]
+    whole._accepted[-1].measurements.append(whole._accepted[0].measurements[0])
+    assert "first call" not in str(whole)
+    planned = InjectionReport("Model", "exact", dry_run=True, _accepted=[Site("norm", "torch.nn.RMSNorm", "rms_norm")])
+    assert "nothing proven yet: what has other bits than stock here will stay stock" in planned.summary()
+    assert "at first call" not in str(planned), "a plan proves nothing"
+
+
 def test_a_module_is_explained_in_a_sentence() -> None:
     whole = report()
     assert whole.explain(PATHS[0]) == (
@@ -79,7 +90,7 @@ def test_a_module_is_explained_in_a_sentence() -> None:
     assert whole.explain("transformer.time_embed").startswith(
         "transformer.time_embed (AdaLayerNormSingle) was left alone, because: its forward reads more"
     )
-    assert whole.explain("").startswith("The module itself (LayerNorm) is patched")
+    assert whole.explain("").startswith("The module itself (LayerNorm) is patched, to be proven at its first call")
     assert "inside of this: transformer.time_embed (" in whole.explain("transformer.time_embed.linear")
     with pytest.raises(ValueError, match=r"looked at nothing at 'vae.encoder.norm1'; it did at 'vae.encoder"):
         whole.explain("vae.encoder.norm1")

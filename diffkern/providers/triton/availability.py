@@ -16,7 +16,8 @@ def unavailable_reason(device: torch.device) -> str | None:
     try:
         triton = import_module("triton")
     except ModuleNotFoundError as error:
-        return f"Triton is not installed ({error}): install the package 'triton' (on Windows 'triton-windows')"
+        only = "" if device.type != "cpu" else "; on a CPU it only interprets its kernels, with TRITON_INTERPRET=1"
+        return f"Triton is not installed ({error}): pip install triton (on Windows triton-windows){only}"
     except Exception as error:  # a broken installation may raise anything
         return f"importing Triton failed ({_summary(error)}): reinstall the package 'triton'"
     try:
