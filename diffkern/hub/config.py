@@ -176,6 +176,16 @@ class KernelConfig:
             hint = _nearest(key, [*known, *class_names, *layers, *paths], cutoff=0.5)
             raise ValueError(f"config names {key!r}, which is no op of a module and fits none of this model.{hint}")
 
+    def refuse_fp8(self, ops: Iterable[str], numerics: str) -> None:
+        """Refuses what speaks of fp8 where nothing is computed in it.
+
+        Raises:
+            ValueError: a rule names one of ``ops``, or layers are included or excluded.
+        """
+        named = [*(op for op in ops if op in self.rules), *(n for n in ("fp8_include", "fp8_exclude") if getattr(self, n))]
+        if named:
+            raise ValueError(f"config names {named[0]}, and numerics={numerics!r} computes nothing in fp8: pass 'fp8'")
+
     def _key(self, path: str, class_name: str, op: str, layer_name: str) -> str | None:
         for matches in (
             [key for key in self.rules if fnmatchcase(path, key)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -106,6 +107,12 @@ class Fp8Layers:
         if any(features % MULTIPLE for features in size):
             return f"tensor cores take sides that are multiples of {MULTIPLE}, and it has {size[0]} x {size[1]}"
         return None
+
+    def why_none(self, layers: Mapping[str, nn.Module]) -> str:
+        """Why none of these linear layers is in fp8: what holds for most of them."""
+        small = f"no linear layer of a step has {LEAST_FEATURES} features or more on both sides"
+        reasons = Counter(self.reason(path, module) for path, module in layers.items())
+        return next((reason for reason, _ in reasons.most_common() if reason), small)
 
     def fusion(self, path: str) -> Fp8Fusion:
         """How the layer at a path is computed."""

@@ -43,8 +43,8 @@ from diffkern.rewrite.facts import child_of
 if TYPE_CHECKING:
     from diffkern.injection.liger import Liger
 
-#: What the headline adds where fp8 was asked for in vain.
-NO_FP8_FORM = "no module here has a form in fp8: all compute as numerics='fast'"
+#: How the reason of a device ends on which a model stays stock that was to compute in fp8.
+_NOT_FP8 = ": use numerics='fast' or 'exact' instead of 'fp8'"
 #: What a report says of a denoiser whose steps may become CUDA graphs.
 TIMED_AT_FIRST = "its first steps on the GPU are timed, and become CUDA graphs if the GPU waits for the host in them"
 #: Reasons for which a module is left alone, and which ``strict`` accepts.
@@ -108,17 +108,21 @@ def plan_modules(
     }
     homes = {id(component): _device(component) for component in modules.values()}
     layers: set[str] = set()
-    linears: list[str] = []
+    linears: dict[str, nn.Module] = {}
+    has_fp8_form = False
+    if report.numerics != "fp8":
+        config.refuse_fp8(FP8_OPS, report.numerics)
     fp8 = Fp8Layers(modules, config, rewriters.replayed) if report.numerics == "fp8" else None
     for path, module in walk(modules):
         matched = _match(path, module, rewriters, report.numerics, liger, fp8)
         if fp8 is not None and matched is None and is_linear(module):
-            linears.append(path)
+            linears[path] = module
             matched = None if path.startswith(tuple(blocks)) else _match_linear(path, module, fp8)
         elif fp8 is not None and matched is None and not path.startswith(tuple(blocks)):
             feed_forward = fp8.feed_forward(path, module)
             matched = None if feed_forward is None else _Match(feed_forward, "table")
         fusion = None if matched is None else matched.fusion
+        has_fp8_form |= fusion is not None and fusion.allowance > 0
         layer = layer_name(module, fusion)
         rule_of = partial(config.rule, path, type(module).__name__, layer_name=layer)
         rule = rule_of("") if fusion is None else fusion.configure(rule_of, selector.served)
@@ -169,15 +173,15 @@ def plan_modules(
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
     config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS, *FP8_OPS), layers)
     if fp8 is not None:
-        fp8.check(linears)
+        fp8.check(list(linears))
+        if not has_fp8_form:
+            _say_that_nothing_is_fp8(fp8.why_none(linears), report)
         once = ", ".join(name for name in modules if name and not is_denoiser(name))
         report.notes += [f"{once}: in their dtype, since they run once for an image: fp8 is for denoisers"] * bool(once)
     copied = [next(c.module.parameters()) for c in candidates if c.fusion.op == LINEAR_FP8]
     if copied:
         size = sum(weight.numel() for weight in copied) / 2**30
         report.notes.append(f"copies in fp8 will take {size:.2g} GiB beside the weights")
-    if report.numerics == "fp8" and candidates and not any(candidate.fusion.allowance for candidate in candidates):
-        report.caveat = NO_FP8_FORM
     _refuse_other_numerics(report)
     report.already = sum(site.reason == ALREADY_PATCHED for site in report.skipped)
     return candidates
@@ -314,6 +318,14 @@ def _match_linear(path: str, module: nn.Module, fp8: Fp8Layers) -> _Match | None
     return _Match(fp8.fusion(path), "table") if reason is None else _Match(None, "table", reason)
 
 
+def _say_that_nothing_is_fp8(why: str, report: InjectionReport) -> None:
+    """Puts what is true on every device before the reasons of this one."""
+    report.caveat = f"no module here has a form in fp8 ({why}): all compute as numerics='fast'"
+    for site in report.skipped:
+        if site.reason.endswith(_NOT_FP8):
+            site.reason = f"no module here has a form in fp8 ({why}); and {site.reason}"
+
+
 def _has_fp8_product(path: str, module: nn.Module, rewritten: Rewritten, fp8: Fp8Layers) -> bool:
     """Whether a site has a linear layer in it that is computed in fp8, and must be called for that."""
     layers = [site.plan.modules["linear"] for site in rewritten.sites if site.plan.rule.op == "linear_gelu"]
@@ -385,7 +397,7 @@ def _reason_to_leave(module: nn.Module, options: Sequence[Option], numerics: str
         reason = fp8_unavailable_reason(device)
         emulated = options[0].fusion.op in FP8_OPS and set(options[0].rule.choices()) == {"eager"}
         if reason is not None and not emulated:
-            return f"{reason}: use numerics='fast' or 'exact' instead of 'fp8'"
+            return f"{reason}{_NOT_FP8}"
     return None if patch_state(module) is not None else hooks.foreign_forward(module)
 
 

@@ -286,6 +286,27 @@ def test_patterns_add_layers_and_take_them_away() -> None:
     assert KernelConfig.from_json(config.to_json()) == config
 
 
+def test_what_no_card_computes_in_fp8_is_not_blamed_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)).bfloat16()
+    monkeypatch.setattr(fp8_fusion, "LEAST_FEATURES", 1024)
+    (site,) = inject_optimized_kernels(norm, numerics="fp8").skipped
+    assert site.reason.startswith("no module here has a form in fp8 (no linear layer of a step has 1024 features or")
+    monkeypatch.setattr(fp8_fusion, "LEAST_FEATURES", 32)
+    report = inject_optimized_kernels(norm.float(), numerics="fp8")
+    assert "no module here has a form in fp8 (its weight is float32; float16 and" in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize(
+    "config", [KernelConfig(EMULATED), KernelConfig(fp8_include=("0",)), KernelConfig(fp8_exclude=("0",))], ids=str
+)
+def test_a_configuration_of_fp8_needs_numerics_of_fp8(numerics: str, config: KernelConfig) -> None:
+    norm = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
+    with pytest.raises(ValueError, match=rf"numerics='{numerics}' computes nothing in fp8: pass 'fp8'"):
+        inject_optimized_kernels(norm, numerics=numerics, config=config)
+    assert "forward" not in vars(norm[1])
+
+
 def test_the_report_says_the_error_by_kind_of_layer() -> None:
     model, _ = model_and_inputs("wan")
     report = inject_optimized_kernels(model, numerics="fp8", config=EMULATED)
