@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -107,7 +108,7 @@ def verify(
 ) -> None:
     """Prove every fused site of a model, and compare the whole model: stock, injected, exact, restored."""
     from diffkern.bench.models import DENOISERS
-    from diffkern.inspection import ModelError, load_model, read_inputs, verify_model
+    from diffkern.inspection import ModelError, first_call, load_model, read_inputs, verify_model
 
     where, kind = device_of("verify", device), _dtype("verify", dtype)
     _require_numerics("verify", numerics)
@@ -118,9 +119,16 @@ def verify(
         loaded = load_model(model, where, kind, layers)
     except ModelError as error:
         fail("verify", error, 2)
+    component, remark = "", ""
+    if isinstance(loaded, SimpleNamespace) and inputs is None:
+        try:
+            component, arguments = first_call(Path(model), loaded, kind)
+        except ModelError as error:
+            remark = str(error)
     try:
-        result = verify_model(loaded, arguments, numerics, float64)
-    except (RuntimeError, TypeError) as error:
+        result = verify_model(loaded, arguments, numerics, float64, component)
+        result.remark = remark or result.remark
+    except (RuntimeError, TypeError, ValueError) as error:
         fail("verify", f"{type(loaded).__name__} does not run on these inputs: {say_why(error)}")
     typer.echo(json.dumps(result.to_dict(), indent=2) if as_json else str(result))
     if not result.report.patched:

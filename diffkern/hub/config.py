@@ -182,7 +182,8 @@ class KernelConfig:
         Raises:
             ValueError: a rule names one of ``ops``, or layers are included or excluded.
         """
-        named = [*(op for op in ops if op in self.rules), *(n for n in ("fp8_include", "fp8_exclude") if getattr(self, n))]
+        named = [op for op in ops if op in self.rules]
+        named += [name for name in ("fp8_include", "fp8_exclude") if getattr(self, name)]
         if named:
             raise ValueError(f"config names {named[0]}, and numerics={numerics!r} computes nothing in fp8: pass 'fp8'")
 

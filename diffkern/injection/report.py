@@ -173,7 +173,7 @@ class InjectionReport:
 
     @property
     def failed(self) -> list[Site]:
-        """Sites that broke the contract, at injection or at first use (:attr:`Site.broken`), or that no provider serves."""
+        """Sites that broke the contract (:attr:`Site.broken`), at injection or later, or that no provider serves."""
         return self._rejected + [site for site in self._accepted if site.revoked]
 
     def restore(self) -> int:

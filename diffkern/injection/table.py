@@ -48,6 +48,7 @@ class Drawing:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yields the parts, for the width there is."""
         report = self.report
+        failed, unserved = _failures(report)
         yield Text(report.summary(), style="bold")
         for what, said in (("gain", report.gain()), ("next", report.next_step())):
             if said:
@@ -55,8 +56,8 @@ class Drawing:
         states = (
             ("planned" if report.dry_run else "patched", report.active),
             ("skipped", report.skipped),
-            ("failed", [site for site in report.failed if site.broken or site.revoked]),
-            ("unserved", [site for site in report.failed if not (site.broken or site.revoked)]),
+            ("failed", failed),
+            ("unserved", unserved),
             ("restored", report.restored),
         )
         groups = [(state, group) for state, sites in states for group in _groups(sites)]
@@ -107,6 +108,12 @@ def render_html(report: InjectionReport) -> str:
     console = Console(file=io.StringIO(), width=_WIDTH, record=True)
     console.print(render(report))
     return console.export_html(inline_styles=True, code_format="<pre style='white-space:pre'>{code}</pre>")
+
+
+def _failures(report: InjectionReport) -> tuple[list[Site], list[Site]]:
+    """The sites that failed, and those that no provider serves."""
+    failed = [site for site in report.failed if site.broken or site.revoked]
+    return failed, [site for site in report.failed if site not in failed]
 
 
 def _groups(sites: Iterable[Site]) -> list[list[Site]]:
@@ -212,13 +219,14 @@ def explain(report: InjectionReport, path: str) -> str:
     def waits(site: Site) -> bool:
         return site.undecided and report.verified and not report.dry_run
 
+    failed, unserved = _failures(report)
     states = (
         ("would be patched", report.active if report.dry_run else []),
         ("is patched", [site for site in report.active if not report.dry_run and not waits(site)]),
         ("is patched, to be proven at its first call", [site for site in report.active if waits(site)]),
         ("was left alone", report.skipped),
-        ("failed and runs stock", [site for site in report.failed if site.broken or site.revoked]),
-        ("is served by no provider and runs stock", [site for site in report.failed if not (site.broken or site.revoked)]),
+        ("failed and runs stock", failed),
+        ("is served by no provider and runs stock", unserved),
         ("was restored and runs stock", report.restored),
     )
     found = [(state, site) for state, sites in states for site in sites]

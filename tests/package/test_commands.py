@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from diffkern.bench.autoencoders import AUTOENCODERS
 from diffkern.bench.models import DENOISERS
 from diffkern.cli_options import NAMES, VAES
 from diffkern.injection import report as reports
-from diffkern.inspection import load_model, verify_model
+from diffkern.inspection import ModelError, first_call, load_model, verify_model
 from tests.injection.models import ltx_inputs, tiny_ltx
 from tests.package.test_cli import invoke
+from tests.pipelines import tiny
 
 TINY_FLUX = {
     "num_layers": 2,
@@ -186,6 +188,33 @@ def test_verify_reads_the_errors_of_the_whole_model() -> None:
     assert result.fused is not None and result.stock is not None
     assert 0 < result.fused < 1e-5 and 0 < result.stock < 1e-5
     assert result.exact is True and result.restored is True and result.broken == []
+
+
+def test_verify_runs_the_denoiser_of_a_pipeline_on_what_a_prompt_gives_it(tmp_path: Path) -> None:
+    pipe, _ = tiny.build("wan")
+    pipe.save_pretrained(tmp_path)
+    loaded = load_model(str(tmp_path), torch.device("cpu"), torch.float32)
+    name, inputs = first_call(tmp_path, loaded, torch.float32)
+    transformer = loaded.components["transformer"]
+    assert name == "transformer" and not transformer._forward_pre_hooks
+    assert {"hidden_states", "encoder_hidden_states", "timestep"} <= inputs.keys()
+    assert torch.equal(inputs["hidden_states"], first_call(tmp_path, loaded, torch.float32)[1]["hidden_states"])
+    result = verify_model(SimpleNamespace(components={"transformer": transformer}), inputs)
+    assert result.restored and result.exact and result.fused and result.stock and not result.broken
+    assert "transformer against float64: error" in str(result)
+    assert transformer.dtype == torch.float32, "the reference is of a copy"
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    (tmp_path / "scheduler" / "scheduler_config.json").unlink()
+    with pytest.raises(ModelError, match=r"does not run on a prompt alone .*; pass --inputs"):
+        first_call(tmp_path, loaded, torch.float32)
+
+
+def test_what_exact_leaves_stock_is_nothing_broken() -> None:
+    differs = reports.Measurement("cpu", "float32", "compiled", 1e-7, 1e-7, False, False, "not bit-identical to stock")
+    site = reports.Site("norm_out", "torch.nn.LayerNorm", reason="not bit-identical", measurements=[differs])
+    told = {numerics: reports.InjectionReport("Model", numerics, _rejected=[site]) for numerics in ("fast", "exact")}
+    assert inspection.Verification(told["fast"]).broken == ["norm_out: not bit-identical"]
+    assert inspection.Verification(told["exact"]).broken == []
 
 
 def test_verify_ends_with_1_where_a_contract_is_broken(monkeypatch: pytest.MonkeyPatch, flux: Path) -> None:

@@ -95,6 +95,10 @@ def test_exact_numerics_give_the_bits_of_the_source(names: str, body: str, rule:
     found = rewritten(module, "exact")
     for one, other in zip(_tuple(found.function(module, **arguments)), _tuple(module(**arguments)), strict=True):
         assert torch.equal(one, other)
+    for site in found.sites:
+        for way in filter(None, site.ways.values()):
+            assert way.options.get("norm") is None, "random numbers need not show that a kernel sums in another order"
+            assert "norm" not in site.plan.modules or way.calls_norm is not None, "nor here"
 
 
 def test_two_modulations_of_one_norm_compute_the_norm_in_both_ops() -> None:
