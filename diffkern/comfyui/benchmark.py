@@ -1,4 +1,4 @@
-"""Is an optimized model faster than the native one? On inputs of the user's own."""
+"""Is an optimized model faster than the stock one? On inputs of the user's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from diffkern.bench.environment import describe_device
 from diffkern.bench.measure import StepClock, peak_memory, reset_peak_memory
-from diffkern.comfyui.optimize import native
+from diffkern.comfyui.optimize import without_diffkern
 from diffkern.comfyui.sampling import denoise
 
 #: Differences below this share are never called a gain.
@@ -50,18 +50,18 @@ class Comparison:
     """Both models, on one device."""
 
     device: str
-    native: Arm
+    stock: Arm
     optimized: Arm
 
     @property
     def speedup(self) -> float:
         """How many times faster a step of the optimized model is."""
-        return self.native.median / self.optimized.median
+        return self.stock.median / self.optimized.median
 
     @property
     def verdict(self) -> str:
         """The result in words: what is within the noise of the runs is no gain."""
-        noise = max(_LEAST, self.native.spread, self.optimized.spread)
+        noise = max(_LEAST, self.stock.spread, self.optimized.spread)
         if self.speedup > 1 + noise:
             return f"{self.speedup:.2f} times as fast"
         if self.speedup < 1 / (1 + noise):
@@ -69,11 +69,11 @@ class Comparison:
         return f"no gain: {self.speedup:.2f} times as fast, and the runs differ by up to {noise:.0%}"
 
     def __str__(self) -> str:
-        return f"{self.verdict}\nnative: {self.native}\noptimized: {self.optimized}\non {self.device}"
+        return f"{self.verdict}\nnative: {self.stock}\noptimized: {self.optimized}\non {self.device}"
 
 
 def benchmark(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, runs: int, seed: int) -> Comparison:
-    """Times the steps of the native and of the optimized model in turns, after one run of each to warm up.
+    """Times the steps of the stock and of the optimized model in turns, after one run of each to warm up.
 
     Args:
         model: An optimized model.
@@ -84,7 +84,7 @@ def benchmark(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: in
         seed: Of the noise.
     """
     device = torch.device(model.load_device)
-    arms = {"native": native(model), "optimized": model}
+    arms = {"stock": without_diffkern(model), "optimized": model}
     times: dict[str, list[float]] = {name: [] for name in arms}
     memory: dict[str, int | None] = {}
     for run in range(runs + 1):
@@ -99,4 +99,4 @@ def benchmark(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: in
                 times[name].append(1000 / per_second)
                 memory[name] = peak_memory(device)
     results = {name: Arm(tuple(times[name]), memory[name]) for name in arms}
-    return Comparison(describe_device(device), results["native"], results["optimized"])
+    return Comparison(describe_device(device), results["stock"], results["optimized"])

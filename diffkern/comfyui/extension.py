@@ -20,9 +20,9 @@ class DiffkernExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Returns the nodes for models, and those for pipelines where diffusers is installed."""
         from diffkern.comfyui.nodes_measure import BenchmarkModel, VerifyModel
-        from diffkern.comfyui.nodes_optimize import Doctor, OptimizeModel
+        from diffkern.comfyui.nodes_optimize import Doctor, OptimizeModel, ReportRun
 
-        nodes: list[type[io.ComfyNode]] = [OptimizeModel, VerifyModel, BenchmarkModel, Doctor]
+        nodes: list[type[io.ComfyNode]] = [OptimizeModel, ReportRun, VerifyModel, BenchmarkModel, Doctor]
         reason = pipelines_unavailable_reason()
         if reason is None:
             from diffkern.comfyui.nodes_pipeline import GenerateVideo, LoadPipeline, OptimizePipeline

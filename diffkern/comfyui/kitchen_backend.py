@@ -30,6 +30,12 @@ CHOICES = ("auto", "on", "off")
 #: Under which the wrapper is known to the model patcher.
 KEY = "diffkern.kitchen"
 
+_NOT_THERE, _ITS_OWN = "this comfy-kitchen does not have it", "a backend of its own serves it"
+_OTHER_BITS = "not bit-identical on this device"
+_NO_KERNEL = "diffkern has nothing but plain PyTorch here, either"
+#: Reasons that ask nothing of a user who left the choice to diffkern.
+_EXPECTED = {_NOT_THERE, _ITS_OWN, _NO_KERNEL, _OTHER_BITS}
+
 _log = logging.getLogger("diffkern")
 
 #: The counts of the model that runs in this context.
@@ -55,13 +61,15 @@ def prepare(
         from comfy_kitchen.constraints import FunctionConstraints, ValidationResult
         from comfy_kitchen.registry import registry
     except ImportError as error:
-        report.notes.append(f"comfy-kitchen cannot be served: {error}")
+        if choice == "on":
+            report.notes.append(f"comfy-kitchen cannot be served: {error}")
         return None
     kitchen = KitchenBackend(numerics == "exact", provider)
     verifier = Verifier(numerics)
     refusals = {name: _refusal(name, kitchen, verifier, choice, device, dtype, registry) for name in FUNCTIONS}
     served = [name for name, reason in refusals.items() if reason is None]
-    for reason in dict.fromkeys(filter(None, refusals.values())):
+    told = set(refusals.values()) - (_EXPECTED if choice == "auto" else set()) - {None}
+    for reason in sorted(told, key=str):
         names = ", ".join(name for name, own in refusals.items() if own == reason)
         report.notes.append(f"comfy-kitchen keeps {names}: {reason}")
     if not served:
@@ -81,7 +89,7 @@ def prepare(
 
     backend = f"diffkern {numerics} {choice} {provider or 'auto'} {device} {dtype}"
     registry.register(backend, kitchen, {name: FunctionConstraints(call_rules=(rule(name),)) for name in served})
-    return KitchenService(backend, served, report)
+    return KitchenService(backend, report)
 
 
 class KitchenService:
@@ -91,12 +99,10 @@ class KitchenService:
         counts: Calls of functions that are served: those that were, and those that went to comfy-kitchen, by reason.
     """
 
-    def __init__(self, backend: str, served: list[str], report: InjectionReport) -> None:
+    def __init__(self, backend: str, report: InjectionReport) -> None:
         self.counts = CallCounts()
         self._backend = backend
-        self._served = served
-        self._note = str(self)
-        report.notes.append(self._note)
+        self._note = ""
         self._report = weakref.ref(report)  # it knows the modules of one model, and the service goes on to its clones
 
     def run(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,19 +119,20 @@ class KitchenService:
 
     def tell(self, model: Any) -> None:
         """Called by ComfyUI after sampling: one line in its log."""
-        _log.info("diffkern: %s", self)
+        if said := str(self):
+            _log.info("diffkern: %s", said)
 
     def __str__(self) -> str:
         served, reasons = self.counts.fused_calls, self.counts.stock_calls
-        if not served and not reasons:
-            return f"comfy-kitchen: this model has called none of {', '.join(self._served)} so far; calls are served"
+        if not served and not reasons:  # as with most models
+            return ""
         stock = f", {reasons.total()} not: {reasons.most_common(1)[0][0]}" if reasons else ""
         return f"comfy-kitchen: {served} calls served so far{stock}"
 
     def _update_report(self) -> None:
         report, note = self._report(), str(self)
-        if report is not None and self._note in report.notes:
-            report.notes[report.notes.index(self._note)] = note
+        if report is not None and note:
+            report.notes[:] = [*(other for other in report.notes if other != self._note), note]
         self._note = note
 
 
@@ -161,19 +168,19 @@ def _refusal(
     fusion = KitchenFusion(name, kitchen)
     owner = fusion.owner(registry, device, dtype)
     if owner is None:
-        return "this comfy-kitchen does not have it"
+        return _NOT_THERE
     if choice == "auto" and owner != "eager":
-        return f"its own {owner} backend is there"
+        return _ITS_OWN
     try:
         provider = select(fusion.op, device, (dtype,), kitchen.provider).provider
     except NoProviderError as error:
         return str(error)
     if choice == "auto" and provider == "eager" and kitchen.provider is None:
-        return "diffkern has nothing but plain PyTorch here, either"
+        return _NO_KERNEL
     # Half dtypes are rounded float32: what is equal there bit for bit need not be so for other inputs.
     dtypes = {dtype, torch.float32} if verifier.exact else {dtype}
     proofs = [verifier.prove(nn.Identity(), fusion, kitchen.provider, device, each) for each in dtypes]
     failed = [proof for proof in proofs if proof is not None and not proof.passed]
     if not failed:
         return None
-    return "not bit-identical on this device" if verifier.exact else failed[0].reason
+    return _OTHER_BITS if verifier.exact else failed[0].reason

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from diffkern.comfyui.benchmark import benchmark
 from diffkern.comfyui.node_parts import CATEGORY, RunsEveryTime, seed_input, with_text
+from diffkern.comfyui.optimize import not_optimized
 from diffkern.comfyui.verify import verify
 
 _SEED = "Of the noise, the same for both models."
@@ -17,7 +18,7 @@ _SEED = "Of the noise, the same for both models."
 def _inputs() -> list[io.Input]:
     """What both take."""
     return [
-        io.Model.Input("model", tooltip="An optimized model. The native one is this model without diffkern."),
+        io.Model.Input("model", tooltip="An optimized model. The stock one is this model without diffkern."),
         io.Conditioning.Input("positive", tooltip="The prompt to try it with. Runs without guidance."),
         io.Latent.Input("latent_image", tooltip="The size to try it at; use that of your workflow."),
     ]
@@ -34,7 +35,7 @@ class VerifyModel(io.ComfyNode):
             node_id="DiffkernVerify",
             display_name="Verify (diffkern)",
             category=CATEGORY,
-            description="Runs an optimized model and the native one on your own prompt and size, and says how far the "
+            description="Runs an optimized model and the stock one on your own prompt and size, and says how far the "
             "results are apart, and whether they are finite.",
             search_aliases=["compare", "check", "nan", "black image"],
             inputs=[
@@ -68,6 +69,8 @@ class VerifyModel(io.ComfyNode):
         cls, model: Any, positive: Any, latent_image: Any, steps: int, seed: int, tolerance: float, on_failure: str
     ) -> io.NodeOutput:
         """Runs the node."""
+        if reason := not_optimized(model):  # as where the user compares by bypassing the node, which must go on
+            return with_text(f"nothing to verify: {reason}", True)
         verdict = verify(model, positive, latent_image, steps=steps, seed=seed, tolerance=tolerance)
         if on_failure == "error" and not verdict.passed:
             raise RuntimeError(str(verdict))
@@ -85,7 +88,7 @@ class BenchmarkModel(RunsEveryTime):
             node_id="DiffkernBenchmark",
             display_name="Benchmark (diffkern)",
             category=CATEGORY,
-            description="Times the steps of an optimized model and of the native one in turns, on your own prompt and "
+            description="Times the steps of an optimized model and of the stock one in turns, on your own prompt and "
             "size. Says so plainly if there is no gain.",
             search_aliases=["speed", "compare", "it/s", "timing"],
             inputs=[
@@ -104,5 +107,7 @@ class BenchmarkModel(RunsEveryTime):
     @override
     def execute(cls, model: Any, positive: Any, latent_image: Any, steps: int, runs: int, seed: int) -> io.NodeOutput:
         """Runs the node."""
+        if reason := not_optimized(model):
+            return with_text(f"nothing to time: {reason}", 1.0)
         comparison = benchmark(model, positive, latent_image, steps=steps, runs=runs, seed=seed)
         return with_text(str(comparison), comparison.speedup)

@@ -16,11 +16,10 @@ from diffkern.comfyui.node_parts import (
     RunsEveryTime,
     backend_input,
     mode_input,
-    numerics_of,
     unsupported_input,
     with_text,
 )
-from diffkern.comfyui.optimize import optimize, optimize_vae
+from diffkern.comfyui.optimize import optimize, optimize_vae, reports_of
 from diffkern.comfyui.rewrites import FAMILIES
 from diffkern.injection import InjectionReport
 
@@ -39,7 +38,7 @@ class OptimizeModel(io.ComfyNode):
             node_id="DiffkernOptimizeModel",
             display_name="Optimize Model (diffkern)",
             category=CATEGORY,
-            description="Runs models on fused kernels. Every kind of module is proven against the native one first. "
+            description="Runs models on fused kernels. Every kind of module is proven against the stock one first. "
             "The input model stays as it is: bypass this node and it is gone.",
             search_aliases=["speed up", "kernels", "fused", "rms norm", "faster"],
             inputs=[
@@ -92,7 +91,7 @@ class OptimizeModel(io.ComfyNode):
         if mode == OFF:
             return _output(model, "off: the model is handed on as it is", vae)
         options: Any = {
-            "numerics": numerics_of(mode),
+            "numerics": mode,
             "families": [family for family in FAMILIES if families[family]],
             "provider": None if backend == "auto" else backend,
             "strict": on_unsupported == "error",
@@ -103,6 +102,36 @@ class OptimizeModel(io.ComfyNode):
             vae, report = optimize_vae(vae, **options)
             text = f"{text}\n\n{_as_text(report)}"
         return _output(optimized, text, vae)
+
+
+class ReportRun(io.ComfyNode):
+    """The report of an optimized model after the sampler ran, which the latent that passes through makes sure of."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        """Returns inputs and outputs."""
+        return io.Schema(
+            node_id="DiffkernReport",
+            display_name="Report (diffkern)",
+            category=CATEGORY,
+            description="Says what of an optimized model ran fused, and why not the rest. Put it behind the sampler: "
+            "it hands the latent on as it is.",
+            search_aliases=["what ran", "calls", "fused"],
+            inputs=[
+                io.Model.Input("model", tooltip="The optimized model that the sampler runs."),
+                io.Latent.Input("latent", tooltip="The result of the sampler, so that this node runs after it."),
+            ],
+            outputs=[io.Latent.Output(tooltip="The latent, as it is."), io.String.Output("report")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    @override
+    def execute(cls, model: Any, latent: Any) -> io.NodeOutput:
+        """Runs the node."""
+        reports = [_as_text(report) for report in reports_of(model)]
+        return with_text("\n\n".join(reports) or "this model is not optimized by diffkern", latent)
 
 
 class Doctor(RunsEveryTime):

@@ -16,7 +16,6 @@ from diffkern.comfyui.node_parts import (
     OFF,
     backend_input,
     mode_input,
-    numerics_of,
     seed_input,
     unsupported_input,
     with_text,
@@ -107,7 +106,7 @@ class OptimizePipeline(io.ComfyNode):
         if mode == OFF:
             return with_text("off: the pipeline is handed on as it is", pipeline)
         wanted = pipeline.optimized(
-            numerics=numerics_of(mode),
+            numerics=mode,
             config=None if backend == "auto" else {"*": backend},
             strict=on_unsupported == "error",
         )

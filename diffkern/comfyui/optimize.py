@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from diffkern.comfyui import kitchen_backend, patcher
 from diffkern.comfyui.patcher import conflict, own_modules, patches_of
@@ -24,6 +25,18 @@ from diffkern.providers import KERNEL_DTYPES
 DENOISER = "diffusion_model"
 
 NUMERICS = ("fast", "exact")
+
+
+class Report(InjectionReport):
+    """What was done to a model, and what to do next with nodes."""
+
+    @override
+    def next_step(self) -> str:
+        if not self.active:
+            return ""
+        if any(site.fused_calls or site.stock_calls for site in self.active):
+            return "Benchmark (diffkern) times it against the stock model"
+        return "sample; Report (diffkern) behind the sampler then says what ran fused, and so does ComfyUI's log"
 
 
 def optimize(
@@ -56,7 +69,7 @@ def optimize(
     if kitchen not in kitchen_backend.CHOICES:
         raise ValueError(f"kitchen={kitchen!r}: choose one of {', '.join(kitchen_backend.CHOICES)}")
     started = time.perf_counter()
-    report = InjectionReport(type(model.model.diffusion_model).__name__, numerics)
+    report = Report(type(model.model.diffusion_model).__name__, numerics)
     if not chosen:
         report.notes.append("every family is switched off")
     dtype, device = inference_dtype(model), torch.device(model.load_device)
@@ -71,6 +84,7 @@ def optimize(
             kitchen = "off"
         service = kitchen_backend.prepare(kitchen, device, dtype, numerics, provider, report)
     clone = model.clone()
+    clone.set_attachments(patcher.KEY, (*reports_of(model), report))
     if patches:
         patcher.install(clone, patches)
     if service is not None:
@@ -117,12 +131,27 @@ def optimize_vae(
     return optimized, report
 
 
-def native(model: Any) -> Any:
+def without_diffkern(model: Any) -> Any:
     """Returns a clone of a model without anything of ours."""
     clone = model.clone()
     patcher.remove(clone)
     kitchen_backend.remove(clone)
+    clone.remove_attachments(patcher.KEY)
     return clone
+
+
+def reports_of(model: Any) -> tuple[InjectionReport, ...]:
+    """Returns the reports of a model's optimizations, the first one first; none if it is not optimized."""
+    return tuple(model.get_attachment(patcher.KEY) or ())
+
+
+def not_optimized(model: Any) -> str:
+    """Says that there is nothing to compare in a model, and why; "" for an optimized one."""
+    if patches_of(model) or kitchen_backend.service_of(model) is not None:
+        return ""
+    if reports := reports_of(model):
+        return f"nothing of this model is optimized: {reports[-1].summary()}"
+    return "this model is not optimized: Optimize Model (diffkern) is bypassed, off, or not connected"
 
 
 def selects(blocks: str, path: str) -> bool:

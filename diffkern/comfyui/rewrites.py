@@ -59,7 +59,9 @@ class Patch:
 
     def on(self, module: nn.Module) -> Patch:
         """Returns the same patch for a module of the same kind in another model."""
-        return Patch(module, self._rewriter, self._rewritten)
+        patch = Patch(module, self._rewriter, self._rewritten)
+        patch.counts = self.counts  # which the report reads
+        return patch
 
     @property
     def fused_calls(self) -> int:

@@ -1,4 +1,4 @@
-"""Does an optimized model still say what the native one says? On inputs of the user's own."""
+"""Does an optimized model still say what the stock one says? On inputs of the user's own."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 from diffkern.bench.measure import relative_error
 from diffkern.comfyui import kitchen_backend
-from diffkern.comfyui.optimize import native
+from diffkern.comfyui.optimize import without_diffkern
 from diffkern.comfyui.patcher import patches_of
 from diffkern.comfyui.sampling import denoise
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far the optimized model is from the native one after some steps.
+    """How far the optimized model is from the stock one after some steps.
 
     Attributes:
         error: Relative L2 distance of the latents; NaN if either is not finite.
         identical: Whether they are equal bit for bit.
         finite: Whether all of the optimized latents are finite.
-        native_finite: Whether all of the native latents are.
+        stock_finite: Whether all of the stock latents are.
         tolerance: The error that is allowed.
         patched: Modules that are patched.
         fused: Calls of theirs that ran fused, those in compiled graphs aside.
@@ -34,7 +34,7 @@ class Verdict:
     error: float
     identical: bool
     finite: bool
-    native_finite: bool
+    stock_finite: bool
     tolerance: float
     patched: int
     fused: int
@@ -43,16 +43,16 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the optimized model may stand in for the native one."""
+        """Whether the optimized model may stand in for the stock one."""
         return self.identical or (self.finite and self.error <= self.tolerance)
 
     def __str__(self) -> str:
-        if not self.native_finite:
-            state = "the native model itself gives NaN or infinity: nothing can be said"
+        if not self.stock_finite:
+            state = "the stock model itself gives NaN or infinity: nothing can be said"
         elif not self.finite:
             state = "the optimized model gives NaN or infinity"
         elif self.identical:
-            state = "bit for bit the native result"
+            state = "bit for bit the stock result"
         else:
             state = f"relative error {self.error:.1e}, allowed {self.tolerance:.1e}"
         return f"{'PASS' if self.passed else 'FAIL'}: {state}; {self._what_ran()}"
@@ -65,11 +65,11 @@ class Verdict:
             parts.append(f"{self.patched} modules patched, whose calls in compiled graphs are not counted")
         if self.kitchen is not None:
             parts.append(f"{self.kitchen} calls of comfy-kitchen served")
-        return ", ".join(parts) or "nothing is patched"
+        return ", ".join(parts)
 
 
 def verify(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, seed: int, tolerance: float) -> Verdict:
-    """Denoises the same latent with the native and with the optimized model.
+    """Denoises the same latent with the stock and with the optimized model.
 
     Args:
         model: An optimized model.
@@ -79,14 +79,14 @@ def verify(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, 
         seed: Of the noise.
         tolerance: The relative error that is allowed.
     """
-    expected = denoise(native(model), positive, latent, steps, seed)
+    expected = denoise(without_diffkern(model), positive, latent, steps, seed)
     before = _calls(model)
     found = denoise(model, positive, latent, steps, seed)
     fused, stock, kitchen = (now - then for now, then in zip(_calls(model), before, strict=True))
-    finite, native_finite = (bool(torch.isfinite(result).all()) for result in (found, expected))
-    error = relative_error(found, expected) if finite and native_finite else float("nan")
+    finite, stock_finite = (bool(torch.isfinite(result).all()) for result in (found, expected))
+    error = relative_error(found, expected) if finite and stock_finite else float("nan")
     return Verdict(
-        error, torch.equal(found, expected), finite, native_finite, tolerance,
+        error, torch.equal(found, expected), finite, stock_finite, tolerance,
         len(patches_of(model)), fused, stock, None if kitchen_backend.service_of(model) is None else kitchen,
     )  # fmt: skip
 

@@ -38,6 +38,7 @@ class ModelPatcher:
         self.object_patches_backup: dict[str, Any] = {}
         self.callbacks: dict[str, dict[str, list[Callable[..., Any]]]] = {}
         self.wrappers: dict[str, dict[str, list[Callable[..., Any]]]] = {}
+        self.attachments: dict[str, Any] = {}
 
     def clone(self, model_override: Any = None) -> ModelPatcher:
         model, backup = (self.model, self.object_patches_backup) if model_override is None else (model_override, {})
@@ -45,6 +46,7 @@ class ModelPatcher:
         clone.object_patches = self.object_patches.copy()
         clone.object_patches_backup = backup
         clone.callbacks = {event: {key: [*own] for key, own in keys.items()} for event, keys in self.callbacks.items()}
+        clone.attachments = self.attachments.copy()
         clone.wrappers = {kind: {key: [*own] for key, own in keys.items()} for kind, keys in self.wrappers.items()}
         for callback in [each for own in self.callbacks.get("on_clone", {}).values() for each in own]:
             callback(self, clone)
@@ -59,6 +61,15 @@ class ModelPatcher:
 
     def add_object_patch(self, name: str, value: Any) -> None:
         self.object_patches[name] = value
+
+    def set_attachments(self, key: str, attachment: Any) -> None:
+        self.attachments[key] = attachment
+
+    def remove_attachments(self, key: str) -> None:
+        self.attachments.pop(key, None)
+
+    def get_attachment(self, key: str) -> Any:
+        return self.attachments.get(key)
 
     def get_model_object(self, name: str) -> Any:
         for patches in (self.object_patches, self.object_patches_backup):

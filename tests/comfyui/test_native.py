@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from diffkern.comfyui.optimize import native as without
-from diffkern.comfyui.optimize import optimize, optimize_vae
+from diffkern.comfyui.optimize import not_optimized, optimize, optimize_vae
+from diffkern.comfyui.optimize import without_diffkern as without
 from diffkern.comfyui.patcher import patches_of
 from tests.comfyui import checkpoints, native
 
@@ -402,7 +402,7 @@ def test_verify_and_benchmark(files: dict[str, Path]) -> None:
     same = verify(exact, **options, steps=1, tolerance=0.0)
     strict = verify(optimized, **options, steps=1, tolerance=0.0)
     served = verify(optimize(model, families=[], kitchen="on")[0], **options, steps=1, tolerance=1e-4)
-    nothing = verify(model, **options, steps=1, tolerance=0.0)
+    nothing = not_optimized(model), not_optimized(optimize(model, families=[], kitchen="off")[0])
     times = benchmark(exact, **options, steps=3, runs=2)
     optimized.model.diffusion_model.blocks[0].modulation.data.fill_(float("nan"))
     broken = verify(optimized, **options, steps=1, tolerance=1.0)
@@ -410,10 +410,11 @@ def test_verify_and_benchmark(files: dict[str, Path]) -> None:
     assert good.passed and 0 < good.error < 1e-4 and good.fused == 26 and str(good).startswith("PASS")
     assert same.passed and same.identical and "bit for bit" in str(same)
     assert served.passed and " calls of comfy-kitchen served" in str(served)
-    assert nothing.passed and str(nothing).endswith("; nothing is patched")
+    assert "is bypassed, off, or not connected" in nothing[0] and "every family is switched off" in nothing[1]
+    assert not not_optimized(optimized) and not not_optimized(exact)
     assert not strict.passed and str(strict).startswith("FAIL")
-    assert not broken.passed and "native model itself" in str(broken)
-    assert len(times.native.milliseconds) == 2 and times.native.memory is None and "CPU" in str(times)
+    assert not broken.passed and "stock model itself" in str(broken)
+    assert len(times.stock.milliseconds) == 2 and times.stock.memory is None and "CPU" in str(times)
 
 
 def test_another_model_is_handed_on_and_may_use_the_kitchen(comfyui: None) -> None:
@@ -424,8 +425,7 @@ def test_another_model_is_handed_on_and_may_use_the_kitchen(comfyui: None) -> No
     plain = double.Model(manual_cast.Linear(32, 64))
     _, report = optimize(double.ModelPatcher(plain, torch.device("cpu"), torch.device("cpu")))
 
-    assert "Linear has no module that diffkern knows" in report.notes[0]
-    assert any("comfy-kitchen: this model has called none" in note for note in report.notes)
+    assert ["Linear has no module that diffkern knows" in note for note in report.notes] == [True]
 
 
 def test_a_vae_decodes_and_encodes_on_fused_kernels_and_the_one_given_stays_as_it_is() -> None:

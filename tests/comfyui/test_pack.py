@@ -46,7 +46,7 @@ def test_the_registry_finds_what_it_wants() -> None:
 
 
 def test_every_node_has_a_help_page_that_names_its_inputs() -> None:
-    assert len(NODES) == 7
+    assert len(NODES) == 8
     for node in NODES:
         page = (PACK / "web" / "docs" / f"{node}.md").read_text()
         assert page.startswith("# ") and ("| `" in page or "No inputs" in page)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.comfyui import kitchen_backend
-from diffkern.comfyui.optimize import native, optimize, selects
+from diffkern.comfyui.optimize import optimize, selects, without_diffkern
 from diffkern.comfyui.patcher import APPLY_MODEL, patches_of
 from diffkern.injection import InjectionError
 from tests.comfyui import double, toy
@@ -82,7 +82,7 @@ def test_two_branches_from_one_loader_do_not_see_each_other(host: Host) -> None:
     first = host.run(optimized, 1)
     assert torch.equal(host.run(plain, 1), expected)
     assert torch.equal(host.run(optimized, 1), first)
-    assert torch.equal(host.run(native(optimized), 1), expected)
+    assert torch.equal(host.run(without_diffkern(optimized), 1), expected)
 
 
 def test_an_error_while_sampling_leaves_nothing_behind(host: Host) -> None:
@@ -99,7 +99,7 @@ def test_a_clone_with_a_model_of_its_own_runs_on_its_own_weights(host: Host) -> 
     deep = host.deep_clone(optimized)
     with torch.no_grad():
         deep.model.diffusion_model.blocks[0].linear.weight.mul_(-1.0)
-    expected = host.run(native(deep))
+    expected = host.run(without_diffkern(deep))
 
     assert deep.model is not optimized.model
     assert {patch.module for patch in patches_of(deep).values()} <= set(deep.model.modules())
@@ -143,11 +143,13 @@ def test_a_second_optimizer_leaves_the_kitchen_of_the_first(host: Host, kitchen:
     pytest.importorskip("comfy_kitchen")
     first, _ = optimize(host.patcher, numerics="exact", kitchen="on")
     second, report = optimize(first, kitchen=kitchen)
-    wrappers = [each.get_wrappers(APPLY_MODEL, kitchen_backend.KEY) for each in (first, second, native(second))]
+    wrappers = [
+        each.get_wrappers(APPLY_MODEL, kitchen_backend.KEY) for each in (first, second, without_diffkern(second))
+    ]
 
     assert len(wrappers[0]) == 1 and wrappers[1] == wrappers[0] and not wrappers[2]
     assert "comfy-kitchen is left as the Optimize Model before this one has set it" in report.notes
-    assert not native(second).wrappers.get(APPLY_MODEL)
+    assert not without_diffkern(second).wrappers.get(APPLY_MODEL)
 
 
 def test_patches_of_other_nodes_are_left_and_named(host: Host) -> None:
@@ -262,7 +264,7 @@ def test_a_block_is_fused_in_every_method_that_rules_know(unknown: Any) -> None:
     assert [count["fused"] for count in report.calls().values()] == [2, 2]
     assert {key.rpartition(".")[2] for key in optimized.object_patches} == {"forward", "before"}
     assert not any(count["stock"] for count in report.calls().values())
-    assert torch.equal(Host.run(native(optimized)), before) and not patches_of(native(optimized))
+    assert torch.equal(Host.run(without_diffkern(optimized)), before) and not patches_of(without_diffkern(optimized))
 
 
 class Pair(nn.Module):
@@ -311,7 +313,7 @@ def test_such_a_block_in_a_model_of_its_own_runs_on_its_own_weights(unknown: Any
         deep.model.diffusion_model.blocks[0].linear.weight.mul_(-1.0)
 
     assert {patch.module for patch in patches_of(deep).values()} <= set(deep.model.modules())
-    assert close(Host.run(deep), Host.run(native(deep))) and not close(Host.run(deep), Host.run(optimized))
+    assert close(Host.run(deep), Host.run(without_diffkern(deep))) and not close(Host.run(deep), Host.run(optimized))
     assert all(patch.fused_calls for patch in patches_of(deep).values())
 
 
