@@ -10,4 +10,4 @@ def pipelines_unavailable_reason() -> str | None:
     missing = [name for name in ("diffusers", "transformers", "accelerate") if find_spec(name) is None]
     if not missing:
         return None
-    return f"{', '.join(missing)} not installed in ComfyUI's Python: pip install 'diffkern[diffusers]' there"
+    return f"{', '.join(missing)} not installed in ComfyUI's Python: pip install {' '.join(missing)} there"

@@ -22,6 +22,9 @@ from diffkern.injection import InjectionReport
 
 DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+#: Folders in folders that are looked at; the cache of the Hub has three.
+_DEPTH = 5
+
 #: Where the weights wait while they are not needed.
 OFFLOADS = ("none", "model", "sequential")
 
@@ -82,10 +85,11 @@ class Video:
 
 
 def find(folders: list[str]) -> dict[str, str]:
-    """Returns the pipelines in some folders: name -> path of the folder with its ``model_index.json``."""
+    """Returns the pipelines in some folders, through links, too: name -> path of the folder with its ``model_index.json``."""
     found = {}
     for folder in map(Path, folders):
-        for index in sorted(folder.glob("**/model_index.json")):
+        # ``**`` does not follow links, which is how most people put a folder there.
+        for index in sorted(index for depth in range(_DEPTH) for index in folder.glob("*/" * depth + "model_index.json")):
             found[index.parent.relative_to(folder).as_posix()] = str(index.parent)
     return found
 

@@ -130,7 +130,8 @@ def test_benchmark_and_doctor_say_what_they_found(server: Server) -> None:
 
 
 def test_a_diffusers_pipeline_is_loaded_optimized_and_run(server: Server) -> None:
-    tiny.build("ltx")[0].save_pretrained(server.base / "models" / "diffusers" / "tiny-ltx")
+    tiny.build("ltx")[0].save_pretrained(server.base / "elsewhere")
+    (server.base / "models" / "diffusers" / "tiny-ltx").symlink_to(server.base / "elsewhere")
     listed = server.get("/object_info")["DiffkernLoadPipeline"]["input"]["required"]
     assert listed["pipeline"][1]["options"] == ["tiny-ltx"]
     video = {
@@ -170,7 +171,7 @@ def test_example_workflows_fit_the_nodes_of_this_comfyui(server: Server, path: P
     links = {link[0]: link for link in graph["links"]}
     types = [node["type"] for node in graph["nodes"]]
 
-    assert "DiffkernOptimizeModel" in types
+    assert {"DiffkernOptimizeModel", "DiffkernOptimizePipeline"} & set(types)
     for node in graph["nodes"]:
         if node["type"] in ("MarkdownNote", "Note"):
             continue
@@ -199,6 +200,9 @@ def test_example_workflows_run_with_tiny_models_in_place_of_their_files(
     texts = [text for number, output in shown.items() if prompt[number]["class_type"] == "PreviewAny"
              for text in output["text"]]  # fmt: skip
 
+    (report,) = (shown[number]["text"][0] for number, node in prompt.items() if node["class_type"] == "DiffkernReport")
+
+    assert ("this model is not optimized" in report) is bypassed and (" ran fused (" in report) is not bypassed
     assert len(texts) == (1 if bypassed else 2)
     assert sum("patched" in text and "by compiled" in text for text in texts) == (0 if bypassed else 1)
     assert sum(text.startswith("PASS") for text in texts) == (not bypassed)
