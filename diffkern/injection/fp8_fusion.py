@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
@@ -260,25 +261,31 @@ class Fp8Fusion(Fusion):
     @override
     def weigh(self, module: nn.Module, call: Tensor) -> str | None:
         linear: Any = module
-        rows, columns, depth = call.numel() // call.shape[-1], linear.in_features, linear.out_features
-        if rows * columns * depth > CERTAIN:
+        if call.numel() * linear.out_features > CERTAIN:
             return ""
-        provider = select("activation_fp8", call.device, (call.dtype,), None).provider
-        key = OP, provider, str(call.dtype), f"{columns} x {depth}", f"2^{rows.bit_length() - 1} rows"
         weights = weights_of(module, call.device)
 
         def fused() -> Tensor:
             return weights.run("weight", module, quantize_rowwise(call, None))
 
-        try:
-            with torch.no_grad():
-                found = kept_costs((fused, lambda: self.stock(module, call)), call.device, *key)
-        except torch.OutOfMemoryError:
-            return ""  # the call itself says so
-        reason = reason_without_gain(found[0], found[1], bool(self.replayed))
+        reason = self.without_gain(call, (OP, linear.out_features), fused, lambda: self.stock(module, call))
         if reason:
             weights.drop("")
         return reason
+
+    def without_gain(
+        self, call: Tensor, key: tuple[Hashable, ...], fused: Callable[[], Tensor], stock: Callable[[], Tensor]
+    ) -> str:
+        """Times both for an input; returns why the fused one is not worth it, or ""."""
+        provider = select("activation_fp8", call.device, (call.dtype,), None).provider
+        width = call.shape[-1]
+        size = f"{width} features", f"2^{(call.numel() // width).bit_length() - 1} rows"
+        try:
+            with torch.no_grad():
+                found = kept_costs((fused, stock), call.device, *key, provider, str(call.dtype), *size)
+        except torch.OutOfMemoryError:
+            return ""  # the call itself says so
+        return reason_without_gain(found[0], found[1], bool(self.replayed))
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
@@ -378,13 +385,25 @@ class Fp8FeedForward(Fusion):
         layers, dropouts = parts_of_feed_forward(module)
         if len(layers) != 2 or not all(untouched(layer, nn.Linear) for layer in layers) or not are_silent(dropouts):
             return "a layer inside of it has a hook or an adapter, or drops values"
-        reason = next((why for layer in layers if (why := self.linear.declines(layer, call)) is not None), None)
-        if reason is not None or self.linear.replayed is None:
-            return reason
-        first: Any = layers[0]
-        if call.numel() * first.out_features <= CERTAIN:
-            return "its products are small: each layer is timed by itself"
-        return None
+        return next((why for layer in layers if (why := self.linear.declines(layer, call)) is not None), None)
+
+    @property
+    @override
+    def is_timed(self) -> bool:
+        return self.linear.is_timed
+
+    @override
+    def weigh(self, module: nn.Module, call: Tensor) -> str | None:
+        """Without a gain each of the layers is timed by itself."""
+        first: Any = parts_of_feed_forward(module)[0][0]
+        if call.numel() * first.out_features > CERTAIN:
+            return ""
+        # As stock would: its layers have patches of their own.
+        twin = cache(lambda: self.clone_for_verification(module, call.device, call.dtype))
+        return self.linear.without_gain(
+            call, (FEED_FORWARD_OP, first.out_features), lambda: self.compute(module, call, None, ()),
+            lambda: self.stock(twin(), call),
+        )  # fmt: skip
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:

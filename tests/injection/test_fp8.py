@@ -584,6 +584,30 @@ def test_a_layer_that_gains_nothing_runs_as_it_is_written_and_keeps_no_copy(monk
 
 
 @pytest.mark.usefixtures("on_this_device")
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_feed_forward_that_is_timed_runs_in_fp8_as_a_whole_or_layer_by_layer(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module = FeedForward(64, mult=2, activation_fn="gelu-approximate").to(torch.bfloat16).eval().requires_grad_(False)
+    x = _random()(1, 32, 64)
+    stock, timed = module(x), []
+
+    def costs(computations: Any, device: torch.device) -> list[Cost]:
+        fused, unfused = (compute() for compute in computations)
+        timed.append(torch.equal(unfused, stock))
+        return [Cost(1.0, 1.0), Cost(3.0, 3.0)] if whole or len(timed) > 1 else [Cost(3.0, 3.0), Cost(1.0, 1.0)]
+
+    monkeypatch.setattr(gain, "costs", costs)
+    report = inject_optimized_kernels(module, numerics="fp8", config=KernelConfig(measure=True))
+    y = module(x)
+    assert 0.01 < relative_error(y, stock.double()) <= FP8_ALLOWANCE_OF_TWO
+    calls = report.calls()
+    assert calls[""]["fused"] == whole and calls["net.2"]["fused"] == (not whole)
+    assert timed == [True, False, False][: 1 if whole else 3], "the whole against layers without fp8"
+
+
+@pytest.mark.usefixtures("on_this_device")
 def test_layers_of_ltx2_are_in_fp8_inside_of_its_block() -> None:
     subject = SUBJECTS["ltx2"]
     torch.manual_seed(0)
