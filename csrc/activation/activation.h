@@ -42,17 +42,21 @@ void activation_cpu(const ActivationParams& params, int64_t begin, int64_t end);
 // Enqueues everything on a CUDA or HIP stream of the current device; returns the runtime's error code.
 int activation_gpu(const ActivationParams& params, void* stream);
 
-// out = activation(x) in rows of e4m3, one after another, and the scale of each. In float32, rounded once.
+enum RowOperand : int { kRowOfOut, kRowOfX, kRowOfFront, kRowOperands };
+
+// out = [front, activation(x)] in rows of e4m3, one after another, and the scale of each. In float32, rounded once.
 struct ActivationRows8 {
   const void* x;
+  const void* front;  // or null
   uint8_t* out;
   float* scales;
   Dtype dtype;
-  Activation activation;  // kNone for x itself
-  int64_t rows;
-  int64_t size;    // of a row
-  int64_t x_row;   // from row to row
-  int64_t x_step;  // from one element to the next
+  Activation activation;         // kNone for x itself
+  int64_t size;                  // of a row, the front counted
+  int64_t front_size;            // 0 without one
+  int64_t x_step;                // from one element to the next
+  int64_t front_step;
+  LeadingMap<kRowOperands> map;  // where the rows begin
 };
 
 // The same on a stream of NVIDIA's GPUs.

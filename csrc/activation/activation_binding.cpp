@@ -1,5 +1,7 @@
 // Activations and gated units as torch ops: checks, the output tensor, and the way to the kernels.
 #include <algorithm>
+#include <array>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -104,20 +106,21 @@ Tensor glu(Tensor value, Tensor gate, std::string function, bool round_activatio
 }
 
 #if defined(DIFFKERN_ROWS8)
-// Whether the rows of x lie at equal distances, and at which.
-bool equally_spaced_rows(const Tensor& x, int64_t* distance) {
-  *distance = 0;
-  int64_t seen = 1;  // rows of the dimensions that were looked at
-  for (int64_t dim = x.dim() - 2; dim >= 0; --dim) {
-    if (x.size(dim) == 1) continue;
-    if (seen == 1) *distance = x.stride(dim);
-    if (x.stride(dim) != *distance * seen) return false;
-    seen *= x.size(dim);
-  }
-  return true;
+// Where the rows of both begin; false if they need more loops than a kernel has.
+bool map_rows(ActivationRows8* p, const Tensor& x, const Tensor* front, const Tensor& out) {
+  const int last = static_cast<int>(x.dim()) - 1;
+  const auto sizes = x.sizes();
+  const auto strides = x.strides();
+  const auto front_strides = front != nullptr ? front->strides() : strides;
+  const auto out_strides = out.strides();
+  p->x = x.const_data_ptr();
+  p->x_step = sizes[last] > 1 ? strides[last] : 1;
+  p->front = front != nullptr ? front->const_data_ptr() : nullptr;
+  p->front_step = p->front_size > 1 ? front_strides[last] : 1;
+  return make_leading_map(last, sizes.data(), {out_strides.data(), strides.data(), front_strides.data()}, &p->map);
 }
 
-std::tuple<Tensor, Tensor> activation_fp8(Tensor x, std::string function) {
+std::tuple<Tensor, Tensor> activation_fp8(Tensor x, std::optional<Tensor> front, std::string function) {
   constexpr const char* kOp = "activation_fp8";
   ActivationRows8 params{};
   params.dtype = dtype_of(x.scalar_type(), kOp, "x");
@@ -125,18 +128,31 @@ std::tuple<Tensor, Tensor> activation_fp8(Tensor x, std::string function) {
   STD_TORCH_CHECK(params.activation != Activation::kNone || function == "identity", kOp, ": unknown activation ",
                   function);
   STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) > 0, kOp, ": a row needs elements to find its scale from");
-  Rows8 rows(x, x.dim(), x.sizes().data());
-  params.size = x.size(x.dim() - 1);
-  params.rows = x.numel() / params.size;
-  if (params.rows == 0) return {rows.values, rows.scales};
-  STD_TORCH_CHECK(params.rows <= INT32_MAX, kOp, ": more than 2^31 rows");
-  const bool spaced = equally_spaced_rows(x, &params.x_row);
-  const Tensor from = spaced ? x : torch::stable::contiguous(x);
-  if (!spaced) params.x_row = params.size;
-  params.x = from.const_data_ptr();
-  params.x_step = params.size > 1 ? from.stride(from.dim() - 1) : 1;
+  const int64_t rank = x.dim();
+  std::array<int64_t, 64> sizes;
+  std::copy_n(x.sizes().data(), rank, sizes.begin());
+  if (front.has_value()) {
+    STD_TORCH_CHECK(front->dim() == rank && front->scalar_type() == x.scalar_type() && front->is_cuda() &&
+                        front->get_device_index() == x.get_device_index(),
+                    kOp, ": front and x differ in dtype, device or number of dimensions");
+    for (int64_t dim = 0; dim + 1 < rank; ++dim) {
+      STD_TORCH_CHECK(front->size(dim) == x.size(dim), kOp, ": front and x have other numbers of rows");
+    }
+    params.front_size = front->size(rank - 1);
+    sizes[rank - 1] += params.front_size;
+  }
+  params.size = sizes[rank - 1];
+  Rows8 rows(x, rank, sizes.data());
   params.out = rows.data();
   params.scales = rows.scale_data();
+  if (x.numel() == 0) return {rows.values, rows.scales};
+  Tensor from = x;
+  if (!map_rows(&params, from, front.has_value() ? &*front : nullptr, rows.values)) {
+    from = torch::stable::contiguous(x);
+    if (front.has_value()) front = torch::stable::contiguous(*front);
+    map_rows(&params, from, front.has_value() ? &*front : nullptr, rows.values);
+  }
+  STD_TORCH_CHECK(params.map.rows <= INT32_MAX, kOp, ": more than 2^31 rows");
   launch_on_device_of(x, kOp, [&params](void* stream) { return activation_rows8_gpu(params, stream); });
   return {rows.values, rows.scales};
 }
@@ -145,7 +161,9 @@ std::tuple<Tensor, Tensor> activation_fp8(Tensor x, std::string function) {
 }  // namespace
 
 #if defined(DIFFKERN_ROWS8)
-DIFFKERN_LIBRARY(DIFFKERN_OPS, m) { m.def("activation_fp8(Tensor x, str function) -> (Tensor, Tensor)"); }
+DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
+  m.def("activation_fp8(Tensor x, Tensor? front=None, str function=\"identity\") -> (Tensor, Tensor)");
+}
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) { m.impl("activation_fp8", TORCH_BOX(&activation_fp8)); }
 #endif

@@ -36,7 +36,7 @@ struct ModulateParams {
   Operand bias;
   void* new_residual;  // like out: contiguous
   void* out;
-  uint8_t* rows8;     // out as rows of e4m3, in its place; on NVIDIA's GPUs
+  uint8_t* rows8;     // out as rows of e4m3, in its place or beside it; on NVIDIA's GPUs
   float* row_scales;  // and the scale of each
   Dtype new_dtype;
   Dtype out_dtype;

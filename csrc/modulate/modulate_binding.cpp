@@ -240,10 +240,11 @@ void check_norm_shape(const char* op, const Tensor& x, const Shape& shape, int64
                   x.size(x.dim() - 1), ", and the modulation has size ", shape.last(), " there");
 }
 
-Tensor norm_modulate(Tensor x, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight, OptionalTensor bias,
-                     double eps = 1e-6, int64_t norm = 1, double scale_offset = 1, bool round_each = false,
-                     std::optional<ScalarType> out_dtype = std::nullopt) {
-  constexpr const char* kOp = "norm_modulate";
+// `before` is called with what is about to run.
+template <typename Before>
+Tensor norm_modulate_with(const char* kOp, const Tensor& x, const OptionalTensor& scale, const OptionalTensor& shift,
+                          const OptionalTensor& weight, const OptionalTensor& bias, double eps, int64_t norm,
+                          double scale_offset, bool round_each, std::optional<ScalarType> out_dtype, Before&& before) {
   const Shape shape = broadcast(kOp, {&x, pointer_to(scale), pointer_to(shift)});
   check_norm_shape(kOp, x, shape, norm);
   Call call(kOp, shape, x);
@@ -253,8 +254,16 @@ Tensor norm_modulate(Tensor x, OptionalTensor scale, OptionalTensor shift, Optio
   call.params.out_dtype = dtype_of(out_dtype.value_or(type), kOp, "out_dtype");
   Tensor out = call.output(out_dtype.value_or(type));
   call.params.out = out.mutable_data_ptr();
+  before(call);
   call.run();
   return out;
+}
+
+Tensor norm_modulate(Tensor x, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight, OptionalTensor bias,
+                     double eps = 1e-6, int64_t norm = 1, double scale_offset = 1, bool round_each = false,
+                     std::optional<ScalarType> out_dtype = std::nullopt) {
+  return norm_modulate_with("norm_modulate", x, scale, shift, weight, bias, eps, norm, scale_offset, round_each,
+                            out_dtype, [](Call&) {});
 }
 
 Tensor gate_residual(Tensor residual, Tensor x, OptionalTensor gate, int64_t gate_activation = 0,
@@ -283,12 +292,12 @@ void check_modulation(const char* op, const OptionalTensor& scale, const Optiona
   }
 }
 
-std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
-    Tensor residual, Tensor x, OptionalTensor gate, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight,
-    OptionalTensor bias, double eps = 1e-6, int64_t norm = 1, int64_t gate_activation = 0, double scale_offset = 1,
-    bool round_each = false, std::optional<ScalarType> residual_dtype = std::nullopt,
-    std::optional<ScalarType> out_dtype = std::nullopt) {
-  constexpr const char* kOp = "gate_residual_norm_modulate";
+template <typename Before>
+std::tuple<Tensor, Tensor> gate_residual_norm_modulate_with(
+    const char* kOp, const Tensor& residual, const Tensor& x, const OptionalTensor& gate, const OptionalTensor& scale,
+    const OptionalTensor& shift, const OptionalTensor& weight, const OptionalTensor& bias, double eps, int64_t norm,
+    int64_t gate_activation, double scale_offset, bool round_each, std::optional<ScalarType> residual_dtype,
+    std::optional<ScalarType> out_dtype, Before&& before) {
   STD_TORCH_CHECK(residual.dim() >= 1, kOp, ": the residual must have at least one dimension");
   const Shape shape = broadcast(kOp, {&residual, &x, pointer_to(gate)});
   check_modulation(kOp, scale, shift, shape);
@@ -303,8 +312,19 @@ std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
   Tensor out = call.output(out_dtype.value_or(type));
   call.params.new_residual = new_residual.mutable_data_ptr();
   call.params.out = out.mutable_data_ptr();
+  before(call);
   call.run();
   return {new_residual, out};
+}
+
+std::tuple<Tensor, Tensor> gate_residual_norm_modulate(
+    Tensor residual, Tensor x, OptionalTensor gate, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight,
+    OptionalTensor bias, double eps = 1e-6, int64_t norm = 1, int64_t gate_activation = 0, double scale_offset = 1,
+    bool round_each = false, std::optional<ScalarType> residual_dtype = std::nullopt,
+    std::optional<ScalarType> out_dtype = std::nullopt) {
+  return gate_residual_norm_modulate_with("gate_residual_norm_modulate", residual, x, gate, scale, shift, weight, bias,
+                                          eps, norm, gate_activation, scale_offset, round_each, residual_dtype,
+                                          out_dtype, [](Call&) {});
 }
 
 #if defined(DIFFKERN_ROWS8)
@@ -339,6 +359,27 @@ std::tuple<Tensor, Tensor, Tensor> gate_residual_norm_modulate_fp8(Tensor residu
   Rows8 rows = call.rows8();
   call.run();
   return {new_residual, rows.values, rows.scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_modulate_and_fp8(Tensor x, OptionalTensor scale, OptionalTensor shift,
+                                                         OptionalTensor weight, OptionalTensor bias, double eps,
+                                                         int64_t norm, double scale_offset, bool round_each,
+                                                         std::optional<ScalarType> out_dtype) {
+  std::optional<Rows8> rows;
+  Tensor out = norm_modulate_with("norm_modulate_and_fp8", x, scale, shift, weight, bias, eps, norm, scale_offset,
+                                  round_each, out_dtype, [&](Call& call) { rows = call.rows8(); });
+  return {out, rows->values, rows->scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> gate_residual_norm_modulate_and_fp8(
+    Tensor residual, Tensor x, OptionalTensor gate, OptionalTensor scale, OptionalTensor shift, OptionalTensor weight,
+    OptionalTensor bias, double eps, int64_t norm, int64_t gate_activation, double scale_offset, bool round_each,
+    std::optional<ScalarType> residual_dtype, std::optional<ScalarType> out_dtype) {
+  std::optional<Rows8> rows;
+  auto [new_residual, out] = gate_residual_norm_modulate_with(
+      "gate_residual_norm_modulate_and_fp8", residual, x, gate, scale, shift, weight, bias, eps, norm, gate_activation,
+      scale_offset, round_each, residual_dtype, out_dtype, [&](Call& call) { rows = call.rows8(); });
+  return {new_residual, out, rows->values, rows->scales};
 }
 
 std::tuple<Tensor, Tensor> norm_modulate_fp8_plain(Tensor x, OptionalTensor scale, OptionalTensor shift) {
@@ -398,9 +439,20 @@ DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
       "gate_residual_norm_modulate_fp8(Tensor residual, Tensor x, Tensor? gate=None, Tensor? scale=None, "
       "Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, int norm=1) "
       "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "norm_modulate_and_fp8(Tensor x, Tensor? scale=None, Tensor? shift=None, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-6, int norm=1, float scale_offset=1.0, bool round_each=False, "
+      "ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "gate_residual_norm_modulate_and_fp8(Tensor residual, Tensor x, Tensor? gate=None, Tensor? scale=None, "
+      "Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, int norm=1, int gate_activation=0, "
+      "float scale_offset=1.0, bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
+  m.impl("norm_modulate_and_fp8", TORCH_BOX(&norm_modulate_and_fp8));
+  m.impl("gate_residual_norm_modulate_and_fp8", TORCH_BOX(&gate_residual_norm_modulate_and_fp8));
   m.impl("norm_modulate_fp8_plain", TORCH_BOX(&norm_modulate_fp8_plain));
   m.impl("gate_residual_norm_modulate_fp8_plain", TORCH_BOX(&gate_residual_norm_modulate_fp8_plain));
   m.impl("norm_modulate_fp8", TORCH_BOX(&norm_modulate_fp8));

@@ -164,6 +164,10 @@ __global__ void __launch_bounds__(kLoopThreads) loop_kernel(const ModulateParams
         float values[kCount];
         load_normalised(at, values);
         modulate<kCount>(p, offsets, at, values);
+        if (p.out != nullptr) {  // rows of what a reader of the output would see
+          store_elements<kCount>(values, p.out, p.out_dtype, offsets.of[kOut] + at);
+          round_to<kCount>(p.out_dtype, values);
+        }
         peak = peak_of<kCount>(values, peak);
       }
       peak = blockDim.y > 1 ? group_max<kLoopLanes>(peak) : block_max(peak, peaks);
@@ -172,6 +176,7 @@ __global__ void __launch_bounds__(kLoopThreads) loop_kernel(const ModulateParams
         float values[kCount];
         load_normalised(at, values);
         modulate<kCount>(p, offsets, at, values);
+        if (p.out != nullptr) round_to<kCount>(p.out_dtype, values);
         store_rows8<kCount>(values, scale.factor, p.rows8 + offsets.of[kOut] + at);
       }
       if (threadIdx.x == 0 && row < p.map.rows) p.row_scales[row] = scale.scale;

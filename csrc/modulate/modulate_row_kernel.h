@@ -107,7 +107,7 @@ __device__ __forceinline__ void apply_scale(float* scale, float offset, float* v
 
 // A row per kLanes threads, several rows per block; kLanes 0: a row per block. x, the residual and the outputs are T;
 // gate, scale and shift are M, which is T or float32. What a chain of torch ops rounds to M last of all is rounded to T
-// at once, which comes to the same. With kRows8 the modulated norm is written in 8 bits.
+// at once, which comes to the same. With kRows8 the modulated norm is written in 8 bits, too or alone.
 template <typename T, typename M, bool kGated, bool kRows8, int kLanes, int kPackets, int kThreads>
 __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
   constexpr int kCount = kPacketSize<T>;
@@ -228,6 +228,11 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
     float peak = 0.0f;
     each_packet([&](int i, unsigned packet) {
       modulate(i, packet, values[i]);
+      if (p.out != nullptr) {  // rows of what a reader of the output would see
+        const uint4 rounded = pack_packet<T>(values[i]);
+        p.out[at.of[kOut] + packet] = rounded;
+        unpack<T>(rounded, values[i]);
+      }
       peak = peak_of<kCount>(values[i], peak);
     });
     if constexpr (kLanes != 0) {

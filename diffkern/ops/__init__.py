@@ -2,7 +2,14 @@
 
 from diffkern.ops.activation import geglu, gelu, glu, quick_gelu, silu, swiglu
 from diffkern.ops.add_norm_silu_pad import add_norm_silu_pad
-from diffkern.ops.fp8 import activation_fp8, gate_residual_norm_modulate_fp8, linear_fp8, norm_modulate_fp8
+from diffkern.ops.fp8 import (
+    activation_fp8,
+    gate_residual_norm_modulate_and_fp8,
+    gate_residual_norm_modulate_fp8,
+    linear_fp8,
+    norm_modulate_and_fp8,
+    norm_modulate_fp8,
+)
 from diffkern.ops.group_norm import channel_rms_norm_silu, group_norm_silu
 from diffkern.ops.joint_qk_norm_rope import joint_qk_norm_rope
 from diffkern.ops.linear import linear_gelu
@@ -18,6 +25,7 @@ __all__ = [
     "expand_axes",
     "gate_residual",
     "gate_residual_norm_modulate",
+    "gate_residual_norm_modulate_and_fp8",
     "gate_residual_norm_modulate_fp8",
     "geglu",
     "gelu",
@@ -28,6 +36,7 @@ __all__ = [
     "linear_fp8",
     "linear_gelu",
     "norm_modulate",
+    "norm_modulate_and_fp8",
     "norm_modulate_fp8",
     "qk_norm_rope",
     "quick_gelu",

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from diffkern.ops import modulate
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.modulate import Norm
+from diffkern.ops.modulate import GateActivation, Norm, Rounding
 from diffkern.ops.registration import Op
 from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager.activation import FUNCTIONS
@@ -26,6 +27,7 @@ from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.eager.modulate import NORMS, gated_shape, modulated_shape, promoted_dtype
 
 _BOUND = "each value at most one rounding of e4m3 from float64, each scale 1e-6"
+_OF_RESULT = "the result as without fp8; each value at most one rounding of e4m3 from it, each scale 1e-6"
 
 CONTRACT = (
     ContractRow("norm_modulate_fp8", "any", "float32, float16, bfloat16 in any mix", "float32", "once, to e4m3",
@@ -33,6 +35,10 @@ CONTRACT = (
     ContractRow("gate_residual_norm_modulate_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
                 "the new residual to its dtype before the norm reads it, the modulated norm once, to e4m3",
                 bound=_BOUND),
+    ContractRow("norm_modulate_and_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
+                "the result as norm_modulate, and that once to e4m3", bound=_OF_RESULT),
+    ContractRow("gate_residual_norm_modulate_and_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
+                "both results as gate_residual_norm_modulate, and the second once to e4m3", bound=_OF_RESULT),
     ContractRow("activation_fp8", "identity, gelu, gelu_tanh, silu, quick_gelu", "one dtype", "float32",
                 "once, to e4m3", bound=_BOUND),
     ContractRow("linear_fp8", "K up to 2048", "e4m3 rows and weight",
@@ -118,23 +124,121 @@ def gate_residual_norm_modulate_fp8(
     return result
 
 
-def activation_fp8(x: Tensor, function: str = "identity", *, provider: str | None = None) -> tuple[Tensor, Tensor]:
-    """An activation into rows of fp8.
+def norm_modulate_and_fp8(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    norm: Norm | None = "rms",
+    scale_offset: float = 1.0,
+    rounding: Rounding = "once",
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`diffkern.ops.norm_modulate`, and its result in rows of fp8: what :func:`activation_fp8` makes of it.
+
+    It writes both in one pass, where some readers take fp8 and others may not.
 
     Args:
-        x: ``[..., D]``; float32, float16 or bfloat16. Leading dimensions that cannot be merged are copied.
-        function: ``"identity"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"silu"`` or ``"quick_gelu"``.
+        x: As there, and so are all other arguments.
+        scale: See ``x``.
+        shift: See ``x``.
+        weight: See ``x``.
+        bias: See ``x``.
+        eps: See ``x``.
+        norm: See ``x``.
+        scale_offset: See ``x``.
+        rounding: See ``x``.
+        out_dtype: See ``x``.
         provider: As in :func:`norm_modulate_fp8`.
 
     Returns:
-        Values and scales as :func:`norm_modulate_fp8` gives them.
+        The result, and its values and scales as :func:`norm_modulate_fp8` gives them.
 
     Raises:
-        ValueError: the function is unknown, or ``x`` has no elements in a row.
+        As :func:`diffkern.ops.norm_modulate`; ValueError if a row has no elements, RuntimeError if a gradient is
+        wanted.
+    """
+    options = eps, norm, scale_offset, rounding, out_dtype
+    all_three: tuple[Tensor, Tensor, Tensor] = _norm_modulate_and.call(
+        (x, scale, shift, weight, bias), options, provider
+    )
+    return all_three
+
+
+def gate_residual_norm_modulate_and_fp8(
+    residual: Tensor,
+    x: Tensor,
+    gate: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    norm: Norm | None = "rms",
+    gate_activation: GateActivation | None = None,
+    scale_offset: float = 1.0,
+    rounding: Rounding = "once",
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`diffkern.ops.gate_residual_norm_modulate`, and its second result in rows of fp8.
+
+    Args:
+        residual: As there, and so are all other arguments.
+        x: See ``residual``.
+        gate: See ``residual``.
+        scale: See ``residual``.
+        shift: See ``residual``.
+        weight: See ``residual``.
+        bias: See ``residual``.
+        eps: See ``residual``.
+        norm: See ``residual``.
+        gate_activation: See ``residual``.
+        scale_offset: See ``residual``.
+        rounding: See ``residual``.
+        residual_dtype: See ``residual``.
+        out_dtype: See ``residual``.
+        provider: As in :func:`norm_modulate_fp8`.
+
+    Returns:
+        Both results, and values and scales of the second, as :func:`norm_modulate_and_fp8`.
+
+    Raises:
+        As :func:`norm_modulate_and_fp8`.
+    """
+    options = eps, norm, gate_activation, scale_offset, rounding, residual_dtype, out_dtype
+    operands = residual, x, gate, scale, shift, weight, bias
+    all_four: tuple[Tensor, Tensor, Tensor, Tensor] = _gate_residual_norm_modulate_and.call(operands, options, provider)
+    return all_four
+
+
+def activation_fp8(
+    x: Tensor, function: str = "identity", *, front: Tensor | None = None, provider: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """An activation into rows of fp8, maybe behind other elements: of ``[front, act(x)]``.
+
+    Args:
+        x: ``[..., D]``; float32, float16 or bfloat16. Rows that lie in no regular order are copied.
+        function: ``"identity"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"silu"`` or ``"quick_gelu"``.
+        front: ``[..., F]`` of the same dtype, whose rows come before those of the activation; None for none.
+        provider: As in :func:`norm_modulate_fp8`.
+
+    Returns:
+        Values ``[..., F + D]`` and scales as :func:`norm_modulate_fp8` gives them.
+
+    Raises:
+        TypeError: ``front`` has another dtype than ``x``.
+        ValueError: the function is unknown, ``x`` has no elements in a row, or ``front`` has other rows.
         RuntimeError: a gradient is wanted.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
-    rows: tuple[Tensor, Tensor] = _activation.call((x,), (function,), provider)
+    rows: tuple[Tensor, Tensor] = _activation.call((x, front), (function,), provider)
     return rows
 
 
@@ -239,12 +343,37 @@ def _gate_residual_norm_modulate_prepare(
     return residual, x, gate, scale, shift, weight, bias, _machine_eps(eps), code
 
 
-def _activation_prepare(x: Tensor, function: str) -> tuple[Any, ...]:
+def _norm_modulate_and_prepare(
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, *options: Any
+) -> tuple[Any, ...]:
+    args = modulate.norm_modulate_prepare(x, scale, shift, weight, bias, *options)
+    _check_rows(x.shape)
+    _check_no_gradient(*[operand for operand in args[:5] if operand is not None])
+    return args
+
+
+def _gate_residual_norm_modulate_and_prepare(
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, *options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    args = modulate.gate_residual_norm_modulate_prepare(residual, x, gate, scale, shift, weight, bias, *options)
+    _check_rows(residual.shape)
+    _check_no_gradient(*[operand for operand in args[:7] if operand is not None])
+    return args
+
+
+def _activation_prepare(x: Tensor, front: Tensor | None, function: str) -> tuple[Any, ...]:
     if function not in ("identity", *FUNCTIONS):
         raise ValueError(f"activation {function!r}: choose one of identity, {', '.join(FUNCTIONS)}")
     _check_rows(x.shape)
+    if front is not None:
+        if front.dtype != x.dtype:
+            raise TypeError(f"front is {front.dtype}, and x {x.dtype}: rows have one dtype")
+        if front.shape[:-1] != x.shape[:-1]:
+            raise ValueError(f"front of shape {tuple(front.shape)} has other rows than x of shape {tuple(x.shape)}")
+        _check_no_gradient(front)
     _check_no_gradient(x)
-    return x, function
+    return x, front, function
 
 
 def _linear_prepare(
@@ -287,8 +416,19 @@ def _gate_residual_norm_modulate_fake(
     return (new, *_rows(residual, shape))
 
 
-def _activation_fake(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
-    return _rows(x, x.shape)
+def _norm_modulate_and_fake(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    y = modulate.norm_modulate_fake(x, *args)
+    return (y, *_rows(y, y.shape))
+
+
+def _gate_residual_norm_modulate_and_fake(residual: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    new, y = modulate.gate_residual_norm_modulate_fake(residual, *args)
+    return (new, y, *_rows(y, y.shape))
+
+
+def _activation_fake(x: Tensor, front: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
+    ahead = 0 if front is None else front.shape[-1]
+    return _rows(x, torch.Size((*x.shape[:-1], ahead + x.shape[-1])))
 
 
 def _linear_fake(
@@ -310,6 +450,16 @@ _gate_residual_norm_modulate = Op(
     "gate_residual_norm_modulate_fp8",
     _gate_residual_norm_modulate_prepare,
     _gate_residual_norm_modulate_fake,
+    _setup_context,
+    _backward,
+)
+_norm_modulate_and = Op(
+    "norm_modulate_and_fp8", _norm_modulate_and_prepare, _norm_modulate_and_fake, _setup_context, _backward
+)
+_gate_residual_norm_modulate_and = Op(
+    "gate_residual_norm_modulate_and_fp8",
+    _gate_residual_norm_modulate_and_prepare,
+    _gate_residual_norm_modulate_and_fake,
     _setup_context,
     _backward,
 )

@@ -269,7 +269,7 @@ def _eps(dtype: torch.dtype) -> float:
 # --- norm_modulate as a torch op -----------------------------------------------------------------------
 
 
-def _norm_modulate_prepare(
+def norm_modulate_prepare(
     x: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
@@ -281,6 +281,7 @@ def _norm_modulate_prepare(
     rounding: str,
     out_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
+    """The arguments of the kernel of :func:`norm_modulate`, checked."""
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
     device = _check_row(x)
     _check_parameters(x.shape[-1], norm_code, weight, bias)
@@ -289,7 +290,7 @@ def _norm_modulate_prepare(
     return x, scale, shift, weight, bias, eps, norm_code, scale_offset, round_each, out_dtype
 
 
-def _norm_modulate_fake(
+def norm_modulate_fake(
     x: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
@@ -301,6 +302,7 @@ def _norm_modulate_fake(
     round_each: bool,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
+    """Its result without data."""
     shape = modulated_shape(x.shape, scale, shift, norm)
     return x.new_empty(shape, dtype=out_dtype or promoted_dtype(x.dtype, scale, shift))
 
@@ -328,8 +330,8 @@ def _norm_modulate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 
 _norm_modulate = Op(
     "norm_modulate",
-    _norm_modulate_prepare,
-    _norm_modulate_fake,
+    norm_modulate_prepare,
+    norm_modulate_fake,
     _norm_modulate_setup_context,
     _norm_modulate_backward,
 )
@@ -395,7 +397,7 @@ _gate_residual = Op(
 # --- gate_residual_norm_modulate as a torch op ---------------------------------------------------------
 
 
-def _gate_residual_norm_modulate_prepare(
+def gate_residual_norm_modulate_prepare(
     residual: Tensor,
     x: Tensor,
     gate: Tensor | None,
@@ -411,6 +413,7 @@ def _gate_residual_norm_modulate_prepare(
     residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[Any, ...]:
+    """The arguments of the kernel of :func:`gate_residual_norm_modulate`, checked."""
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
     activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
     device = _check_row(residual)
@@ -425,7 +428,7 @@ def _gate_residual_norm_modulate_prepare(
     )  # fmt: skip
 
 
-def _gate_residual_norm_modulate_fake(
+def gate_residual_norm_modulate_fake(
     residual: Tensor,
     x: Tensor,
     gate: Tensor | None,
@@ -441,6 +444,7 @@ def _gate_residual_norm_modulate_fake(
     residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
+    """Its results without data."""
     shape = gated_shape(residual, x, gate, scale, shift)
     residual_dtype = residual_dtype or promoted_dtype(residual.dtype, x, gate)
     out_dtype = out_dtype or promoted_dtype(residual_dtype, scale, shift)
@@ -481,8 +485,8 @@ def _gate_residual_norm_modulate_backward(ctx: Any, grad_new: Tensor, grad: Tens
 
 _gate_residual_norm_modulate = Op(
     "gate_residual_norm_modulate",
-    _gate_residual_norm_modulate_prepare,
-    _gate_residual_norm_modulate_fake,
+    gate_residual_norm_modulate_prepare,
+    gate_residual_norm_modulate_fake,
     _gate_residual_norm_modulate_setup_context,
     _gate_residual_norm_modulate_backward,
 )

@@ -16,6 +16,11 @@ import torch
 _MODULATION = (
     "Tensor? scale=None, Tensor? shift=None, Tensor? weight=None, Tensor? bias=None, float eps=1e-6, int norm=1"
 )
+_NORM_MODULATE = f"(Tensor x, {_MODULATION}, float scale_offset=1.0, bool round_each=False, ScalarType? out_dtype=None)"
+_GATE_RESIDUAL_NORM_MODULATE = (
+    f"(Tensor residual, Tensor x, Tensor? gate=None, {_MODULATION}, int gate_activation=0, float scale_offset=1.0, "
+    "bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None)"
+)
 _PLACE = "int rotary_dim=0, int seq_dim={}, SymInt start=0, SymInt length=-1"
 _AXES = "Tensor? coords, SymInt[] grid, bool alternating=False, int front_pad=0"
 
@@ -23,7 +28,7 @@ _AXES = "Tensor? coords, SymInt[] grid, bool alternating=False, int front_pad=0"
 #: have their default.
 SIGNATURES: Mapping[str, str] = {
     "activation": "(Tensor x, str function) -> Tensor",
-    "activation_fp8": "(Tensor x, str function) -> (Tensor, Tensor)",
+    "activation_fp8": '(Tensor x, Tensor? front=None, str function="identity") -> (Tensor, Tensor)',
     "add_norm_silu_pad": (
         "(Tensor x, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, float eps, bool norm, bool silu, "
         "int front, int back, bool channels_last) -> Tensor"
@@ -36,10 +41,8 @@ SIGNATURES: Mapping[str, str] = {
         "(Tensor residual, Tensor x, Tensor? gate=None, int gate_activation=0, bool round_each=False, "
         "ScalarType? out_dtype=None) -> Tensor"
     ),
-    "gate_residual_norm_modulate": (
-        f"(Tensor residual, Tensor x, Tensor? gate=None, {_MODULATION}, int gate_activation=0, float scale_offset=1.0, "
-        "bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None) -> (Tensor, Tensor)"
-    ),
+    "gate_residual_norm_modulate": f"{_GATE_RESIDUAL_NORM_MODULATE} -> (Tensor, Tensor)",
+    "gate_residual_norm_modulate_and_fp8": f"{_GATE_RESIDUAL_NORM_MODULATE} -> (Tensor, Tensor, Tensor, Tensor)",
     "gate_residual_norm_modulate_fp8": (
         f"(Tensor residual, Tensor x, Tensor? gate=None, {_MODULATION}) -> (Tensor, Tensor, Tensor)"
     ),
@@ -62,10 +65,8 @@ SIGNATURES: Mapping[str, str] = {
         "(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) -> Tensor"
     ),
     "linear_gelu": '(Tensor x, Tensor weight, Tensor? bias=None, str function="gelu_tanh") -> Tensor',
-    "norm_modulate": (
-        f"(Tensor x, {_MODULATION}, float scale_offset=1.0, bool round_each=False, "
-        "ScalarType? out_dtype=None) -> Tensor"
-    ),
+    "norm_modulate": f"{_NORM_MODULATE} -> Tensor",
+    "norm_modulate_and_fp8": f"{_NORM_MODULATE} -> (Tensor, Tensor, Tensor)",
     "norm_modulate_fp8": f"(Tensor x, {_MODULATION}) -> (Tensor, Tensor)",
     "qk_norm_rope": (
         "(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, "

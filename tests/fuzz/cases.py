@@ -448,8 +448,11 @@ def joint_qk_norm_rope(d: Draw) -> Case:
 
 def activation_fp8(d: Draw) -> Case:
     last = d.size()
-    x = d.tensor([*d.lead(last), last], d.dtype())
-    return Case("activation_fp8", {"x": x}, {"function": d.one_of("identity", *FUNCTIONS)})
+    lead, dtype = d.lead(last), d.dtype()
+    operands = {"x": d.tensor([*lead, last], dtype)}
+    if d.maybe(True):
+        operands["front"] = d.tensor([*lead, d.one_of(1, 8, 40)], dtype)
+    return Case("activation_fp8", operands, {"function": d.one_of("identity", *FUNCTIONS)})
 
 
 def norm_modulate_fp8(d: Draw) -> Case:

@@ -287,8 +287,9 @@ def joint_qk_norm_rope(
     return tuple([torch.cat(pair, dim) for pair in zip(*streams, strict=True)])
 
 
-def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, ...]:
-    return (_activated(x, function),)
+def activation_fp8(x: Tensor, function: str, front: Tensor | None = None) -> tuple[Tensor, ...]:
+    y = _activated(x, function)
+    return (y if front is None else torch.cat([front, y], -1),)
 
 
 def norm_modulate_fp8(x: Tensor, **options: Any) -> tuple[Tensor, ...]:

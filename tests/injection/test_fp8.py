@@ -594,8 +594,7 @@ def test_a_feed_forward_that_is_timed_runs_in_fp8_as_a_whole_or_layer_by_layer(
     stock, timed = module(x), []
 
     def costs(computations: Any, device: torch.device) -> list[Cost]:
-        fused, unfused = (compute() for compute in computations)
-        timed.append(torch.equal(unfused, stock))
+        timed.append(torch.equal([compute() for compute in computations][1], stock))
         return [Cost(1.0, 1.0), Cost(3.0, 3.0)] if whole or len(timed) > 1 else [Cost(3.0, 3.0), Cost(1.0, 1.0)]
 
     monkeypatch.setattr(gain, "costs", costs)

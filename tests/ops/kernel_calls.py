@@ -56,12 +56,13 @@ def _normalise_and_join(kernel: Kernel, batch: int, device: str) -> Any:
 CALLS: dict[str, Call] = {
     "add_norm_silu_pad": lambda f, b, d: f(_image(b, d)[..., None], *[None] * 4, 1e-6, True, True, 1, 2, False),
     "activation": lambda f, b, d: f(_tokens(b, d), "silu"),
-    "activation_fp8": lambda f, b, d: f(_tokens(b, d), "silu"),
+    "activation_fp8": lambda f, b, d: f(_tokens(b, d), _tokens(b, d), "silu"),
     "channel_rms_norm_silu": lambda f, b, d: f(_image(b, d), None, None, None, None, 1e-6, False, True, None),
     "gate_residual": lambda f, b, d: f(_tokens(b, d), _tokens(b, d), _modulation(b, d), 0, False, None),
     "gate_residual_norm_modulate": lambda f, b, d: f(
         *(_tokens(b, d), _tokens(b, d), *[_modulation(b, d)] * 3, None, None), 1e-6, 1, 0, 1.0, False, None, None
     ),
+    "gate_residual_norm_modulate_and_fp8": lambda f, b, d: CALLS["gate_residual_norm_modulate"](f, b, d),
     "gate_residual_norm_modulate_fp8": lambda f, b, d: f(
         _tokens(b, d), _tokens(b, d), *[_modulation(b, d)] * 3, None, None, 1e-6, 1
     ),
@@ -72,6 +73,7 @@ CALLS: dict[str, Call] = {
     "norm_modulate": lambda f, b, d: f(
         _tokens(b, d), _modulation(b, d), _modulation(b, d), None, None, 1e-6, 1, 1.0, False, None
     ),
+    "norm_modulate_and_fp8": lambda f, b, d: CALLS["norm_modulate"](f, b, d),
     "norm_modulate_fp8": lambda f, b, d: f(_tokens(b, d), _modulation(b, d), _modulation(b, d), None, None, 1e-6, 1),
     "qk_norm_rope": _norm_and_rotate,
     "rms_norm": lambda f, b, d: f(_tokens(b, d), None, None, 1e-6, 0.0, None, None, False, False),

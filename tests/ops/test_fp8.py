@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffkern.ops import activation_fp8, gate_residual_norm_modulate_fp8, linear_fp8, norm_modulate_fp8
+from diffkern.ops import (
+    activation_fp8,
+    gate_residual_norm_modulate,
+    gate_residual_norm_modulate_and_fp8,
+    gate_residual_norm_modulate_fp8,
+    linear_fp8,
+    norm_modulate,
+    norm_modulate_and_fp8,
+    norm_modulate_fp8,
+)
 from diffkern.ops.contract import table
 from diffkern.providers.eager.fp8 import LONGEST_SHORT_SUM, fp8_unavailable_reason
 from tests.ops.reference import INTERPRETED, poisoned_allocations, relative_error
@@ -94,6 +103,58 @@ def test_activations(function: str, dtype: torch.dtype, provider: str, device: s
         with poisoned_allocations():
             rows = activation_fp8(x, function, provider=provider)
         check_rows(*rows, formulas[function](x.double()))
+
+
+@pytest.mark.sanitize
+@DTYPES
+@pytest.mark.parametrize("size", [30, 1536])
+def test_a_result_and_its_rows_in_one_pass_are_those_of_two(
+    size: int, dtype: torch.dtype, provider: str, device: str
+) -> None:
+    x, branch = (random(2, 5, size, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    scale, shift, gate = (random(2, 1, size, device=device, dtype=dtype, seed=seed) for seed in (3, 4, 5))
+    wide = shift.float()
+    for options in (
+        {"scale_offset": 0.0},
+        {"norm": "layer", "rounding": "each"},
+        {"norm": None, "out_dtype": torch.float32},
+    ):
+        for given in ((x, scale, shift), (x, scale, wide)):
+            with poisoned_allocations():
+                y, *rows = norm_modulate_and_fp8(*given, **options, provider=provider)  # type: ignore[arg-type]
+                new, z, *others = gate_residual_norm_modulate_and_fp8(
+                    given[0], branch, gate, *given[1:], **options, provider=provider  # type: ignore[arg-type]
+                )  # fmt: skip
+            assert torch.equal(y, norm_modulate(*given, **options, provider=provider))  # type: ignore[arg-type]
+            plain = gate_residual_norm_modulate(given[0], branch, gate, *given[1:], **options, provider=provider)  # type: ignore[arg-type]
+            assert torch.equal(new, plain[0]) and torch.equal(z, plain[1])
+            for result, (values, scales) in ((y, rows), (z, others)):
+                wanted = activation_fp8(result, provider=provider)
+                assert torch.equal(values.view(torch.uint8), wanted[0].view(torch.uint8))
+                assert torch.equal(scales, wanted[1])
+
+
+@DTYPES
+def test_rows_of_what_lies_in_front_and_an_activation(dtype: torch.dtype, provider: str, device: str) -> None:
+    whole = random(2, 9, 96, device=device, dtype=dtype, seed=1)
+    for front, x in (
+        (random(2, 9, 32, device=device, dtype=dtype), whole[..., :64]),
+        (whole[:, 2:7, 3:20], whole[:, 2:7, 40:]),
+        (whole.transpose(0, 1)[1:, :, :16], whole.transpose(0, 1)[1:, :, 16:]),
+        (random(2, 8, device=device, dtype=dtype), random(2, 15000, device=device, dtype=dtype, seed=2)),
+    ):
+        with poisoned_allocations():
+            rows = activation_fp8(x, "gelu_tanh", front=front, provider=provider)
+        activated = torch.nn.functional.gelu(x.double(), approximate="tanh")
+        check_rows(*rows, torch.cat([front.double(), activated], -1))
+
+
+def test_what_lies_in_front_must_have_the_same_rows(device: str) -> None:
+    x = random(2, 9, 32, device=device)
+    with pytest.raises(TypeError, match=r"front is torch\.float16"):
+        activation_fp8(x, front=x.half())
+    with pytest.raises(ValueError, match="other rows"):
+        activation_fp8(x, front=x[:, 1:])
 
 
 def test_tensors_that_differ_in_nothing_but_dtype_address_or_eps(provider: str, device: str) -> None:
@@ -224,7 +285,8 @@ def test_a_graph_holds_them(device: str) -> None:
 
 
 def test_every_row_of_the_contract_is_tested() -> None:
-    ops = {"norm_modulate_fp8", "gate_residual_norm_modulate_fp8", "activation_fp8", "linear_fp8"}
+    norms = ("norm_modulate", "gate_residual_norm_modulate")
+    ops = {"activation_fp8", "linear_fp8", *[f"{norm}{end}" for norm in norms for end in ("_fp8", "_and_fp8")]}
     assert {row.op for row in table() if row.op.endswith("_fp8")} == ops
 
 

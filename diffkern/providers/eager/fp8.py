@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +37,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * (LARGEST / peak)).to(E4M3), peak / LARGEST
 
 
-def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
+def activation_fp8(x: Tensor, front: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.activation_fp8`."""
-    return quantize_rows(x if function == "identity" else activation(x.float(), function))
+    y = x if function == "identity" else activation(x.float(), function)
+    return quantize_rows(y if front is None else torch.cat([front.to(y.dtype), y], -1))
 
 
 def norm_modulate_fp8(
@@ -57,6 +60,22 @@ def gate_residual_norm_modulate_fp8(
         residual, x, gate, scale, shift, weight, bias, eps, norm, 0, 1.0, False, None, torch.float32
     )
     return (new, *quantize_rows(y))
+
+
+def _and_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose last result comes in rows of fp8, too."""
+
+    @wraps(function)
+    def and_rows(*args: Any) -> tuple[Tensor, ...]:
+        results = function(*args)
+        results = results if isinstance(results, tuple) else (results,)
+        return (*results, *quantize_rows(results[-1]))
+
+    return and_rows
+
+
+norm_modulate_and_fp8 = _and_rows(norm_modulate)
+gate_residual_norm_modulate_and_fp8 = _and_rows(gate_residual_norm_modulate)
 
 
 def linear_fp8(

@@ -14,37 +14,44 @@ from diffkern.providers.triton.rows import merge_loops
 from diffkern.providers.triton.tiles import choose_tile
 
 
-def activation_fp8(x: Tensor, function: str) -> tuple[Tensor, Tensor]:
+def activation_fp8(x: Tensor, front: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
     """Computes :func:`diffkern.ops.activation_fp8`."""
-    values, scales = rows_of_8_bits(x, x.shape)
-    if values.numel():
-        plan = _plan(x.shape, x.stride(), function)
+    ahead = 0 if front is None else front.shape[-1]
+    values, scales = rows_of_8_bits(x, torch.Size((*x.shape[:-1], ahead + x.shape[-1])))
+    if x.numel():
+        plan = _plan(x.shape, x.stride(), ahead, None if front is None else front.stride(), function)
         if plan is None:
-            x = x.contiguous()
-            plan = _plan(x.shape, x.stride(), function)
+            x, front = x.contiguous(), None if front is None else front.contiguous()
+            plan = _plan(x.shape, x.stride(), ahead, None if front is None else front.stride(), function)
             assert plan is not None
         device = x.device
         with device_guard(device):
-            launch(plan, activation_fp8_kernel, (x, values, scales), device)
+            launch(plan, activation_fp8_kernel, (x, front, values, scales), device)
     return values, scales
 
 
 @lru_cache(maxsize=4096)
-def _plan(shape: tuple[int, ...], strides: tuple[int, ...], function: str) -> Plan | None:
-    """Plans the launch for a non-empty input; None if its rows do not lie at equal distances."""
-    length = shape[-1]
-    loops = merge_loops(shape[:-1], [torch.empty(shape, device="meta").stride()[:-1], strides[:-1]])
+def _plan(
+    shape: tuple[int, ...], strides: tuple[int, ...], ahead: int, front: tuple[int, ...] | None, function: str
+) -> Plan | None:
+    """Plans the launch for a non-empty input; None if its rows, or those in front, do not lie at equal distances."""
+    length = ahead + shape[-1]
+    dense, front = torch.empty(shape, device="meta").stride(), strides if front is None else front
+    loops = merge_loops(shape[:-1], [dense[:-1], strides[:-1], front[:-1]])
     if loops is None or loops.nested:
         return None
-    rows, (x_row, *_) = loops.sizes[0], loops.strides[1]
+    rows, (x_row, *_), (front_row, *_) = loops.sizes[0], *loops.strides[1:]
     tile = choose_tile(length, rows_are_neighbours=False)
-    rest = rows, length, x_row, strides[-1], function, tile.rows, tile.cols, -(-length // tile.cols)
+    rest = (
+        *(rows, length, ahead, x_row, strides[-1], front_row, front[-1]),
+        *(function, tile.rows, tile.cols, -(-length // tile.cols)),
+    )
     return Plan((-(-rows // tile.rows),), rest, {"num_warps": tile.num_warps})
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Brings each row into fp8 as it is."""
-    return activation_fp8(x, "identity")
+    return activation_fp8(x, None, "identity")
 
 
 def rows_of_8_bits(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -22,20 +22,30 @@ def row_scale(peak):
 
 
 @triton.jit
-def _activated(x_ptr, rows, col, mask, x_stride, FUNCTION: tl.constexpr):
-    x = tl.load(x_ptr + rows[:, None] + (col.to(tl.int64) * x_stride)[None, :], mask=mask, other=0.0).to(tl.float32)
-    if FUNCTION == "identity":
-        return x
-    else:
-        return activate(x, FUNCTION)
+def _activated(
+    x_ptr, front_ptr, row, col, mask, ahead, x_row, x_stride, front_row, front_stride, FUNCTION: tl.constexpr
+):  # fmt: skip
+    behind = mask if front_ptr is None else mask & (col >= ahead)[None, :]
+    offsets = (row * x_row)[:, None] + ((col - ahead).to(tl.int64) * x_stride)[None, :]
+    x = tl.load(x_ptr + offsets, mask=behind, other=0.0).to(tl.float32)
+    if FUNCTION != "identity":
+        x = activate(x, FUNCTION)
+    if front_ptr is not None:
+        offsets = (row * front_row)[:, None] + (col.to(tl.int64) * front_stride)[None, :]
+        before = tl.load(front_ptr + offsets, mask=mask & (col < ahead)[None, :], other=0.0).to(tl.float32)
+        x = tl.where((col < ahead)[None, :], before, x)
+    return x
 
 
 @triton.jit(do_not_specialize=["count"])
 def activation_fp8_kernel(
-    x_ptr, y_ptr, scale_ptr, count, length, x_row, x_stride,
+    x_ptr, front_ptr, y_ptr, scale_ptr, count, length, ahead, x_row, x_stride, front_row, front_stride,
     FUNCTION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``activation(x)`` as rows of e4m3, laid out densely, and the scale of each."""
+    """Writes ``[front, activation(x)]`` as rows of e4m3, laid out densely, and the scale of each.
+
+    ``ahead`` elements are those in front, 0 without them.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     peak = tl.zeros((ROWS,), dtype=tl.float32)
@@ -43,12 +53,16 @@ def activation_fp8_kernel(
         for step in range(STEPS):
             col = step * COLS + tl.arange(0, COLS)
             mask = inside[:, None] & (col < length)[None, :]
-            y = _activated(x_ptr, row * x_row, col, mask, x_stride, FUNCTION)
+            y = _activated(
+                x_ptr, front_ptr, row, col, mask, ahead, x_row, x_stride, front_row, front_stride, FUNCTION
+            )  # fmt: skip
             peak = tl.maximum(peak, tl.max(tl.abs(y), axis=1))
     for step in range(STEPS):
         col = step * COLS + tl.arange(0, COLS)
         mask = inside[:, None] & (col < length)[None, :]
-        y = _activated(x_ptr, row * x_row, col, mask, x_stride, FUNCTION)
+        y = _activated(
+                x_ptr, front_ptr, row, col, mask, ahead, x_row, x_stride, front_row, front_stride, FUNCTION
+            )  # fmt: skip
         if STEPS == 1:
             peak = tl.max(tl.abs(y), axis=1)
         factor, scale = row_scale(peak)

@@ -128,7 +128,7 @@ def _modulate(
 
 @triton.jit(do_not_specialize=_COUNTS)
 def modulate_kernel(
-    residual_ptr, x_ptr, gate_ptr, scale_ptr, shift_ptr, weight_ptr, bias_ptr, new_ptr, y_ptr, y_scale_ptr,
+    residual_ptr, x_ptr, gate_ptr, scale_ptr, shift_ptr, weight_ptr, bias_ptr, new_ptr, y_ptr, rows_ptr, row_scale_ptr,
     row_length, size0, size1, tiles,
     o0, o1, o2, r0, r1, r2, x0, x1, x2, g0, g1, g2, c0, c1, c2, h0, h1, h2,
     r_stride, x_stride, g_stride, c_stride, h_stride, w_stride, b_stride,
@@ -141,8 +141,9 @@ def modulate_kernel(
     """Writes ``new = residual + act(gate) * x`` where there is a residual, and the modulated norm of that, or of x.
 
     ``NORM`` is 0 for none, 1 for RMS, 2 for layer norm; ``ACTIVATION`` 0 for none, 1 for tanh, 2 for sigmoid. Any of
-    the pointers but ``x_ptr`` may be None. ``new_ptr`` and ``y_ptr`` are laid out alike, contiguous along the row.
-    With ``y_scale_ptr``, for which a row must be a single step, ``y`` is divided by the scale of its row.
+    the pointers but ``x_ptr`` may be None. ``new_ptr``, ``y_ptr`` and ``rows_ptr`` are laid out alike, contiguous along
+    the row. With ``rows_ptr``, for which a row must be a single step, ``y`` is written there divided by the scale of its
+    row: as it is rounded into ``y_ptr``, if that is there, too.
     """
     program = tl.program_id(0)
     tile = program % tiles if NESTED else program
@@ -198,7 +199,7 @@ def modulate_kernel(
         bias = _load_parameter(bias_ptr, col, col_inside, b_stride)
         if new_ptr is not None:
             _store(new_ptr, value, o_row, col, row_inside, col_inside)
-        if y_ptr is not None:
+        if y_ptr is not None or rows_ptr is not None:
             if STEPS == 1 and NORM != 0:
                 if NORM == 2:
                     mean = tl.div_rn(tl.sum(value, axis=1), length)
@@ -212,8 +213,11 @@ def modulate_kernel(
                 value, scale, shift, weight, bias, scale_offset, scale_ptr is not None, shift_ptr is not None,
                 weight_ptr is not None, bias_ptr is not None, NORM_ROUND, SCALE_ROUND, PRODUCT_ROUND, SUM_ROUND,
             )  # fmt: skip
-            if y_scale_ptr is not None:
+            if y_ptr is not None:
+                y = y.to(y_ptr.dtype.element_ty)
+                _store(y_ptr, y, o_row, col, row_inside, col_inside)
+                y = y.to(tl.float32)
+            if rows_ptr is not None:
                 y_factor, y_scale = row_scale(tl.max(tl.abs(y), axis=1))
-                y = y * y_factor[:, None]
-                tl.store(y_scale_ptr + o_row // row_length, y_scale, mask=row_inside)
-            _store(y_ptr, y, o_row, col, row_inside, col_inside)
+                tl.store(row_scale_ptr + o_row // row_length, y_scale, mask=row_inside)
+                _store(rows_ptr, y * y_factor[:, None], o_row, col, row_inside, col_inside)
