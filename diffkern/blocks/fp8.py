@@ -65,14 +65,39 @@ def quantize_rowwise(x: Tensor | RowwiseFp8, provider: str | None) -> RowwiseFp8
 _Place = tuple[int, int, bool]
 
 
-@dataclass(frozen=True, eq=False)
+class RowMaker:
+    """What makes tensors that layers in fp8 may read, and can write their rows in the same pass.
+
+    Nothing says ahead who reads a tensor: hooks, adapters and the layers themselves decide that at every call. So each
+    call does what the readers of the last one would have had use for.
+
+    Attributes:
+        wanted: Whether a layer in fp8 read the last tensor.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+
+@dataclass(eq=False)
 class _Rows:
-    """A tensor in fp8, and the layers that have read it."""
+    """A tensor in fp8, the layers that have read it, and what made it, if that can write rows as well.
+
+    Attributes:
+        source: The tensor.
+        state: What says that it is as it was.
+        rows: None until a layer reads it.
+        provider: Who quantised it; None for its maker.
+        readers: The layers, by their identity.
+        maker: See above.
+    """
 
     source: weakref.ref[Tensor]
     state: tuple[Any, ...]
-    rows: RowwiseFp8
+    rows: RowwiseFp8 | None
+    provider: str | None
     readers: set[int]
+    maker: RowMaker | None = None
 
 
 _shared: dict[_Place, _Rows] = {}
@@ -87,25 +112,47 @@ def shared_rows(x: Tensor, reader: nn.Module, provider: str | None) -> RowwiseFp
     """
     if x.is_inference():  # which count no writes
         return quantize_rowwise(x, provider)
-    if x.is_cuda:
-        stream, captured = torch._C._cuda_getCurrentRawStream(x.device.index), torch.cuda.is_current_stream_capturing()
-    else:
-        stream, captured = threading.get_ident(), False
-    place = id(x), stream, captured
-    state = x._version, x.data_ptr(), x.shape, x.stride(), provider
+    place = _place(x)
     known = _shared.get(place)
-    if known is not None and known.source() is x and known.state == state and id(reader) not in known.readers:
-        known.readers.add(id(reader))
-        return known.rows
-    rows = quantize_rowwise(x, provider)
-    _shared[place] = _Rows(weakref.ref(x, lambda gone: _forget(place, gone)), state, rows, {id(reader)})
-    return rows
+    if known is None or known.source() is not x or known.state != _state(x) or id(reader) in known.readers:
+        known = _remember(place, x, None, None)
+    elif known.maker is not None:
+        known.maker.wanted = True
+    if known.rows is None or known.provider not in (None, provider):
+        known.rows, known.provider = quantize_rowwise(x, provider), provider
+    known.readers.add(id(reader))
+    return known.rows
+
+
+def announce(x: Tensor, rows: RowwiseFp8 | None, maker: RowMaker) -> None:
+    """Lets layers that read a new tensor have its rows, if they are written already, and its maker learn of that."""
+    if not x.is_inference():
+        _remember(_place(x), x, rows, maker)
+
+
+def _place(x: Tensor) -> _Place:
+    if x.is_cuda:
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        return id(x), stream, torch.cuda.is_current_stream_capturing()
+    return id(x), threading.get_ident(), False
+
+
+def _state(x: Tensor) -> tuple[Any, ...]:
+    return x._version, x.data_ptr(), x.shape, x.stride()
+
+
+def _remember(place: _Place, x: Tensor, rows: RowwiseFp8 | None, maker: RowMaker | None) -> _Rows:
+    source = weakref.ref(x, lambda gone: _forget(place, gone))
+    known = _shared[place] = _Rows(source, _state(x), rows, None, set(), maker)
+    return known
 
 
 def _forget(place: _Place, gone: weakref.ref[Tensor]) -> None:
     known = _shared.get(place)
     if known is not None and known.source is gone:
         del _shared[place]
+        if known.maker is not None and not known.readers:
+            known.maker.wanted = False
 
 
 #: So many copies in a row that were of use once: the weight is another one at every call, as offloading makes it.

@@ -26,7 +26,7 @@ class Rewriters:
     """The rewriters of one injection: one for all modules that are served alike, which so share functions and proofs.
 
     Attributes:
-        numerics: ``"fast"`` or ``"exact"``; ``"fp8"`` has no form here and counts as ``"fast"``.
+        numerics: ``"fast"`` or ``"exact"``; ``"fp8"`` counts as ``"fast"``, with rows of fp8 for layers that read them.
         verify: Whether sites are measured.
         trained: What computes the sites of an op where gradients are wanted, see :attr:`FusedSite.trained`.
         replayed: Whether steps may become CUDA graphs, which decides about sites without a gain; None times none.
@@ -48,8 +48,9 @@ class Rewriters:
             off = [op for op, name in providers.items() if name == STOCK]
             numerics = "exact" if self.numerics == "exact" else "fast"
             self._made[key] = Rewriter(
-                numerics, provider, self.verify, providers, off, _observe, _record, self.trained, self.replayed
-            )
+                numerics, provider, self.verify, providers, off, _observe, _record, self.trained, self.replayed,
+                self.numerics == "fp8",
+            )  # fmt: skip
         return self._made[key].rewrite(module)
 
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 def _norm_modulate(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None, op: Any = None
+) -> Any:
+    op = op or ops.norm_modulate
     arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
     if arguments is None:
         x = site.run_norm(module, operands.pop("x"), way.calls_norm or "same", provider)
-        return ops.norm_modulate(x, **operands, **{**way.options, "norm": None}, provider=provider)
-    return ops.norm_modulate(**operands, **{**arguments, **way.options}, provider=provider)
+        return op(x, **operands, **{**way.options, "norm": None}, provider=provider)
+    return op(**operands, **{**arguments, **way.options}, provider=provider)
 
 
 def _gate_residual(
@@ -36,20 +37,23 @@ def _gate_residual(
 
 
 def _gate_residual_norm_modulate(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> tuple[Tensor, Tensor]:
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None, op: Any = None
+) -> Any:
+    op = op or ops.gate_residual_norm_modulate
     operands, options = _ordered(operands), dict(way.options)
     arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
     if arguments is not None:
-        return ops.gate_residual_norm_modulate(**operands, **{**arguments, **options}, provider=provider)
+        return op(**operands, **{**arguments, **options}, provider=provider)
     modulation = {name: operands.pop(name) for name in ("scale", "shift") if name in operands}
     gating = {name: options[name] for name in ("gate_activation", "rounding") if name in options}
     residual = ops.gate_residual(**operands, **gating, out_dtype=options.get("residual_dtype"), provider=provider)
     y = site.run_norm(module, residual, way.calls_norm or "same", provider)
-    if not modulation:
-        return residual, y.to(options.get("out_dtype") or y.dtype)
     rest = {name: options[name] for name in ("scale_offset", "rounding", "out_dtype") if name in options}
-    return residual, ops.norm_modulate(y, **modulation, **rest, norm=None, provider=provider)
+    if modulation:
+        y = ops.norm_modulate(y, **modulation, **rest, norm=None, provider=provider)
+    else:
+        y = y.to(rest.get("out_dtype") or y.dtype)
+    return (residual, y) if op is ops.gate_residual_norm_modulate else (residual, y, *ops.activation_fp8(y))
 
 
 def _glu(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Tensor:
@@ -154,6 +158,11 @@ def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+#: What computes an op and rows of fp8 of its result, which is the last one without them, in one pass.
+WITH_ROWS: Mapping[str, Any] = {
+    "norm_modulate": ops.norm_modulate_and_fp8,
+    "gate_residual_norm_modulate": ops.gate_residual_norm_modulate_and_fp8,
+}
 #: How the site of an op calls it.
 CALLS: Mapping[str, Any] = {
     "norm_modulate": _norm_modulate,

@@ -86,6 +86,7 @@ class Rewriter:
         trained: Computes the sites of an op where gradients are wanted, see :attr:`FusedSite.trained`.
         replayed: What counts when sites are timed, see :func:`diffkern.verify.gain.reason_without_gain`; with None they
             are not.
+        for_fp8: Whether layers of the model may read results in fp8.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class Rewriter:
         recorder: Recorder | None = None,
         trained: Mapping[str, Trained] | None = None,
         replayed: bool | None = None,
+        for_fp8: bool = False,
     ) -> None:
+        self._for_fp8 = for_fp8
         self._verifier = SiteVerifier(numerics, verify, recorder)
         self._trained, self._replayed = trained or {}, replayed
         self._provider, self._providers = provider, providers or {}
@@ -143,7 +146,8 @@ class Rewriter:
 
         def made(plan: SitePlan) -> FusedSite:
             op, kind = plan.rule.op, _SITES.get(type(plan.rule.shape), FusedSite)
-            return kind(plan, function, module, self._providers.get(op, self._provider), self._trained.get(op))
+            provider = self._providers.get(op, self._provider)
+            return kind(plan, function, module, provider, self._trained.get(op), self._for_fp8)
 
         sites = tuple(map(made, found.sites))
         for site in sites:

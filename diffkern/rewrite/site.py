@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import ops
+from diffkern.blocks.fp8 import RowMaker, RowwiseFp8, announce
 from diffkern.matching import NormSemantics
 from diffkern.ops.linear import concatenate
+from diffkern.providers import NoProviderError, select
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import transforms_active
-from diffkern.rewrite.calls import CALLS
+from diffkern.rewrite.calls import CALLS, WITH_ROWS
 from diffkern.rewrite.facts import (
     GROUPS,
     LAST_DIM,
@@ -90,6 +93,7 @@ class FusedSite:
             not worth it, or "". None where times are not measured.
         gains: What it returned, by device, dtype and the power of two below the size.
         cost: What the op and the original expression took when they were timed last, where the op gains.
+        maker: Whether layers read its results in fp8, in which case it writes both; None where it never does.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class FusedSite:
         module: nn.Module,
         provider: str | None = None,
         trained: Trained | None = None,
+        for_fp8: bool = False,
     ) -> None:
         self.plan = plan
         self.original = FunctionType(plan.original, function.__globals__)
@@ -122,6 +127,7 @@ class FusedSite:
         self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._call: Any = CALLS.get(plan.rule.op)  # others compute themselves
+        self.maker = RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS else None
         self._may_differ = trained is not None or (plan.rule.keeps and not plan.gives_residual)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
@@ -170,7 +176,9 @@ class FusedSite:
         if compiling:
             return self.compute(module, leaves, way, self.provider)
         try:
-            if self.room or self._may_differ:
+            if self.maker is not None and not torch.is_grad_enabled():
+                result = self._announced(self.maker, module, leaves, way)
+            elif self.room or self._may_differ:
                 result = self.compute(module, leaves, way, self.provider, self.room)
             else:
                 result = self._call(self, module, self._operands(module, *leaves), way, self.provider)
@@ -252,6 +260,20 @@ class FusedSite:
             return result[1]
         return result
 
+    def _announced(self, maker: RowMaker, module: nn.Module, leaves: tuple[Any, ...], way: Way) -> Any:
+        """Computes the site for readers that may take fp8: with the rows, if those of the last result did."""
+        x, rows = leaves[self._sized], None
+        both = maker.wanted and _writes_rows(self.plan.rule.op, x.device, x.dtype, self.provider)
+        op = WITH_ROWS[self.plan.rule.op] if both else None
+        result = self._call(self, module, self._operands(module, *leaves), way, self.provider, op)
+        if both:
+            *results, values, scales = result
+            result, rows = results[0] if len(results) == 1 else tuple(results), RowwiseFp8(values, scales)
+        y = result[1] if self.plan.rule.keeps else result
+        if y.dtype is torch.bfloat16:
+            announce(y, rows, maker)
+        return result if self.plan.gives_residual or not self.plan.rule.keeps else y
+
     def call_op(self, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Any:
         """Calls the op on its operands."""
         return CALLS[self.plan.rule.op](self, module, operands, way, provider)
@@ -299,6 +321,17 @@ def join(site: Callable[..., Any], front: Tensor, x: Tensor, dim: int) -> Tensor
     if isinstance(site, FusedSite) and not torch.compiler.is_compiling():
         site.room = front.shape[-1]
     return concatenate(front, x, dim)
+
+
+@cache
+def _writes_rows(op: str, device: torch.device, dtype: torch.dtype, provider: str | None) -> bool:
+    """Whether who computes an op computes it with rows of fp8 as well: another provider might round otherwise."""
+    names = op, WITH_ROWS[op].__name__
+    try:
+        alone, both = (select(name, device, (dtype,), provider).provider for name in names)
+    except NoProviderError:
+        return False
+    return alone == both
 
 
 def signature_of(leaves: tuple[Any, ...]) -> Signature:
