@@ -103,7 +103,7 @@ class Patch:
     @property
     def absorbed(self) -> tuple[Path, ...]:
         """Submodules whose forwards are part of the rewritten methods, and must stay as they are."""
-        return tuple([path for rewritten in self._rewritten.values() for path, _ in rewritten.guard.inlined])
+        return tuple([path for rewritten in self._rewritten.values() for path, *_ in rewritten.guard.inlined])
 
     @property
     def sites(self) -> tuple[FusedSite, ...]:

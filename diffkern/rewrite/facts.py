@@ -104,6 +104,10 @@ class Facts:
         """Whether the child is a convolution over images or videos, of torch's own class."""
         return bool(path) and self._answer("convolution", path, self._is_convolution)  # type: ignore[return-value]
 
+    def length(self, path: Path) -> int:
+        """How many layers a sequence of torch's own class calls one after the other; 0 for what is no such sequence."""
+        return self._answer("length", path, self._length)  # type: ignore[return-value]
+
     def is_projection(self, path: Path) -> bool:
         """Whether a call of the child returns a new tensor, whatever its class: that of a linear layer, plain or not.
 
@@ -156,6 +160,9 @@ class Facts:
     def _is_convolution(self, path: Path) -> bool:
         return False  # a name says nothing of the class
 
+    def _length(self, path: Path) -> int:
+        return 0
+
     def _is_projection(self, path: Path) -> bool:
         return self._is_linear(path) or re.search(r"(^|_)attn\d*(_|$)", _name_of(path)) is not None
 
@@ -175,6 +182,7 @@ _METHOD = {
     "projection": "is_projection",
     "linear": "is_linear",
     "convolution": "is_convolution",
+    "length": "length",
     "activation": "activation",
     "norms": "forward_of_norms",
 }
@@ -201,6 +209,11 @@ class ModuleFacts(Facts):
 
     def _is_convolution(self, path: Path) -> bool:
         return type(child_of(self._module, path)) in (nn.Conv2d, nn.Conv3d)
+
+    def _length(self, path: Path) -> int:
+        child = child_of(self._module, path)
+        in_turn = type(child) is nn.Sequential and list(child._modules) == [str(i) for i in range(len(child._modules))]
+        return len(child._modules) if child is not None and in_turn else 0
 
     def _value(self, path: Path) -> object:
         return plain_attribute(self._module, path[0])

@@ -48,8 +48,9 @@ class Guard:
         own = {name.removeprefix("self."): function for name, function in helpers.items() if name.startswith("self.")}
         methods = {name: function for name, function in own.items() if "." not in name}
         paths = [tuple(name.split(".")[:-1]) for name in own if "." in name]
-        #: Submodules whose forwards are part of the source.
-        self.inlined = tuple([(path, type(child_of(module, path))) for path in paths])
+        #: Submodules whose forwards are part of the source, with their classes and the names of what they hold.
+        read: list[tuple[Path, Any]] = [(path, child_of(module, path)) for path in paths]
+        self.inlined = tuple([(path, type(child), tuple(child._modules)) for path, child in read])
         children: dict[Path, type[nn.Module]] = {}
         self._users: dict[Path, list[int]] = {}
         for site in sites:
@@ -102,8 +103,9 @@ class Guard:
             now = plain_attribute(module, name)
             if now is not value and (now != value or type(now) is not type(value)):
                 return f"its {name} is another than when it was patched"
-        for path, cls in self.inlined:
-            if not untouched(child_of(module, path), cls):  # type: ignore[arg-type]
+        for path, cls, names in self.inlined:
+            child: Any = child_of(module, path)
+            if not untouched(child, cls) or tuple(child._modules) != names:
                 return f"{'.'.join(path)} has a hook, or is another module than it was"
         for name, function in self._globals.items():
             if global_at(self._namespace, name) is not function:

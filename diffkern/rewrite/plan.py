@@ -23,6 +23,7 @@ from diffkern.rewrite.placement import Placement, Placer
 from diffkern.rewrite.purity import is_pure
 from diffkern.rewrite.query_key import QueryKey, concatenated, pair_statements, separate_statements
 from diffkern.rewrite.rules import RULES, Rule
+from diffkern.rewrite.sequential import unroll_sequences
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
 from diffkern.rewrite.variants import (
     activate_in_branches,
@@ -140,7 +141,9 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     # A processor's rotation is a call that the shape knows, whatever it computes.
     wanted: set[str] | None = set() if is_processor else None
     while True:
+        sequences = unroll_sequences(tree, facts, only=wanted)
         helpers, without = inline.inline_helpers(tree, function, facts, only=wanted)
+        helpers |= sequences
         decide_branches(tree, facts)
         if not is_processor:
             split_by_arguments(tree, facts)

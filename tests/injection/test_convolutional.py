@@ -206,6 +206,45 @@ def test_a_convolution_that_someone_changed_is_called_as_a_module(change: str) -
     assert relative_error(before, stock) > 1e-2
 
 
+class _InSequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU(), nn.Dropout(), nn.Conv2d(16, 16, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+@pytest.mark.parametrize("change", ["nothing", "hook", "layer", "more", "class"])
+def test_a_norm_in_a_sequence_is_fused_as_long_as_the_sequence_is_what_it_was(change: str) -> None:
+    class Doubled(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    blocks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        blocks.append(_InSequence().requires_grad_(False).eval())
+    x = _drawn(2, 16, 8, 8)
+    report = inject_optimized_kernels(blocks[1], config=EVERYWHERE)
+    for block in blocks:
+        before = block(x)
+        if change == "hook":
+            block.layers.register_forward_hook(lambda module, args, output: 2 * output)
+        elif change == "layer":
+            block.layers[2] = nn.Tanh()
+        elif change == "more":
+            block.layers.append(nn.Tanh())
+        elif change == "class":
+            block.layers.__class__ = Doubled
+    stock, fused = (block(x) for block in blocks)
+    torch.testing.assert_close(fused, stock, rtol=1e-5, atol=1e-5)
+    assert (relative_error(before, stock) > 1e-2) == (change != "nothing")
+    (counts,) = report.calls().values()
+    whole = change in ("nothing", "layer")
+    assert counts["fused"] == (4 if whole else 2) and bool(counts["stock"]) == (not whole)
+
+
 class _Summed(nn.Module):
     """A norm of a sum: of an embedding for each channel, which may be left out, or of whatever it is given."""
 
