@@ -85,11 +85,13 @@ class Video:
 
 
 def find(folders: list[str]) -> dict[str, str]:
-    """Returns the pipelines in some folders, through links, too: name -> path of the folder with its ``model_index.json``."""
+    """Returns the pipelines in some folders, also through links: name -> folder with a ``model_index.json``."""
     found = {}
     for folder in map(Path, folders):
         # ``**`` does not follow links, which is how most people put a folder there.
-        for index in sorted(index for depth in range(_DEPTH) for index in folder.glob("*/" * depth + "model_index.json")):
+        for index in sorted(
+            index for depth in range(_DEPTH) for index in folder.glob("*/" * depth + "model_index.json")
+        ):
             found[index.parent.relative_to(folder).as_posix()] = str(index.parent)
     return found
 
