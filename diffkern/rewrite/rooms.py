@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from diffkern.blocks.pieces import plain_linear
+from diffkern.blocks.pieces import has_plain_parameters
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.site import FusedSite
@@ -29,12 +29,15 @@ class StreamSite(FusedSite):
     """A linear layer as it is written, but for where its result lies, and how many products it takes.
 
     Attributes:
-        room: Rows that its memory has in front of each sample and behind it.
+        room: Rows that its memory has in front of each sample and behind it; None for a stream that is copied.
+        copied: Sites of the shorter streams that are copied into its memory.
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.room = (0, 0)
+        self.copied: set[StreamSite] = set()
+        self._joins = self.plan.options["joins"]
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaf."""
@@ -45,18 +48,19 @@ class StreamSite(FusedSite):
             self.idle_calls += 1  # on a CPU a concatenation takes less than what it takes to do without
             self.original_calls += 1
             return self.original(module, x)
-        layer: Any = child_of(module, self.plan.modules["linear"])
-        if not plain_linear(layer, x.device, x.dtype) or transforms_active() or modes_active():
-            return self.run_original(module, x)
-        room = self.room  # which another thread may change
-        made = _product(x, layer.weight, layer.bias, room)
-        y = self.original(module, x) if made is None else made
-        if self.plan.options["joins"]:
-            _remember(self, y, (0, 0) if made is None else room)
+        room, y = self.room, None  # which another thread may change
+        if room is not None and (self._joins or x.shape[0] > 1):
+            layer: Any = child_of(module, self.plan.modules["linear"])
+            if not has_plain_parameters(layer, x.device, x.dtype) or transforms_active() or modes_active():
+                return self.run_original(module, x)
+            y = _product(x, layer.weight, layer.bias, room)
+        made = self.original(module, x) if y is None else y
+        if self._joins and room is not None:
+            _remember(self, made, (0, 0) if y is None else room)
         self.fused_calls += 1
         if self.observer is not None:
             self.observer(module, None)
-        return y
+        return made
 
 
 class JoinSite(FusedSite):
@@ -132,6 +136,12 @@ def _join(streams: Sequence[Any], dim: int) -> Tensor | None:
     found = [_made.pop(x.untyped_storage()._cdata, None) for x in streams]
     host = max(range(len(streams)), key=lambda i: streams[i].numel())
     made, x, dim = found[host], streams[host], dim % streams[host].ndim
+    for other in [one.site for i, one in enumerate(found) if i != host and one is not None]:
+        if made is not None:
+            made.site.copied.add(other)
+            other.room = None
+        while other.copied:  # it was the longest until now
+            other.copied.pop().room = (0, 0)
     if made is None or x.ndim < 3:
         return None
     shape = [*x.shape]

@@ -67,7 +67,9 @@ def test_queries_keys_and_values_of_two_samples_take_one_copy_of_the_text_each()
     names = launches(module, given)
     assert "aten::cat" not in names
     joining = [site for site in found.sites if isinstance(site, StreamSite) and site.plan.options["joins"]]
-    assert sorted(site.room for site in joining) == [(0, 0)] * 3 + [(0, given["encoder_hidden_states"].shape[1])] * 3
+    rooms_of = {site.plan.modules["linear"]: site.room for site in joining}
+    text = given["encoder_hidden_states"].shape[1]
+    assert rooms_of == {(f"to_{x}",): (0, text) for x in "qkv"} | {(f"add_{x}_proj",): None for x in "qkv"}
 
 
 def test_a_text_of_another_length_gets_other_room() -> None:
@@ -87,6 +89,17 @@ def test_a_text_that_is_longer_than_the_image_is_copied_as_in_stock() -> None:
     rewritten(module)
     for _ in range(3):
         assert_close(results(module, given), stock)
+
+
+def test_whichever_stream_is_the_longest_now_has_room_for_the_others() -> None:
+    module, given = joint_attention("sd3")
+    longer = {**given, "encoder_hidden_states": torch.randn(2, 40, 32)}
+    stock = [results(module, call) for call in (given, longer)]
+    rewritten(module)
+    for number in (0, 0, 1, 1, 1, 1, 0, 0, 0, 0):
+        assert_close(results(module, (given, longer)[number]), stock[number])
+        seen = launches(module, (given, longer)[number])
+    assert "aten::cat" not in seen
 
 
 def test_a_hook_on_a_layer_sees_its_calls_and_changes_its_result() -> None:
