@@ -89,6 +89,7 @@ def optimize(
         patcher.install(clone, patches)
     if service is not None:
         kitchen_backend.install(clone, service)
+    _name_providers(report)
     report.seconds = time.perf_counter() - started
     return clone, report
 
@@ -142,7 +143,16 @@ def without_diffkern(model: Any) -> Any:
 
 def reports_of(model: Any) -> tuple[InjectionReport, ...]:
     """Returns the reports of a model's optimizations, the first one first; none if it is not optimized."""
-    return tuple(model.get_attachment(patcher.KEY) or ())
+    reports: tuple[InjectionReport, ...] = tuple(model.get_attachment(patcher.KEY) or ())
+    for report in reports:
+        _name_providers(report)
+    return reports
+
+
+def _name_providers(report: InjectionReport) -> None:
+    """Writes down who serves a module, which its first proof knows."""
+    for site in report._accepted:
+        site.provider = site.measurements[-1].provider if site.measurements else None
 
 
 def not_optimized(model: Any) -> str:

@@ -164,6 +164,12 @@ def test_a_download_is_said_before_it_starts_and_a_missing_model_says_what_to_gi
     assert output.index("downloaded now") < output.index("could not load")
 
 
+def test_the_time_to_go_counts_the_compiler(script: ModuleType) -> None:
+    assert script.time_to_go(10.0, [EXACT, FAST]) == "The first arm took 10 s; about 20 s to go."
+    said = script.time_to_go(10.0, [Arm(compiled=True), FAST, Arm("fast", compiled=True)])
+    assert said == "The first arm took 10 s; about 70 s to go, 40 of them for the compiler in 2 of the arms."
+
+
 @pytest.mark.exhaustive
 def test_a_comparison_runs_every_arm_that_can_and_says_why_not_of_the_others(
     script: ModuleType, tmp_path: Path
