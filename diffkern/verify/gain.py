@@ -55,7 +55,7 @@ def kept_costs(computations: Sequence[Callable[[], Any]], device: torch.device, 
 
 
 def _text_of(found: Sequence[Cost]) -> str:
-    return " ".join(f"{value:.2f}" for cost in found for value in (cost.host, cost.device))
+    return " ".join(str(value) for cost in found for value in (cost.host, cost.device))
 
 
 def costs_of(text: str) -> list[Cost] | None:
