@@ -409,6 +409,18 @@ its modules, with exceptions as stated. The second table has the sites of autoen
 which run once for each chunk of frames. Tests run them all. The last table lists what has the shape of a rule there and
 stays as it is.
 
+Of convolutional models these stay on purpose:
+
+* The concatenation with a skip connection in front of a norm. The shortcut convolution of the same block reads it, too,
+  so it has to be made.
+* The sum at the end of a block, with the norm of the next one. They stand in two modules, and of six passes over memory
+  one would go.
+* The bias of a convolution inside of a module that pads with a copy, as in HunyuanVideo and Wan. The copy would live as
+  long as the norm that follows, and the peak of memory would be higher than in stock.
+* Norms that take the latents or a cache, too, such as `SpatialNorm`. The GroupNorm inside of them is fused.
+* Gates that are a sigmoid. There is one for each control, or in a small model.
+* Keys and values of a text in a UNet. What is kept of a text needs a projection of it, by which it is known again.
+
 """
 _BY_RELEASE = """
 ## By release

@@ -140,7 +140,7 @@ class RewriteFusion(Fusion):
     def weigh(self, module: nn.Module, call: Any) -> str | None:
         """Says that no site gains where none did in the call before: so no result changes from one call to the next."""
         x = self.primary_input(call)
-        size = x.device, x.dtype, x.numel().bit_length()
+        size = x.device, x.dtype, x.numel().bit_length(), x.is_contiguous()
         forward = self._forwards.get(None) or self._forward(module, None)
         if size in forward.gains or torch.is_grad_enabled():
             return forward.gains.get(size)

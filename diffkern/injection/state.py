@@ -88,7 +88,7 @@ class PatchState:
         self.proven_gradients: set[_Proven] = set()
         self.no_gradients: dict[str | None, str] = {}
         self.restored = False
-        self.gains: dict[tuple[torch.device, torch.dtype, int], str] = {}
+        self.gains: dict[tuple[torch.device, torch.dtype, int, bool], str] = {}
         self.counts = CallCounts()
 
     @property
@@ -258,7 +258,7 @@ class PatchState:
         if type(x) is not Tensor:
             return False
         # As _size: in a model, where other code comes between two calls, each function takes microseconds to call.
-        reason = self.gains.get((x.device, x.dtype, x.numel().bit_length()))
+        reason = self.gains.get((x.device, x.dtype, x.numel().bit_length(), x.is_contiguous()))
         if not reason or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False  # times of an inference say nothing of training, where others may compute
         self.counts.add_stock(reason)
@@ -328,9 +328,12 @@ class PatchState:
         return _nothing, ()
 
 
-def _size(x: Tensor) -> tuple[torch.device, torch.dtype, int]:
-    """What decides whether a call takes less time fused: the power of two below the size of its input stands for it."""
-    return x.device, x.dtype, x.numel().bit_length()
+def _size(x: Tensor) -> tuple[torch.device, torch.dtype, int, bool]:
+    """What decides whether a call takes less time fused: the power of two below the size of its input stands for it.
+
+    A model is timed in two layouts, in one of which a call may gain alone.
+    """
+    return x.device, x.dtype, x.numel().bit_length(), x.is_contiguous()
 
 
 def _situation(module: nn.Module, device: torch.device) -> str:

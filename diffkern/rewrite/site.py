@@ -91,7 +91,7 @@ class FusedSite:
         trained: Computes the site where gradients are wanted, unless it returns None; None if the op does.
         on_new_size: Called with the site, the module and the leaves at the first call of a size; returns why the op is
             not worth it, or "". None where times are not measured.
-        gains: What it returned, by device, dtype and the power of two below the size.
+        gains: What it returned, by device, dtype, the power of two below the size, and whether that is contiguous.
         cost: What the op and the original expression took when they were timed last, where the op gains.
         maker: Whether layers read its results in fp8, in which case it writes both; None where it never does.
     """
@@ -152,7 +152,7 @@ class FusedSite:
         if self.on_new_size is not None and not compiling:
             x = leaves[self._sized]
             if type(x) in _PLAIN:
-                size = x.device, x.dtype, x.numel().bit_length()
+                size = x.device, x.dtype, x.numel().bit_length(), x.is_contiguous()
                 trains = torch.is_grad_enabled() and self._wants_gradients(module, leaves)
                 if self.gains.get(size) and not trains:  # times of an inference say nothing of training
                     self.idle_calls += 1

@@ -288,7 +288,7 @@ def _timed(site: FusedSite, module: nn.Module, leaf: Tensor) -> tuple[Hashable, 
     op = site.plan.rule.op
     provider = select(op, leaf.device, (leaf.dtype,), site.provider).provider
     text = hashlib.sha256(site.plan.text.encode()).hexdigest()[:16]
-    size = f"2^{leaf.numel().bit_length() - 1} numbers"
+    size = f"2^{leaf.numel().bit_length() - 1} numbers" + ("" if leaf.is_contiguous() else ", strided")
     name = type(module).__qualname__
     return "site", op, name, text, provider, str(leaf.dtype), size
 

@@ -115,6 +115,7 @@ LEFT = {
     "cogvideox": "the norms of its decoder take the latents and a cache, too",
     "vidtok": "its norms are layer norms over the channels, for which there is no op",
     "oobleck": "it has no norm",
+    "unet_spatio_temporal": "the embedding of a frame is added with the bias of the convolution before the norm",
     "stable_cascade": "its norms have no activation behind them",
     "unet1d": "its norms are followed by GELU",
     "vq_spatial": "the norms of its decoder take the latents, too",

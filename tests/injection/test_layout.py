@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from diffkern import InjectionReport, KernelConfig, inject_optimized_kernels
 from diffkern.blocks import layout
 from diffkern.injection import layout_fusion
+from diffkern.rewrite import verify
 from diffkern.verify import gain
 from diffkern.verify.measures import relative_error
 from scripts.check_models.convolutional import AUTOENCODERS, UNETS
@@ -140,6 +141,38 @@ def test_the_clock_of_a_cpu_decides_once_for_all_processes(monkeypatch: pytest.M
     other = _inject(again)
     _call(again, "kl")
     assert [note for note in other.notes if note.startswith("decoder ")] == [said]
+
+
+def test_a_site_is_timed_in_each_layout_and_gains_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    def costs(computations: Any, device: torch.device, *key: Any) -> list[gain.Cost]:
+        timed.append(key[-1])
+        stock = 2.0 if "strided" in key[-1] else 1.0
+        return [gain.Cost(1.0, 1.0), gain.Cost(stock, stock)]
+
+    monkeypatch.setattr(verify, "kept_costs", costs)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(4, 16), nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x))
+
+    block, x = Block().requires_grad_(False), torch.randn(2, 16, 8, 8)
+    report = _inject(block, KernelConfig(measure=True))
+    with torch.no_grad():
+        for _ in range(3):
+            block(x)
+        assert report.calls()[""]["fused"] == 0
+        last = x.to(memory_format=torch.channels_last)
+        for _ in range(3):
+            assert torch.allclose(block(last), Block.forward(block, x), atol=1e-5)
+    assert report.calls()[""]["fused"] == 3
+    sizes = [size for size in timed if size.startswith("2^")]
+    assert sizes == ["2^11 numbers", "2^11 numbers, strided"]
 
 
 @pytest.mark.usefixtures("gains")
