@@ -101,9 +101,16 @@ def _group_norm_silu(
 def _add_norm_silu_pad(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
-    x, bias = _convolved(site, module, operands["x"])
+    # The kernel is for channels that are neighbours: elsewhere the two passes of torch take no longer.
+    conv: Any = child_of(module, site.plan.modules["convolution"])
+    in_torch = bias_is_apart(operands["x"]) and not (_is_last(operands["x"]) or _is_last(conv.weight))
+    x, bias = (conv(operands["x"]), None) if in_torch else _convolved(site, module, operands["x"])
     residual = operands["residual"]
-    last = x.is_contiguous(memory_format=_LAST[x.ndim]) and not x.is_contiguous()
+    if in_torch:
+        return residual + x
+    if residual.ndim != x.ndim:
+        raise ValueError("the residual has not the dimensions of what the convolution gives")
+    last = _is_last(x)
     sides = [side if side.ndim == 5 else side.unsqueeze(2) for side in (x, residual)]
     y = ops.add_norm_silu_pad(
         sides[0], bias, sides[1], norm=None, activation=None, provider=provider,
@@ -124,6 +131,10 @@ def _convolved(site: FusedSite, module: nn.Module, x: Tensor) -> tuple[Tensor, T
     conv: Any = child_of(module, path)
     apart = bias_is_apart(x)
     return conv._conv_forward(x, conv.weight, None if apart else conv.bias), conv.bias if apart else None
+
+
+def _is_last(x: Tensor) -> bool:
+    return x.ndim in _LAST and x.is_contiguous(memory_format=_LAST[x.ndim]) and not x.is_contiguous()
 
 
 def bias_is_apart(x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kandinsky6_sr import Kandinsky6SR
 from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from diffkern import inject_optimized_kernels
 from diffkern.rewrite import calls
@@ -82,6 +84,27 @@ def test_restoring_leaves_weights_and_results_bit_for_bit_as_they_were(name: str
         kept, stride, address = before[name]
         assert torch.equal(value, kept) and (value.stride(), value.data_ptr()) == (stride, address)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_an_injected_convolutional_model_are_those_of_stock(name: str) -> None:
+    tiny = MODELS[name]
+    models = [tiny.build().requires_grad_() for _ in range(2)]
+    arguments = tiny.inputs(drawing(torch.float32), 8) if name in ONE_SAMPLE else batch_of_two(tiny, torch.float32)
+    inject_optimized_kernels(models[1], config=EVERYWHERE)
+    for model in models:
+        torch.manual_seed(0)
+        plain = {"return_dict": False} if "return_dict" in inspect.signature(model.forward).parameters else {}
+        results = tree_leaves(model(**arguments, **plain))
+        sums = [x.square().mean() for x in results if isinstance(x, Tensor) and x.requires_grad]
+        if not sums:
+            pytest.skip("stock has no gradients either")
+        torch.stack(sums).sum().backward()
+    for (path, stock), fused in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert (stock.grad is None) == (fused.grad is None), path
+        if stock.grad is not None and stock.grad.norm() > 1e-9:
+            assert relative_error(fused.grad, stock.grad) < 1e-3, path
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -163,7 +186,8 @@ def test_the_bias_of_a_convolution_is_added_with_what_follows_where_torch_adds_i
     block(x, temb)
     biases.clear()  # those of the proofs
     fused = block(x, temb)
-    assert sorted(bias is None for bias in biases) == [False, True, True]
+    # A residual in contiguous order is added by torch.
+    assert sorted(bias is None for bias in biases) == [False, channels_last, True]
     assert fused.stride() == stock.stride()
     assert relative_error(fused, reference) <= 1.05 * relative_error(stock, reference) + 1e-6
     (counts,) = report.calls().values()
@@ -180,6 +204,23 @@ def test_a_residual_block_is_not_divided_by_one_and_by_another_number_as_soon_as
         assert relative_error(block(x, temb), expected) < 1e-6
     blocks[0].output_scale_factor = 2.0
     assert relative_error(blocks[0](x, temb), stock[1]) < 1e-6
+
+
+def test_a_residual_of_fewer_dimensions_is_added_as_torch_does() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return other + self.conv(x)
+
+    block = Block().requires_grad_(False)
+    x = _drawn(4, 4, 4, 6, 6)
+    inject_optimized_kernels(block, config=EVERYWHERE)
+    for other in (_drawn(4, 4, 4, 6, 6), _drawn(4, 4, 6, 6), _drawn(4, 4, 4, 1, 1), _drawn(6)):
+        torch.testing.assert_close(block(x, other), Block.forward(block, x, other))
+    torch.testing.assert_close(block(x[0], x[0]), Block.forward(block, x[0], x[0]))
 
 
 @pytest.mark.parametrize("change", ["hook", "adapter"])
