@@ -73,10 +73,12 @@ class LayoutFusion(Fusion):
     @override
     def declines(self, module: nn.Module, call: Call) -> str | None:
         """Why a call runs in the layout that the user has. What was decided before holds."""
-        decided = memory(module).get(_DECIDED)
+        decided, x = memory(module).get(_DECIDED), self.primary_input(call)
         if decided:
             return str(decided)
-        reason = _unfit_call(module, self.primary_input(call), call)
+        if _is_captured(x):  # as the calls before it ran: nothing may be laid out anew in the memory of a graph
+            return "a CUDA graph is being captured around it" if decided is None else None
+        reason = _unfit_call(module, x, call)
         if decided == "" and reason is None:
             reason = layout.changed(module)
             if reason is not None:
@@ -99,7 +101,8 @@ class LayoutFusion(Fusion):
 
     def _in_channels_last(self, module: nn.Module, call: Call) -> Any:
         args, kwargs = call
-        layout.convert(module)
+        if not _is_captured(self.primary_input(call)):
+            layout.convert(module)
         with following_layout():
             return layout.laid_out(run_below(module, args, kwargs, self), memory(module).get(_RESULT, ""))
 
@@ -218,9 +221,12 @@ def _unfit_call(module: nn.Module, x: Tensor, call: Call) -> str | None:
         return "gradients are wanted"
     if transforms_active() or modes_active():
         return "under a transform or a mode of torch"
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured around it"
     return None
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the device of a call."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _finish(device: torch.device) -> None:

@@ -105,7 +105,7 @@ def _add_norm_silu_pad(
     conv: Any = child_of(module, site.plan.modules["convolution"])
     in_torch = bias_is_apart(operands["x"]) and not (_is_last(operands["x"]) or _is_last(conv.weight))
     x, bias = (conv(operands["x"]), None) if in_torch else _convolved(site, module, operands["x"])
-    residual = operands["residual"]
+    residual: Tensor = operands["residual"]
     if in_torch:
         return residual + x
     if residual.ndim != x.ndim:

@@ -325,3 +325,36 @@ def test_on_a_gpu_norms_keep_channels_last_between_convolutions(name: str) -> No
     _call(model, name)
     assert seen and not any(seen)
     report.restore()
+
+
+@pytest.mark.usefixtures("gains")
+def test_nothing_is_laid_out_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["unet2d_condition"].build()
+    stock = _call(model, "unet2d_condition")
+    _inject(model)
+    _call(model, "unet2d_condition")
+    monkeypatch.setattr(layout_fusion, "_is_captured", lambda x: True)
+    before = [weight.data_ptr() for weight in model.parameters()]
+    assert _are_last(model) == {True}
+    assert relative_error(_call(model, "unet2d_condition"), stock) < 1e-5
+    assert [weight.data_ptr() for weight in model.parameters()] == before and _are_last(model) == {True}
+    model.state_dict()
+    assert relative_error(_call(model, "unet2d_condition"), stock) < 1e-5
+    assert _are_last(model) == {False}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gains")
+def test_a_step_in_channels_last_is_replayed_from_a_graph() -> None:
+    model = MODELS["unet2d_condition"].build().to("cuda")
+    arguments = {
+        name: value.to("cuda") for name, value in batch_of_two(MODELS["unet2d_condition"], torch.float32).items()
+    }
+    stock = run(model, arguments)
+    report = inject_optimized_kernels(model, config=WITH_SITES, cuda_graph=True)
+    addresses = set()
+    for _ in range(6):
+        assert relative_error(run(model, arguments), stock) < 1e-3
+        addresses.add(tuple(weight.data_ptr() for weight in model.parameters()))
+    assert _are_last(model) == {True} and len(addresses) == 1
+    assert any(site.op == "cuda_graph" and not site.waiting for site in report.patched)
