@@ -101,10 +101,11 @@ def test_gradients_of_an_injected_convolutional_model_are_those_of_stock(name: s
         if not sums:
             pytest.skip("stock has no gradients either")
         torch.stack(sums).sum().backward()
+    largest = max(weight.grad.norm() for weight in models[0].parameters() if weight.grad is not None)
     for (path, stock), fused in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert (stock.grad is None) == (fused.grad is None), path
-        if stock.grad is not None and stock.grad.norm() > 1e-9:
-            assert relative_error(fused.grad, stock.grad) < 1e-3, path
+        if stock.grad is not None:  # where it is 0, as of a bias in front of a norm, rounding is left
+            assert (fused.grad - stock.grad).norm() <= 1e-4 * stock.grad.norm() + 1e-6 * largest, path
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
