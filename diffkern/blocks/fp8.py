@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.pieces import has_plain_parameters, run_layer, untouched
+from diffkern.blocks.pieces import has_plain_parameters, run_layer, runs_fused, untouched
 from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import layers
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
 
 #: Tensor cores take sides that are multiples of this.
 MULTIPLE = 16
@@ -185,11 +186,13 @@ class Fp8Weights(DerivedCache):
 
     Attributes:
         moves: Whether copies were of no use, because the weights are others at every call.
+        took: For numbers of rows, whether the layer computed such a call in fp8.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.moves = False
+        self.took: dict[int, bool] = {}
         self._copies: dict[str, _Copy] = {}
         self._made = 0
 
@@ -255,12 +258,35 @@ class Fp8Weights(DerivedCache):
 
 def weights_of(block: nn.Module, device: torch.device) -> Fp8Weights:
     """The weights of a block or a layer in fp8, quantised as needed, and checked: to be called once in each step."""
+    weights = _known(block)
+    weights.on_call(device)
+    return weights
+
+
+def _known(block: nn.Module) -> Fp8Weights:
     known = memory(block)
     if "fp8" not in known:
         known["fp8"] = Fp8Weights()
     weights: Fp8Weights = known["fp8"]
-    weights.on_call(device)
     return weights
+
+
+def was_asked(layer: nn.Module, x: Tensor) -> None:
+    """Notes that a layer was called with ``x``: unless it computed in fp8, it does not for so many rows."""
+    _known(layer).took.setdefault(x.numel() // max(x.shape[-1], 1), False)
+
+
+def takes_rows(layer: nn.Module | None, x: Tensor) -> bool | None:
+    """Whether a layer that computed a call of as many rows as ``x`` in fp8 would do so now; None before its first one.
+
+    Who asks may quantise the input in the place of the layer, which no hook and no mode may want to see then.
+    """
+    if layer is None or type(x) is not Tensor or not untouched(layer, nn.Linear) or not runs_fused(layer):
+        return False
+    weights = _known(layer)
+    if weights.moves or modes_active() or transforms_active() or unfit_weights(layer, x.device, x.dtype) is not None:
+        return False
+    return weights.took.get(x.numel() // max(x.shape[-1], 1))
 
 
 def state_of(block: nn.Module) -> Hashable:

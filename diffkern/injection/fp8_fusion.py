@@ -296,7 +296,10 @@ class Fp8Fusion(Fusion):
         if torch.compiler.is_compiling():  # nothing can be kept in a graph
             parameters: Any = module._parameters
             return F.linear(call, parameters["weight"], parameters["bias"])
-        return weights_of(module, call.device).run("weight", module, shared_rows(call, module, provider))
+        weights = weights_of(module, call.device)
+        y = weights.run("weight", module, shared_rows(call, module, provider))
+        weights.took[call.numel() // call.shape[-1]] = True
+        return y
 
     @override
     def kind(self, module: nn.Module) -> Hashable:

@@ -108,7 +108,7 @@ class RewriteFusion(Fusion):
         rules = {site.plan.rule.op: rule_of(site.plan.rule.op) for site in self.rewritten.sites}
         whole = next((rule for rule in rules.values() if rule is None or any(rule.choices())), rules[next(iter(rules))])
         for op, rule in rules.items():
-            if rule != whole:
+            if rule != whole and self.providers.get(op) != STOCK:  # whose layer is in fp8, whatever others are
                 self.providers[op] = serve(rule or Rule()).otherwise
         return whole
 
@@ -208,7 +208,8 @@ class RewriteFusion(Fusion):
 
     def _sites(self, rewritten: Rewritten | None = None) -> list[FusedSite]:
         forward = rewritten or next(iter(self._forwards.values()), self.rewritten)
-        return [site for site in forward.sites if site.plan.index not in forward.guard.disabled]
+        off = forward.guard.disabled
+        return [site for site in forward.sites if site.plan.index not in off and not site.calls_layer]
 
     def _forward(self, module: nn.Module, provider: str | None) -> Rewritten:
         if provider not in self._forwards:

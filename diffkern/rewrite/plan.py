@@ -35,9 +35,9 @@ from diffkern.rewrite.variants import (
     split_by_flags,
 )
 
-#: Names in rewritten functions: what decides which sites are on, what runs if none may, and what concatenates in the
-#: memory of a site's result.
-ENTER, STOCK, JOIN = "_enter", "_stock", "_join"
+#: Names in rewritten functions: what decides which sites are on, what runs if none may, what concatenates behind a
+#: site's result, and what calls the layer that reads that.
+ENTER, STOCK, JOIN, READ = "_enter", "_stock", "_join", "_read"
 #: What fails, or answers something else, with a tensor whose dimensions lie in another order in memory.
 _OF_ORDER = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous", "data_ptr"})
 
@@ -61,6 +61,7 @@ class SitePlan:
         gives_residual: Whether the site returns the new residual before the result.
         moves_calls: Whether a module would be called in another order than in the source.
         halves: The names of operands that are the parts of one tensor, in their order there; empty if none are.
+        read_by: Path of the linear layer that alone reads the result, behind something else; empty if none does.
     """
 
     index: int
@@ -77,10 +78,11 @@ class SitePlan:
     gives_residual: bool
     moves_calls: bool
     halves: tuple[str, ...] = ()
+    read_by: Path = ()
 
     def computes_what(self, other: SitePlan) -> bool:
         """Whether another site is the same place of the source, in another branch of the rewritten function."""
-        code = {"index", "original", "operands"}
+        code = {"index", "original", "operands", "read_by"}
         return all(getattr(self, one.name) == getattr(other, one.name) for one in fields(self) if one.name not in code)
 
 
@@ -90,7 +92,7 @@ class Plan:
 
     Attributes:
         sites: The sites, in the order of their numbers.
-        code: The rewritten function; it reads :data:`ENTER`, :data:`STOCK` and :data:`JOIN`.
+        code: The rewritten function; it reads :data:`ENTER`, :data:`STOCK`, :data:`JOIN` and :data:`READ`.
         text: Its source.
         facts: What was assumed about modules.
         helpers: Functions whose bodies were taken into it, or that an op computes in the place of: (path or global
@@ -127,7 +129,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     """
     tree, function = source.tree, source.function
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if taken & {SITES, ENTER, STOCK, JOIN}:
+    if taken & {SITES, ENTER, STOCK, JOIN, READ}:
         return "it is rewritten already"
     is_processor = tree.args.args[0].arg != facts.receiver
     if is_processor:
@@ -160,11 +162,12 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         source = replace(source, tree=tree)
     if not planner.sites:
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
-    _join_in_place(tree, planner.sites)
+    _join_in_place(tree, planner.sites, facts)
     free_temporaries(tree.body)
     _add_entry(tree, facts.receiver, options, without)
     ast.fix_missing_locations(tree)
-    code = compiled(tree, function, (*function.__code__.co_freevars, ENTER, STOCK, JOIN), _imported_in_file(function))
+    names = (*function.__code__.co_freevars, ENTER, STOCK, JOIN, READ)
+    code = compiled(tree, function, names, _imported_in_file(function))
     assert code is not None
     functions = {**helpers, **planner.replaced}
     return Plan(tuple(planner.sites), code, ast.unparse(tree), facts, functions, tuple(planner.refused))
@@ -356,8 +359,11 @@ def _is_fresh(scope: Scope, callee: ast.expr) -> bool:
     return path is not None and bool(facts.norm(path) or facts.is_projection(path) or facts.is_convolution(path))
 
 
-def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
-    """Lets ``torch.cat([front, y], dim)`` reuse the memory of ``y`` where that is the result of a site, read once."""
+def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan], facts: Facts) -> None:
+    """Lets ``torch.cat([front, y], dim)`` reuse the memory of ``y`` where that is the result of a site, read once.
+
+    Where the function has a linear layer read that and nothing else, it may be in the form which the layer takes.
+    """
     flow = Flow(tree)
     for node in flow.nodes:
         found = concatenated(node) if isinstance(node, ast.expr) else None
@@ -367,10 +373,35 @@ def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
         definition = flow.single(y)
         value = None if definition is None or definition.uses != [y] else definition.value
         made = isinstance(value, ast.Call) and isinstance(value.func, ast.Subscript) and ast.unparse(value.func.value)
-        if made == SITES and sites[value.func.slice.value].rule.op == "linear_gelu":  # type: ignore[union-attr]
+        index = value.func.slice.value if made == SITES else -1  # type: ignore[union-attr]
+        if index >= 0 and sites[index].rule.op == "linear_gelu":
             assert isinstance(node, ast.Call)
+            reader = _only_reader(flow, node, facts) if len(sites[index].places) == 2 else None  # no casts, no views
             node.func = ast.copy_location(ast.Name(JOIN, ast.Load()), node)
             node.args, node.keywords = [value.func, front, y, ast.Constant(dim)], []  # type: ignore[union-attr]
+            if reader is not None:
+                path = facts.path(flow, reader.func)
+                assert path is not None
+                sites[index] = replace(sites[index], read_by=path)
+                node.args.append(copy.deepcopy(reader.func))
+                reader.args = [reader.func, *reader.args]
+                reader.func = ast.copy_location(ast.Name(READ, ast.Load()), reader)
+
+
+def _only_reader(flow: Flow, node: ast.expr, facts: Facts) -> ast.Call | None:
+    """The call of a linear layer that alone reads a value; None if others may."""
+    statement = flow.statement[node]
+    if not isinstance(statement, ast.Assign) or statement.value is not node or len(statement.targets) != 1:
+        return None
+    target = statement.targets[0]
+    uses = flow.bound(target).uses if isinstance(target, ast.Name) else []
+    if len(uses) != 1 or flow.single(uses[0]) is not flow.bound(target):  # type: ignore[arg-type]
+        return None
+    for call in flow.nodes:
+        if isinstance(call, ast.Call) and call.args == uses and not call.keywords:
+            path = facts.path(flow, call.func)
+            return call if path is not None and facts.is_linear(path) else None
+    return None
 
 
 def _add_entry(tree: ast.FunctionDef, receiver: str, options: list[str], without: list[str]) -> None:

@@ -18,10 +18,11 @@ from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masks import PairMask
-from diffkern.rewrite.plan import ENTER, JOIN, STOCK, Plan, SitePlan, plan
+from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature
 from diffkern.rewrite.rooms import JoinSite, StreamSite, needs_room
-from diffkern.rewrite.site import FusedSite, Observer, Trained, join
+from diffkern.rewrite.single_stream import SingleStreamSite, join, read
+from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.streams import Joined, LinearOfStream
 from diffkern.rewrite.texts import OfText
@@ -146,6 +147,8 @@ class Rewriter:
 
         def made(plan: SitePlan) -> FusedSite:
             op, kind = plan.rule.op, _SITES.get(type(plan.rule.shape), FusedSite)
+            if self._for_fp8 and plan.read_by and op in self._off:  # since its layer computes in fp8
+                kind = SingleStreamSite
             provider = self._providers.get(op, self._provider)
             return kind(plan, function, module, provider, self._trained.get(op), self._for_fp8)
 
@@ -157,16 +160,16 @@ class Rewriter:
         if any(child_of(module, path) is None for site in found.sites for path in site.modules.values()):
             values.update(settings_of(module))  # a method, which reads them
         guard = Guard(sites, module, found.helpers, function.__globals__, values)
-        # What is exact is laid out as in stock.
-        without_room = self._verifier.numerics == "exact"
-        guard.disabled = {
-            site.plan.index for site in sites if site.plan.rule.op in self._off or (without_room and needs_room(site))
-        }
+        off = [site for site in sites if site.plan.rule.op in self._off and not site.calls_layer]
+        if self._verifier.numerics == "exact":  # is laid out as in stock
+            off += filter(needs_room, sites)
+        guard.disabled = {site.plan.index for site in off}
         guard.observer = self._observer
         if self._replayed is not None:
             for site in sites:
                 site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed, guard=guard)
-        return Rewritten(recompile(forward, found.code, {ENTER: guard, STOCK: function, JOIN: join}), found, guard)
+        names = {ENTER: guard, STOCK: function, JOIN: join, READ: read}
+        return Rewritten(recompile(forward, found.code, names), found, guard)
 
 
 def _in_forward(call: Rewritten, forward: Any, cls: type, function: Callable[..., Any]) -> Rewritten:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from diffkern.blocks.pieces import has_plain_parameters
+from diffkern.blocks.pieces import has_plain_parameters, runs_fused
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.site import FusedSite
@@ -51,7 +51,8 @@ class StreamSite(FusedSite):
         room, y = self.room, None  # which another thread may change
         if room is not None and (self._joins or x.shape[0] > 1):
             layer: Any = child_of(module, self.plan.modules["linear"])
-            if not has_plain_parameters(layer, x.device, x.dtype) or transforms_active() or modes_active():
+            is_plain = has_plain_parameters(layer, x.device, x.dtype) and not runs_fused(layer)  # as one in fp8 does
+            if not is_plain or transforms_active() or modes_active():
                 return self.run_original(module, x)
             y = _product(x, layer.weight, layer.bias, room)
         made = self.original(module, x) if y is None else y

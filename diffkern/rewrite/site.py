@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from diffkern import ops
 from diffkern.blocks.fp8 import RowMaker, RowwiseFp8, announce
 from diffkern.matching import NormSemantics
-from diffkern.ops.linear import concatenate
 from diffkern.providers import NoProviderError, select
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import transforms_active
@@ -87,7 +86,7 @@ class FusedSite:
         proofs: What the proofs measured, by signature.
         tried: Devices and dtypes for which leaves were made up and proven ahead of calls.
         observer: Learns of each call, if there is one.
-        room: The room that :func:`join` needed last in front of its result, which is made so then.
+        room: The room that ``torch.cat`` needed last in front of its result, which is made so then.
         trained: Computes the site where gradients are wanted, unless it returns None; None if the op does.
         on_new_size: Called with the site, the module and the leaves at the first call of a size; returns why the op is
             not worth it, or "". None where times are not measured.
@@ -95,6 +94,9 @@ class FusedSite:
         cost: What the op and the original expression took when they were timed last, where the op gains.
         maker: Whether layers read its results in fp8, in which case it writes both; None where it never does.
     """
+
+    #: Whether a site of this class calls the layer that it has a part in, which computes by itself.
+    calls_layer = False
 
     def __init__(
         self,
@@ -314,13 +316,6 @@ class FusedSite:
             )
         y: Tensor = norm(x if isinstance(dtype, str) else x.to(dtype))
         return y
-
-
-def join(site: Callable[..., Any], front: Tensor, x: Tensor, dim: int) -> Tensor:
-    """``torch.cat([front, x], dim)`` of the result of a site, which has room for it the next time."""
-    if isinstance(site, FusedSite) and not torch.compiler.is_compiling():
-        site.room = front.shape[-1]
-    return concatenate(front, x, dim)
 
 
 @cache

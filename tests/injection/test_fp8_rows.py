@@ -5,6 +5,7 @@ On the CPU ``"eager"`` computes the ops and multiplies the numbers behind fp8.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from diffkern import KernelConfig, inject_optimized_kernels
 from diffkern.blocks import fp8
 from diffkern.injection import fp8_fusion, planning
+from diffkern.ops import activation_fp8
 from diffkern.rewrite import site
 from diffkern.verify.measures import relative_error
+from tests.injection import test_fp8 as tests_of_models
 
 EAGER = KernelConfig(
     {op: "eager" for op in ("linear_fp8", "norm_modulate", "gate_residual_norm_modulate")}, measure=False
@@ -136,3 +139,92 @@ def test_calls_with_gradients_and_without_fp8_write_no_rows(quantised: list[str]
     with torch.no_grad():
         model(*inputs), model(*inputs)
     assert not quantised
+
+
+class Single(nn.Module):
+    """A block whose attention and feed-forward stand side by side, as in Flux; ``twice`` has the latter read again."""
+
+    def __init__(self, twice: bool = False) -> None:
+        super().__init__()
+        self.norm, self.act_mlp = nn.LayerNorm(64, elementwise_affine=False), nn.GELU(approximate="tanh")
+        self.to_v, self.proj_mlp, self.proj_out = nn.Linear(64, 64), nn.Linear(64, 128), nn.Linear(192, 64)
+        self.twice = twice
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        y = self.norm(x) * (1 + scale) + shift
+        mlp = self.act_mlp(self.proj_mlp(y))
+        both = torch.cat([self.to_v(y), mlp], dim=2)
+        y = self.proj_out(both)
+        return x + scale * y + (both.mean() if self.twice else 0)
+
+
+def single(twice: bool = False) -> tuple[Single, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    return Single(twice).to(torch.bfloat16).eval().requires_grad_(False), model_and_inputs()[1]
+
+
+def in_float64(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    result: Tensor = copy.deepcopy(model).double()(*[x.double() for x in inputs])
+    return result
+
+
+def test_a_gelu_behind_attention_is_written_in_fp8_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = single()
+    stock, exact, joined = model(*inputs), in_float64(model, inputs), []
+
+    def noted(x: Tensor, function: str, *, front: Tensor) -> Any:
+        joined.append((tuple(front.shape), tuple(x.shape), function))
+        return activation_fp8(x, function, front=front)
+
+    monkeypatch.setattr("diffkern.rewrite.single_stream.ops.activation_fp8", noted)
+    report = inject_optimized_kernels(model, numerics="fp8", config=EAGER)
+    with torch.no_grad():
+        results = [model(*inputs) for _ in range(3)]
+    assert all(torch.equal(results[0], y) for y in results)
+    assert relative_error(stock, exact) < relative_error(results[0], exact) < 0.05
+    assert joined == [((2, 32, 64), (2, 32, 128), "gelu_tanh")] * 3
+    calls = report.calls()
+    assert calls["proj_mlp"]["fused"] == 3 and calls["proj_out"]["fused"] == 1, "the others are the forward's"
+    report.restore()
+    assert torch.equal(model(*inputs), stock)
+
+
+@pytest.mark.parametrize("name", ["proj_mlp", "act_mlp", "proj_out"])
+def test_a_hook_on_a_part_of_a_single_stream_block_sees_what_is_written(name: str) -> None:
+    model, inputs = single()
+    inject_optimized_kernels(model, numerics="fp8", config=EAGER)
+    seen: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        model(*inputs)
+        before = model(*inputs)
+        handle = model.get_submodule(name).register_forward_hook(lambda _, args, y: seen.append((args[0], y)))
+        assert relative_error(model(*inputs), before.double()) < 0.02
+        (given, made), widths = seen[0], {"proj_mlp": (64, 128), "act_mlp": (128, 128), "proj_out": (192, 64)}
+        assert (given.shape[-1], made.shape[-1]) == widths[name] and given.dtype == made.dtype == torch.bfloat16
+        handle.remove()
+        assert torch.equal(model(*inputs), before)
+
+
+def test_what_another_part_reads_or_a_layer_in_its_dtype_is_no_rows_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(*args: Any, **options: Any) -> Any:
+        raise AssertionError("nobody reads these rows")
+
+    monkeypatch.setattr("diffkern.rewrite.single_stream.ops.activation_fp8", unexpected)
+    for twice, exclude in ((True, []), (False, ["proj_out"])):
+        model, inputs = single(twice)
+        exact = in_float64(model, inputs)
+        config = KernelConfig(EAGER.rules, measure=False, fp8_exclude=exclude)
+        report = inject_optimized_kernels(model, numerics="fp8", config=config)
+        assert ("_read" in report.source("")) is not twice
+        with torch.no_grad():
+            results = [model(*inputs) for _ in range(2)]
+        assert torch.equal(*results) and relative_error(results[0], exact) < 0.05
+
+
+def test_a_layer_of_one_stream_is_called_where_it_is_in_fp8() -> None:
+    model, inputs = tests_of_models.model_and_inputs("sd3")
+    config = KernelConfig(tests_of_models.EMULATED, measure=False)
+    report = inject_optimized_kernels(model, numerics="fp8", config=config, verify=False)
+    tests_of_models.output(model, inputs)
+    ran = tests_of_models.in_fp8(report)
+    assert {"transformer_blocks.0.attn.to_out.0", "transformer_blocks.0.attn.to_add_out"} <= ran
