@@ -395,10 +395,10 @@ def _only_reader(flow: Flow, node: ast.expr, facts: Facts) -> ast.Call | None:
         return None
     target = statement.targets[0]
     uses = flow.bound(target).uses if isinstance(target, ast.Name) else []
-    if len(uses) != 1 or flow.single(uses[0]) is not flow.bound(target):  # type: ignore[arg-type]
+    if not uses or flow.single(uses[0]) is not flow.bound(target):  # type: ignore[arg-type]
         return None
     for call in flow.nodes:
-        if isinstance(call, ast.Call) and call.args == uses and not call.keywords:
+        if isinstance(call, ast.Call) and call.args == uses and not call.keywords:  # one use
             path = facts.path(flow, call.func)
             return call if path is not None and facts.is_linear(path) else None
     return None

@@ -17,7 +17,7 @@ from diffkern import KernelConfig, inject_optimized_kernels
 from diffkern.blocks import fp8
 from diffkern.injection import fp8_fusion, planning
 from diffkern.ops import activation_fp8
-from diffkern.rewrite import site
+from diffkern.rewrite import rooms, site
 from diffkern.verify.measures import relative_error
 from tests.injection import test_fp8 as tests_of_models
 
@@ -221,7 +221,8 @@ def test_what_another_part_reads_or_a_layer_in_its_dtype_is_no_rows_of_fp8(monke
         assert torch.equal(*results) and relative_error(results[0], exact) < 0.05
 
 
-def test_a_layer_of_one_stream_is_called_where_it_is_in_fp8() -> None:
+def test_a_layer_of_one_stream_is_called_where_it_is_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "LEAST_ROWS", 1)
     model, inputs = tests_of_models.model_and_inputs("sd3")
     config = KernelConfig(tests_of_models.EMULATED, measure=False)
     report = inject_optimized_kernels(model, numerics="fp8", config=config, verify=False)
