@@ -19,6 +19,7 @@ from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.match import Match, Scope
+from diffkern.rewrite.options import drop_options
 from diffkern.rewrite.placement import Placement, Placer
 from diffkern.rewrite.purity import is_pure
 from diffkern.rewrite.query_key import QueryKey, concatenated, pair_statements, separate_statements
@@ -28,7 +29,6 @@ from diffkern.rewrite.source import Source, _imported_in_file, compiled
 from diffkern.rewrite.variants import (
     activate_in_branches,
     decide_branches,
-    drop_options,
     drop_unit_divisors,
     norms_into_branches,
     split_by_arguments,

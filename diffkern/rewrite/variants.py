@@ -19,8 +19,6 @@ from diffkern.rewrite.flow import Flow
 
 #: Behind every line of a source.
 ALWAYS = (float("inf"), 0.0)
-#: ComfyUI's flag for plain torch ops in the place of kernels without gradients.
-_TRAINING = "comfy.model_management.in_training"
 
 _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_,
@@ -54,7 +52,7 @@ def decide_branches(tree: ast.FunctionDef, facts: Facts | None, given: Mapping[s
     decider = _Decider(facts, _stored_attributes(tree), given or {})
     decider.visit(tree)
     if decider.decided:
-        _tidy_blocks(tree)
+        tidy_blocks(tree)
     decided = _decide_made(tree) or decider.decided
     if decided:
         ast.fix_missing_locations(tree)
@@ -79,7 +77,7 @@ def _decide_made(tree: ast.FunctionDef) -> bool:
                     at += len(kept) if isinstance(kept, list) else 1
                 decided |= decider.decided
     if decided:
-        _tidy_blocks(tree)
+        tidy_blocks(tree)
     return decided
 
 
@@ -381,84 +379,6 @@ def _move_norms(block: list[ast.stmt], branches: ast.If, flow: Flow, facts: Fact
         passed.add(target.id)
 
 
-def drop_options(tree: ast.FunctionDef) -> list[str]:
-    """Drops branches that run if a dictionary among the arguments has a key; returns the tests, to be made at entry.
-
-    ComfyUI's models run what other nodes put into ``transformer_options["patches"]`` between two statements that are
-    one op. Without a patch the two stand one after the other; with one the stock forward runs.
-    """
-    dropper = _DropOptions(tree)
-    dropper.visit(tree)
-    if dropper.tests:
-        _drop_unread(tree, dropper.read)
-        _tidy_blocks(tree)
-    return list(dict.fromkeys(dropper.tests))
-
-
-class _DropOptions(ast.NodeTransformer):
-    def __init__(self, tree: ast.FunctionDef) -> None:
-        self._tree = copy.deepcopy(tree)
-        self.tests: list[str] = []
-        #: The variables that dropped branches read.
-        self.read: set[str] = set()
-
-    def visit_If(self, node: ast.If) -> Any:
-        """What runs without the option."""
-        test = _option(self._tree, node.test)
-        if test is not None:
-            test = f"{test} and 'another node patches what it computes'"
-        elif ast.unparse(node.test) == _TRAINING:
-            test = f"{_TRAINING} and 'ComfyUI is training'"
-        if test is None:
-            return self.generic_visit(node)
-        self.tests.append(test)
-        self.read |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-        return [self.visit(statement) for statement in node.orelse]
-
-
-def _drop_unread(tree: ast.FunctionDef, names: set[str]) -> None:
-    """Drops ``name["key"] = value`` where nothing reads the variable any longer, and it is a copy made here."""
-    nodes = list(ast.walk(tree))
-    stores = {
-        statement.targets[0].value: statement
-        for statement in tree.body
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.targets[0], ast.Subscript)
-        and isinstance(statement.targets[0].value, ast.Name)
-        and not any(isinstance(node, ast.Call) for node in ast.walk(statement))
-    }
-    for name in names:
-        loads = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
-        bound = [s for s in tree.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == name]
-        is_copy = len(bound) == 1 and ast.unparse(bound[0].value).endswith(".copy()")
-        if is_copy and loads and all(load in stores for load in loads):
-            for load in loads:
-                tree.body.remove(stores[load])
-
-
-def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
-    """``"key" in name`` as a test of arguments alone, where ``name = argument.get("...", {})`` is bound once."""
-    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.In) or len(test.ops) > 1:
-        return None
-    key, name = test.left, test.comparators[0]
-    if not isinstance(key, ast.Constant) or not isinstance(name, ast.Name):
-        return None
-    stores = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    bound = [one for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == name.id]
-    if len(bound) != 1 or [node.id for node in stores].count(name.id) != 1:
-        return None
-    call = bound[0].value
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "get":
-        return None
-    argument = call.func.value
-    arguments = {argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)}
-    if not isinstance(argument, ast.Name) or argument.id not in arguments - {node.id for node in stores}:
-        return None
-    if len(call.args) != 2 or call.keywords or ast.unparse(call.args[1]) != "{}":
-        return None
-    return f"{ast.unparse(key)} in {ast.unparse(call)}"
-
-
 def _first_store(tree: ast.stmt, name: str) -> tuple[float, float]:
     """Where in the source a variable is bound first, behind which it is no longer the argument."""
     body = tree.body if isinstance(tree, ast.FunctionDef) else [tree]
@@ -501,7 +421,7 @@ def _stored_attributes(tree: ast.FunctionDef) -> set[str]:
     return {node.attr for node in attributes if not isinstance(node.ctx, ast.Load)}
 
 
-def _tidy_blocks(tree: ast.FunctionDef) -> None:
+def tidy_blocks(tree: ast.FunctionDef) -> None:
     """Drops what stands behind a return, and fills blocks that have become empty."""
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
