@@ -158,8 +158,10 @@ def test_inductor_holds_the_op() -> None:
 def test_operands_that_cublaslt_cannot_take_are_left_to_torch() -> None:
     x, weight, bias = _operands(64, 64, 72)
     for x_, weight_ in ((x[:, 1:65], weight[:, :64]), (x[:, :63], weight[:, :63]), (x[:0], weight)):
+        expected = torch._addmm_activation(bias, x_, weight_.t(), use_gelu=True)
+        if x_.shape[1] % 8:  # of which torch rounds the sum before the activation, or not
+            expected = F.gelu(F.linear(x_, weight_, bias), approximate="tanh")
         for _ in range(3):
-            expected = torch._addmm_activation(bias, x_, weight_.t(), use_gelu=True)
             assert torch.equal(ops.linear_gelu(x_, weight_, bias), expected)
     assert choice._plans and all(plan.kind is None or plan.product is None for plan in choice._plans.values())
 
