@@ -200,7 +200,7 @@ def build(
     quiet: Quiet = False,
 ) -> None:
     """Compile the kernels. Without a choice of platform, everything this machine has a compiler for."""
-    from diffkern.build import BuildError, ToolchainError, available_backends, build_kernels
+    from diffkern.build import ArchError, BuildError, OutputError, ToolchainError, available_backends, build_kernels
 
     backends = [name for name, wanted in (("cpu", cpu), ("cuda", cuda), ("rocm", rocm)) if wanted]
     if arch and backends == ["cpu"]:
@@ -219,7 +219,7 @@ def build(
         results = build_kernels(backends or "auto", archs=arch or None, output=output, force=force, verbose=verbose)
     except OSError as error:
         fail("build", say_why(error))
-    except ValueError as error:
+    except (ValueError, ArchError, OutputError) as error:
         fail("build", error, 2)
     except (BuildError, ToolchainError) as error:
         fail("build", error)

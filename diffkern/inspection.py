@@ -45,7 +45,7 @@ def load_model(
 
     Args:
         name: A name of :data:`diffkern.bench.models.DENOISERS`, a ``config.json``, the folder of a model, or that of a
-            pipeline. Weights beside the configuration are loaded; without any, or on ``meta``, they are random.
+            pipeline, or its ``model_index.json``. Weights beside the configuration are loaded; without any, or on ``meta``, they are random.
         device: Where the models are made.
         dtype: Of their weights.
         layers: How many layers to keep of each kind; weights are random then.
@@ -54,6 +54,7 @@ def load_model(
         ModelError: there is no such model, or it cannot be built.
     """
     path = Path(name)
+    path = path.parent if path.name == "model_index.json" else path
     if name in DENOISERS:
         denoiser = DENOISERS[name]
         if layers is not None:
@@ -238,7 +239,7 @@ def first_call(folder: Path, models: SimpleNamespace, dtype: torch.dtype) -> tup
     """Calls a saved pipeline with a prompt, up to its denoiser.
 
     Args:
-        folder: With its ``model_index.json``, tokenizers and scheduler.
+        folder: With its ``model_index.json``, tokenizers and scheduler; or that file.
         models: Its models, as :func:`load_model` returns them.
         dtype: Of their weights.
 
@@ -260,7 +261,10 @@ def first_call(folder: Path, models: SimpleNamespace, dtype: torch.dtype) -> tup
     ]
     try:
         pipe: Any = DiffusionPipeline.from_pretrained(
-            folder, local_files_only=True, **models.components, **dtype_argument(dtype)
+            folder.parent if folder.is_file() else folder,
+            local_files_only=True,
+            **models.components,
+            **dtype_argument(dtype),
         )
         pipe.register_modules(**models.components)  # diffusers loads optional ones again
         pipe.set_progress_bar_config(disable=True)

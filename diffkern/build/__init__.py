@@ -4,16 +4,19 @@
 the sake of running kernels but :mod:`diffkern.build.installed`, which finds what was built.
 """
 
-from diffkern.build.compiling import BuildError
+from diffkern.build.archs import ArchError
+from diffkern.build.compiling import BuildError, OutputError
 from diffkern.build.driver import BuildResult, available_backends, build_kernels
 from diffkern.build.installed import Build, failure_reason, find_builds, search_directories
 from diffkern.build.toolchain import ToolchainError
 from diffkern.build.variant import Variant
 
 __all__ = [
+    "ArchError",
     "Build",
     "BuildError",
     "BuildResult",
+    "OutputError",
     "ToolchainError",
     "Variant",
     "available_backends",

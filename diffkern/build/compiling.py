@@ -19,6 +19,10 @@ class BuildError(RuntimeError):
     """The kernels could not be built. The message holds the reason, down to the compiler's own words."""
 
 
+class OutputError(BuildError):
+    """The folder that was named cannot be written to."""
+
+
 def compile_library(
     units: Sequence[Unit],
     directory: Path,

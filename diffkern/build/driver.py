@@ -12,7 +12,7 @@ from pathlib import Path
 
 from diffkern.build import installed
 from diffkern.build.archs import ArchError, Archs, cuda_archs, rocm_archs
-from diffkern.build.compiling import BuildError, compile_library
+from diffkern.build.compiling import BuildError, OutputError, compile_library
 from diffkern.build.layout import exclusively, library_name, staged, up_to_date, write_metadata, write_python
 from diffkern.build.sources import source_directory, source_hash, units
 from diffkern.build.toolchain import Tool, ToolchainError, check_toolkit, find_cxx, find_hipcc, find_nvcc
@@ -142,7 +142,9 @@ def _check_writable(root: Path) -> None:
         with tempfile.TemporaryFile(dir=root):
             pass
     except OSError as error:
-        raise BuildError(f"the kernels cannot be written to {root} ({error.strerror}): choose another output") from None
+        raise OutputError(
+            f"the kernels cannot be written to {root} ({error.strerror}): choose another output"
+        ) from None
 
 
 def _build(

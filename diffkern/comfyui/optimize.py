@@ -30,9 +30,11 @@ NUMERICS = ("fast", "exact")
 class Report(InjectionReport):
     """What was done to a model, and what to do next with nodes."""
 
+    sampled = True
+
     @override
     def next_step(self) -> str:
-        if not self.active:
+        if not self.active or not self.sampled:
             return ""
         if any(site.fused_calls or site.stock_calls for site in self.active):
             return "Benchmark (diffkern) times it against the stock model"
@@ -118,7 +120,8 @@ def optimize_vae(
     started = time.perf_counter()
     vae.throw_exception_if_invalid()
     model = vae.patcher
-    report = InjectionReport(type(model.model).__name__, numerics)
+    report = Report(type(model.model).__name__, numerics)
+    report.sampled = False
     modules = (one for name, child in model.model.named_children() for one in own_modules(model, name, child))
     device = torch.device(model.load_device)
     patches = _plan(model, modules, numerics == "exact", chosen, provider, "", report, vae.vae_dtype, device)
@@ -128,6 +131,7 @@ def optimize_vae(
     optimized.patcher = model.clone()
     if patches:
         patcher.install(optimized.patcher, patches)
+    _name_providers(report)
     report.seconds = time.perf_counter() - started
     return optimized, report
 

@@ -81,7 +81,7 @@ def test_the_nodes_are_listed_with_inputs_tooltips_and_outputs(server: Server) -
 
     assert {*MODEL_NODES, *PIPELINE_NODES} <= set(listed)
     optimize = listed["DiffkernOptimizeModel"]
-    assert optimize["output"] == ["MODEL", "STRING"]
+    assert optimize["output"] == ["MODEL", "STRING", "VAE"]
     assert optimize["python_module"] == "custom_nodes.diffkern"
     inputs = optimize["input"]["required"]
     assert list(inputs) == [

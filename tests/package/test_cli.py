@@ -67,6 +67,6 @@ def test_build_says_in_one_line_that_the_output_cannot_be_written(tmp_path: Path
     occupied = tmp_path / "file"
     occupied.write_text("")
     result = invoke("build", "--cpu", "--output", str(occupied / "kernels"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert len(result.output.splitlines()) == 1
     assert result.output.startswith("diffkern build: ")

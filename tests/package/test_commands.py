@@ -165,7 +165,7 @@ def test_inspect_reads_pipelines_and_models_of_transformers(flux: Path, tmp_path
     t5 = {"architectures": ["T5EncoderModel"], "model_type": "t5", "d_model": 32, "d_ff": 64, "num_layers": 1}
     (tmp_path / "text_encoder" / "config.json").write_text(json.dumps(t5))
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline", "transformer": [], "text_encoder": []}')
-    planned = json.loads(invoke("inspect", str(tmp_path), "--json").output)
+    planned = json.loads(invoke("inspect", str(tmp_path / "model_index.json"), "--json").output)
     assert planned["target"] == "FluxPipeline"
     assert {site["path"].partition(".")[0] for site in planned["patched"]} == {"transformer", "text_encoder"}
 
