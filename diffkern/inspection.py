@@ -45,8 +45,8 @@ def load_model(
 
     Args:
         name: A name of :data:`diffkern.bench.models.DENOISERS`, a ``config.json``, the folder of a model, or that of a
-            pipeline, or its ``model_index.json``. Weights beside the configuration are loaded; without any, or on ``meta``,
-            they are random.
+            pipeline, or its ``model_index.json``. Weights beside the configuration are loaded; without any, or on
+            ``meta``, they are random.
         device: Where the models are made.
         dtype: Of their weights.
         layers: How many layers to keep of each kind; weights are random then.
