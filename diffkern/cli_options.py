@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -84,6 +85,8 @@ def require_writable(command: str, **options: Path | None) -> None:
     for name, path in options.items():
         if path is not None and str(path) != "-" and (reason := unwritable(path)):
             fail(command, f"--{name} {path}: {reason}", 2)
+    if options.get("plot") is not None and find_spec("matplotlib") is None:
+        fail(command, "--plot draws with matplotlib, which is not installed: pip install matplotlib")
 
 
 def unwritable(path: Path) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,3 +179,11 @@ def table(results: Sequence[Result], title: str) -> Table:
             result.reason,
         )
     return rendered
+
+
+def plot(results: Iterable[Result], title: str, path: Path) -> None:
+    """Draws the time of every implementation that ran as a bar, by shape, and writes a PNG."""
+    from diffkern.bench.results import bars
+
+    ran = [(f"{result.shape} {result.backend}", result.milliseconds) for result in results if result.milliseconds]
+    bars([name for name, _ in ran], [ms for _, ms in ran], [f"{ms:.3f} ms" for _, ms in ran], title, path)

@@ -208,6 +208,7 @@ def bench_attention(
     dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Share of weights that is dropped.")] = 0.0,
     backward: Annotated[bool, typer.Option("--backward", help="Time the backward, too.")] = False,
     output: JsonFile = None,
+    plot: Plot = None,
     quiet: Quiet = False,
 ) -> None:
     """Compare the implementations of attention on given shapes: time, memory, error against float64."""
@@ -217,7 +218,7 @@ def bench_attention(
     from diffkern.bench.environment import describe_device, describe_environment
     from diffkern.bench.results import write_json
 
-    require_writable("bench attention", json=output)
+    require_writable("bench attention", json=output, plot=plot)
     where = device_of("bench attention", device)
     # It is timed as diffusers calls it, and torch would say at length that compiled it is faster.
     warnings.filterwarnings("ignore", "flex_attention called without", UserWarning)
@@ -235,6 +236,8 @@ def bench_attention(
     console = _console(output)
     for results in runs:
         console.print(attention.table(results, f"{results[0].shape}, {dtype}, {describe_device(where)}"))
+    if plot is not None:
+        attention.plot([one for results in runs for one in results], f"{dtype}, {describe_device(where)}", plot)
     if output is not None:
         options = {"dtype": dtype, "mask": mask, "causal": causal, "dropout": dropout, "backward": backward}
         rows = [result.to_dict() for results in runs for result in results]

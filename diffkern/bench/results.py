@@ -147,23 +147,24 @@ def plot(results: Sequence[ArmResult], title: str, path: Path) -> None:
     Args:
         results: At least one result; with the stock arm among them, every bar says its speed-up.
         title: Heading, for example the card and the size of the video.
-        path: File to write; its folder is made first.
+        path: File to write.
     """
     baseline = baseline_of(results)
     labels = [f"{result.median_seconds:.2f} s  {_number(speedup(result, baseline), '.2f', 'x')}" for result in results]
     bars([result.arm for result in results], [result.median_seconds for result in results], labels, title, path)
 
 
-def bars(arms: Sequence[Arm], values: Sequence[float], labels: Sequence[str], title: str, path: Path) -> None:
-    """Draws a bar for every arm, with a label behind it, and writes them as PNG."""
+def bars(arms: Sequence[Arm | str], values: Sequence[float], labels: Sequence[str], title: str, path: Path) -> None:
+    """Draws a bar for every arm, or other name, with a label behind it, and writes them as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colors = [_BAR_COLORS[arm.injected, arm.compiled] for arm in arms]
+    kinds = [(False, False) if isinstance(arm, str) else (arm.injected, arm.compiled) for arm in arms]
+    names = [arm if isinstance(arm, str) else arm.name for arm in arms]
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(arms)))
-    drawn = axes.barh([arm.name for arm in arms], values, color=colors, height=0.65)
+    drawn = axes.barh(names, values, color=[_BAR_COLORS[kind] for kind in kinds], height=0.65)
     axes.bar_label(drawn, labels, padding=4, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(values))

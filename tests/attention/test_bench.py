@@ -64,6 +64,7 @@ def test_a_backend_that_is_named_is_the_only_one(kernel: str) -> None:
 def test_the_command(tmp_path: Path) -> None:
     file = tmp_path / "attention.json"
     options = ["--device", "cpu", "--dtype", "float32", "--causal", "--backward", "--json", str(file)]
+    options += ["--plot", str(tmp_path / "bars.png")]
     shapes = ["--shape", "1x16x2x8", "--shape", "1x16x4/2x8"]
     done = CliRunner().invoke(app, ["bench", "attention", *shapes, *options])
     assert done.exit_code == 0, done.output
@@ -72,6 +73,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert written["options"] == {"dtype": "float32", "mask": "none", "causal": True, "dropout": 0.0, "backward": True}
     assert {row["shape"] for row in written["results"]} == {"1x16x2x8", "1x16x4/2x8"}
     assert "versions" in written["environment"]
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -123,3 +124,24 @@ def test_a_model_of_transformers() -> None:
         torch.testing.assert_close(model(tokens).last_hidden_state, stock, rtol=1e-4, atol=1e-4)
         report.restore()
         assert torch.equal(model(tokens).last_hidden_state, stock)
+
+
+def test_a_plan_on_meta_looks_at_tensors_in_proportion_to_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    parameters = nn.Module.parameters
+
+    def counted(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in parameters(self, recurse):
+            seen.append(parameter.shape)
+            yield parameter
+
+    def count(layers: int) -> int:
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)) for _ in range(layers)])
+        seen.clear()
+        assert len(plan(model).patched) == 2 * layers
+        return len(seen)
+
+    monkeypatch.setattr(nn.Module, "parameters", counted)
+    few, many = count(4), count(16)
+    assert many <= 4.5 * few, "16 times as many would be those of the whole model for each of its modules"

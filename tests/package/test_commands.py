@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
-from diffkern import __version__, inspection
+from diffkern import __version__, cli_options, inspection
 from diffkern.bench.autoencoders import AUTOENCODERS
 from diffkern.bench.models import DENOISERS
 from diffkern.cli_options import NAMES, VAES
@@ -133,6 +133,12 @@ def test_a_machine_without_a_gpu_is_said_in_one_line(command: str) -> None:
     assert result.exit_code == 1 and "--device cuda: this machine has none" in result.output
     assert len(result.output.splitlines()) == 1
     assert "sees no CUDA or ROCm GPU" in invoke("bench", "ops").output
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
+    result = invoke("bench", "step", "--model", "sana", "--plot", "bars.png")
+    assert result.exit_code == 1 and "not installed: pip install matplotlib" in result.output
 
 
 def test_the_names_that_help_lists_are_those_of_the_models() -> None:
