@@ -30,11 +30,9 @@ NUMERICS = ("fast", "exact")
 class Report(InjectionReport):
     """What was done to a model, and what to do next with nodes."""
 
-    sampled = True
-
     @override
     def next_step(self) -> str:
-        if not self.active or not self.sampled:
+        if not self.active or not self.advises:
             return ""
         if any(site.fused_calls or site.stock_calls for site in self.active):
             return "Benchmark (diffkern) times it against the stock model"
@@ -121,7 +119,7 @@ def optimize_vae(
     vae.throw_exception_if_invalid()
     model = vae.patcher
     report = Report(type(model.model).__name__, numerics)
-    report.sampled = False
+    report.advises = False
     modules = (one for name, child in model.model.named_children() for one in own_modules(model, name, child))
     device = torch.device(model.load_device)
     patches = _plan(model, modules, numerics == "exact", chosen, provider, "", report, vae.vae_dtype, device)

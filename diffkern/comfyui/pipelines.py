@@ -43,6 +43,7 @@ class Loaded:
             self.restore()
             if options is not None:
                 self.report = diffkern.inject_optimized_kernels(self.pipe, **options)
+                self.report.advises = False
             self.options = options
         return self.report
 
@@ -67,7 +68,9 @@ class Pipeline:
     def plan(self) -> InjectionReport:
         """Says what the injection will do."""
         self.loaded.restore()
-        return diffkern.plan(self.loaded.pipe, **(self.options or {}))
+        report = diffkern.plan(self.loaded.pipe, **(self.options or {}))
+        report.advises = False
+        return report
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ class InjectionReport:
         expected: What the injection is expected to gain, where that was estimated.
         steps: What was timed of the steps of a model, by its path and the shape of its input: as they are, and as a
             CUDA graph where they became one.
+        advises: Whether it says what to do next in Python and on the command line, which is not where every user is.
     """
 
     target: str
@@ -148,6 +149,7 @@ class InjectionReport:
     traced: bool = False
     expected: str = ""
     steps: dict[str, tuple[StepTime, StepTime | None]] = field(default_factory=dict)
+    advises: bool = True
     _accepted: list[Site] = field(default_factory=list, repr=False)
     _rejected: list[Site] = field(default_factory=list, repr=False)
     _undo: Callable[[Sequence[Site]], int] | None = field(default=None, repr=False, compare=False)
@@ -283,7 +285,7 @@ class InjectionReport:
         """Returns what to do next, or ""."""
         from diffkern.injection.advice import next_step
 
-        return next_step(self)
+        return next_step(self) if self.advises else ""
 
     def _runs(self, patched: Sequence[Site]) -> str:
         """What of the patched sites ran fused, and what stock, so far."""

@@ -40,6 +40,7 @@ def test_a_plan_changes_nothing(loaded: Loaded) -> None:
     plan = Pipeline(loaded).optimized(numerics="exact").plan()
 
     assert plan.dry_run and plan.patched and loaded.report is None
+    assert plan.next_step() == "", "there is no line of Python to write"
 
 
 def test_options_that_stay_the_same_inject_once(loaded: Loaded) -> None:
