@@ -256,6 +256,11 @@ def _is_read(module: str) -> bool:
     return module.startswith("transformers.models.") or not module.startswith(_NOT_READ)
 
 
+def _is_activation(module: nn.Module) -> bool:
+    """Whether a module without submodules may be an activation of diffusers, which is arithmetic, and no norm."""
+    return type(module).__module__.startswith("diffusers.") and match(module) is None
+
+
 @dataclass(frozen=True)
 class _Match:
     """How a module can be computed, or why it is left alone."""
@@ -288,7 +293,7 @@ def _match(
     loss = None if liger is None else liger.loss(module)
     if loss is not None:
         return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")
-    if module._modules and replaced is None and _is_read(type(module).__module__):
+    if replaced is None and _is_read(type(module).__module__) and (module._modules or _is_activation(module)):
         rewritten = rewriters.rewrite(module)
         if not isinstance(rewritten, str):
             calls_layer = fp8 is not None and _has_fp8_product(path, module, rewritten, fp8)
