@@ -46,11 +46,16 @@ def _drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-#: Autoencoders of every kind of tiling.
+#: Autoencoders of every kind of tiling. That of HunyuanImage takes an image for a video in stock, and that of VidTok
+#: fails on samples as small as these.
 TILED = (
-    "kl", "wan", "kl_flux2", "dc", "kvae", "wan_22", "qwenimage", "qwenimage21", "hunyuan_image", "hunyuan_video",
-    "hunyuan_video15", "hunyuan_refiner", "cogvideox", "mochi", "magvit", "vidtok", "consistency", "ltx", "ltx2",
+    "kl", "wan", "kl_flux2", "dc", "kvae", "wan_22", "qwenimage", "qwenimage21", "hunyuan_video",
+    "hunyuan_video15", "hunyuan_refiner", "cogvideox", "mochi", "magvit", "consistency", "ltx", "ltx2",
 )  # fmt: skip
+
+
+#: Where the tiles of small samples would have less in them than the kernels of their convolutions.
+LARGER = {"qwenimage21": 2, "hunyuan_refiner": 4, "mochi": 8, "ltx2": 4}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ def test_tiles_and_slices_of_an_injected_autoencoder_are_those_of_stock(name: st
     tiny = AUTOENCODERS[name]
     model: Any = tiny.build()
     small = tiny.inputs(drawing(torch.float32), 8)["sample"]
-    size = min(small.shape[-2:])
+    size = min(small.shape[-2:]) * LARGER.get(name, 1)
     sample = _drawn(1 if name in ONE_SAMPLE else 2, *small.shape[1:-2], size * 3 // 2, size)
     whole = run(model, {"sample": sample})
     model.enable_slicing()
