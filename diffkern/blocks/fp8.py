@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks.pieces import has_plain_parameters, run_layer, runs_fused, untouched
-from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
+from diffkern.cache import UNDO, DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import layers
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -46,7 +46,8 @@ def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> b
 
 def unfit_weights(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the weights of a linear layer cannot be quantised for inputs of ``dtype`` on ``device``, or None."""
-    if not has_plain_parameters(layer, device, dtype):
+    replaced = not torch.compiler.is_compiling() and home_of(layer._parameters.get("weight")) == device
+    if not has_plain_parameters(layer, device, dtype, STORE if replaced else None):
         return "its weights are quantised, elsewhere, or of another dtype than its input"
     weight: Any = layer._parameters["weight"]
     rows, columns = weight.shape
@@ -60,6 +61,40 @@ def unfit_weights(layer: nn.Module, device: torch.device, dtype: torch.dtype) ->
 def quantize_rowwise(x: Tensor | RowwiseFp8, provider: str | None) -> RowwiseFp8:
     """Quantises hidden states unless they are in fp8 already."""
     return x if isinstance(x, RowwiseFp8) else RowwiseFp8(*activation_fp8(x, provider=provider))
+
+
+#: Where weights are whose copies in fp8 have taken their place.
+STORE = torch.device("cpu")
+#: Where these weights were before, by their identity.
+_away: dict[int, tuple[weakref.ref[Tensor], torch.device]] = {}
+
+
+def home_of(weight: Tensor | None) -> torch.device | None:
+    """The device of the copy in fp8 that has taken the place of a weight; None for a weight that is in its place."""
+    ref, home = _away.get(id(weight), (None, None))
+    return home if ref is not None and weight is not None and ref() is weight and weight.device == STORE else None
+
+
+@torch.no_grad()
+def replace_weight(layer: nn.Module) -> None:
+    """Quantises the weight of a layer and moves it to :data:`STORE`; it is back as soon as the layer is restored."""
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    key, home = id(weight), weight.device
+    _away[key] = weakref.ref(weight, lambda gone: _away.pop(key, None)), home
+    memory(layer).setdefault(UNDO, set()).add(_put_back)
+    copy = _copied([weight], [], home)
+    weight.data = weight.data.to(STORE)
+    copy.sources = (TensorFingerprint.of(weight, sums=False),)
+    _known(layer)._copies["weight"] = copy
+
+
+def _put_back(layer: nn.Module) -> None:
+    weight = layer._parameters.get("weight")
+    home = home_of(weight)
+    if weight is not None and home is not None:
+        weight.data = weight.data.to(home)
+        del _away[id(weight)]
 
 
 #: A key of :data:`_shared`: the tensor by its identity, and where rows of it are written in order.
@@ -206,7 +241,7 @@ class Fp8Weights(DerivedCache):
             return run_layer(layer, x)
         parameters: Any = layer._parameters
         weight = parameters["weight"]
-        copy = self._copy(name, [weight], [])
+        copy = self._copy(name, [weight], [], x.values.device)
         # Not the op, whose checks take half as long as the rest: nothing here has a gradient or is traced.
         # The tensor cores make bfloat16 of such products.
         dtype = torch.bfloat16 if x.values.is_cuda else weight.dtype
@@ -224,16 +259,16 @@ class Fp8Weights(DerivedCache):
                 self.run("to_k", children["to_k"], x),
                 self.run("to_v", children["to_v"], x),
             )
-        copy = self._copy("to_q, to_k, to_v", weights, given)
+        copy = self._copy("to_q, to_k, to_v", weights, given, x.values.device)
         y = layers.linear_rows(x.values, x.scales, copy.values, copy.scales, copy.bias, weights[0].dtype)
         query, key, value = y.split([weight.shape[0] for weight in weights], -1)
         return query, key, value
 
-    def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
+    def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device) -> _Copy:
         copy = self._copies.get(name)
-        if copy is None or not match_all(copy.sources, [*weights, *biases]):
+        if copy is None or copy.values.device != device or not match_all(copy.sources, [*weights, *biases]):
             wasted = copy.wasted + 1 if copy is not None and copy.uses < 2 else 0
-            copy = self._copies[name] = _copied(weights, biases)
+            copy = self._copies[name] = _copied(weights, biases, device)
             copy.wasted = wasted
             self._made += 1
             self.moves |= wasted >= WASTED
@@ -296,10 +331,11 @@ def state_of(block: nn.Module) -> Hashable:
 
 
 @torch.no_grad()
-def _copied(weights: Sequence[Tensor], biases: Sequence[Tensor]) -> _Copy:
-    sources = tuple([TensorFingerprint.of(source, rotates=True) for source in (*weights, *biases)])
+def _copied(weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device) -> _Copy:
+    sums = weights[0].device == device  # the host would take seconds for them
+    sources = tuple([TensorFingerprint.of(source, rotates=True, sums=sums) for source in (*weights, *biases)])
     whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-    values, scales = activation_fp8(whole)
+    values, scales = activation_fp8(whole.to(device))
     return _Copy(sources, values, scales, torch.cat(list(biases)) if biases else None)
 
 

@@ -99,11 +99,18 @@ def plain_linear(module: nn.Module | None, device: torch.device, dtype: torch.dt
     return module is not None and untouched(module, nn.Linear) and has_plain_parameters(module, device, dtype)
 
 
-def has_plain_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the weights of a linear layer are ordinary tensors of ``dtype`` on ``device``."""
+def has_plain_parameters(
+    layer: nn.Module, device: torch.device, dtype: torch.dtype, of_weight: torch.device | None = None
+) -> bool:
+    """Whether the weights of a linear layer are ordinary tensors of ``dtype`` on ``device``, but for ``of_weight``."""
     parameters: Any = layer._parameters
     weight = parameters.get("weight")  # either may have become a plain attribute
-    if weight is None or "bias" not in parameters or weight.dtype is not dtype or not plain(weight, device):
+    if (
+        weight is None
+        or "bias" not in parameters
+        or weight.dtype is not dtype
+        or not plain(weight, of_weight or device)
+    ):
         return False
     bias = parameters["bias"]
     return bias is None or (bias.dtype is dtype and plain(bias, device))

@@ -134,15 +134,18 @@ class TensorFingerprint:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, tensor: Tensor, rotates: bool = False) -> Self:
+    def of(cls, tensor: Tensor, rotates: bool = False, sums: bool = True) -> Self:
         """Takes the fingerprint of a plain tensor. Call it before you read the tensor: a write in between must show.
 
         Args:
             tensor: The tensor.
             rotates: Whether rounds take turns with it, if it is a matrix.
+            sums: Whether writes that PyTorch does not count are to be found.
         """
         turn = next(_rounds.turns) % ROUNDS if rotates and tensor.ndim > 1 else None
         signs = version(tensor), tensor.data_ptr(), tensor.stride(), _rounds.generation
+        if not sums:
+            return cls(weakref.ref(tensor), *signs, (), turn)
         parts = checksum(tensor)
         return cls(weakref.ref(tensor), *signs, parts if tensor.ndim > 1 else (parts[0].clone(),), turn)
 
@@ -161,6 +164,8 @@ class TensorFingerprint:
         """The parts of the checksum now and then; none where :meth:`matches` is False already, or on other devices."""
         tensor = self.tensor()
         if tensor is None or not self.matches(tensor) or (device is not None and tensor.device != device):
+            return []
+        if not self.checksum:
             return []
         return list(zip(checksum(tensor), self.checksum, strict=True))
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffkern.blocks.fp8 import home_of
+
 #: Values that never change: one is as good as another that is equal.
 _CONSTANTS = frozenset(
     map(type, (None, True, 0, 0j, "", b"", ..., range(0), torch.float32, torch.device("cpu"), torch.strided))
@@ -297,7 +299,7 @@ class ModuleSnapshot:
     def _tensor(self, path: str, tensor: Tensor, weight: bool) -> tuple[Any, ...]:
         place = _place(tensor)
         self.tensors.append((weakref.ref(tensor), place[0]))
-        if weight:
+        if weight and home_of(tensor) is None:
             self._devices.add(tensor.device)
             self._elsewhere.append((_shown(path), tensor.device))
         if type(tensor) not in (Tensor, nn.Parameter) and tensor.__dict__ and id(tensor) not in self._index:

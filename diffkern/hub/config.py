@@ -31,6 +31,7 @@ MEASURE_VARIABLE = "DIFFKERN_MEASURE"
 
 #: What the Hub may be asked for besides kernels that a rule names.
 HUB_CHOICES = ("off", "auto")
+FP8_WEIGHTS = ("keep", "replace")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class KernelConfig:
         fp8_include: With ``numerics="fp8"``, patterns on the paths of linear layers to compute in fp8 that would be
             left alone for their size, their name or their place.
         fp8_exclude: Patterns on the paths of linear layers to leave in their dtype, also where ``fp8_include`` fits.
+        fp8_weights: With ``numerics="fp8"``, ``"keep"`` leaves the weights beside their copies in fp8; ``"replace"``
+            moves them to the memory of the host, so that those of the GPU halve (see ``docs/fp8.md``).
 
     Raises:
         ValueError: a key or a value is none of those; the message names the nearest that is.
@@ -87,6 +90,7 @@ class KernelConfig:
     measure: bool | None = None
     fp8_include: tuple[str, ...] = ()
     fp8_exclude: tuple[str, ...] = ()
+    fp8_weights: str = "keep"
 
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping):
@@ -118,6 +122,9 @@ class KernelConfig:
             if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
                 raise ValueError(f"{name}={patterns!r}: pass a list of patterns on the paths of linear layers")
             object.__setattr__(self, name, tuple(patterns))
+        if self.fp8_weights not in FP8_WEIGHTS:
+            nearest = _nearest(str(self.fp8_weights), FP8_WEIGHTS)
+            raise ValueError(f"fp8_weights={self.fp8_weights!r}: choose 'keep' or 'replace'.{nearest}")
 
     @property
     def measures(self) -> bool:
@@ -217,6 +224,8 @@ class KernelConfig:
         for name in ("fp8_include", "fp8_exclude"):
             if getattr(self, name):
                 data[name] = list(getattr(self, name))
+        if self.fp8_weights != "keep":
+            data["fp8_weights"] = self.fp8_weights
         return {**data, "rules": _plain(self.rules)}
 
     @classmethod
@@ -226,7 +235,7 @@ class KernelConfig:
         Raises:
             ValueError: a key is unknown, or as in the constructor.
         """
-        known = ("rules", "hub", "mode", "trust_remote_code", "lock", "measure", "fp8_include", "fp8_exclude")
+        known = tuple(cls.__dataclass_fields__)
         if not isinstance(data, Mapping):
             raise ValueError(f"{data!r} is no configuration: that is a table of {', '.join(known)}")
         for key in data:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -17,10 +17,12 @@ from typing_extensions import override
 
 from diffkern.blocks.fp8 import (
     MULTIPLE,
+    STORE,
     RowwiseFp8,
     gelu_feed_forward,
     parts_of_feed_forward,
     quantize_rowwise,
+    replace_weight,
     shared_rows,
     unfit_weights,
     weights_of,
@@ -119,7 +121,8 @@ class Fp8Layers:
         """How the layer at a path is computed."""
         rule = self.config.rule(path, "Linear", OP)
         named = rule is not None and any(choice not in (None, "auto") for choice in rule.choices())
-        return Fp8Fusion(kind_of(path), None if named else self.replayed)  # who names a provider wants it
+        replaces = self.config.fp8_weights == "replace"
+        return Fp8Fusion(kind_of(path), None if named else self.replayed, replaces)  # who names a provider wants it
 
     def feed_forward(self, path: str, module: nn.Module) -> Fp8FeedForward | None:
         """How a feed-forward is computed whose GELU stands between two layers in fp8; None if it is no such."""
@@ -200,10 +203,12 @@ class Fp8Fusion(Fusion):
     Attributes:
         layer: Which kind of layer it is: its path, with a star for each index. Layers of one kind share a proof.
         replayed: As in :class:`Fp8Layers`.
+        replaces: Whether the copy in fp8 takes the place of the weight, which goes to the memory of the host.
     """
 
     layer: str
     replayed: bool | None = None
+    replaces: bool = False
 
     @property
     @override
@@ -230,16 +235,26 @@ class Fp8Fusion(Fusion):
 
     @override
     def declines(self, module: nn.Module, call: Any) -> str | None:
-        x = call
+        reason = self._unfit(module, call)
+        weight = module._parameters.get("weight") if reason is not None and self.replaces else None
+        if weight is not None and weight.device == STORE != call.device:
+            raise RuntimeError(
+                f"this call of {self.layer} cannot run in fp8, since {reason}; nor as it is written, since "
+                "fp8_weights='replace' moved its weight to the memory of the host: restore() brings it back"
+            )
+        return reason
+
+    def _unfit(self, module: nn.Module, x: Any) -> str | None:
         reason = unfit(x)
         if reason is not None:
             return reason
         if torch.compiler.is_compiling():
-            return None  # its graph holds the product as it is written, see compute
+            # Its graph holds the product as it is written, see compute.
+            return "a graph of torch.compile has no room for copies" if self.replaces else None
         if x.dtype not in _HALF:
             return "its input is float32; float16 and bfloat16 are quantised"
         width = x.shape[-1] if x.ndim else 0
-        if width == 0 or x.numel() < LEAST_ROWS * width:
+        if width == 0 or (x.numel() < LEAST_ROWS * width and not self.replaces):
             return f"its input has fewer than {LEAST_ROWS} rows, where nothing is gained"
         if gradients.wanted(module, x):
             return "gradients are wanted, and rounding to fp8 has none"
@@ -261,7 +276,7 @@ class Fp8Fusion(Fusion):
     @override
     def weigh(self, module: nn.Module, call: Tensor) -> str | None:
         linear: Any = module
-        if call.numel() * linear.out_features > CERTAIN:
+        if call.numel() * linear.out_features > CERTAIN or self.replaces:
             return ""
         weights = weights_of(module, call.device)
 
@@ -286,6 +301,12 @@ class Fp8Fusion(Fusion):
         except torch.OutOfMemoryError:
             return ""  # the call itself says so
         return reason_without_gain(found[0], found[1], bool(self.replayed))
+
+    @override
+    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
+        """Moves the weight away, if its copy shall take its place."""
+        if self.replaces:
+            replace_weight(module)
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
@@ -399,7 +420,7 @@ class Fp8FeedForward(Fusion):
     def weigh(self, module: nn.Module, call: Tensor) -> str | None:
         """Without a gain each of the layers is timed by itself."""
         first: Any = parts_of_feed_forward(module)[0][0]
-        if call.numel() * first.out_features > CERTAIN:
+        if call.numel() * first.out_features > CERTAIN or self.linear.replaces:
             return ""
         # As stock would: its layers have patches of their own.
         twin = cache(lambda: self.clone_for_verification(module, call.device, call.dtype))

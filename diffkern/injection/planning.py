@@ -181,7 +181,10 @@ def plan_modules(
     copied = [next(c.module.parameters()) for c in candidates if c.fusion.op == LINEAR_FP8]
     if copied:
         size = sum(weight.numel() for weight in copied) / 2**30
-        report.notes.append(f"copies in fp8 will take {size:.2g} GiB beside the weights")
+        if config.fp8_weights == "replace":
+            report.notes.append(_replaced(copied, size))
+        else:
+            report.notes.append(f"copies in fp8 will take {size:.2g} GiB beside the weights")
     _refuse_other_numerics(report)
     report.already = sum(site.reason == ALREADY_PATCHED for site in report.skipped)
     return candidates
@@ -336,6 +339,24 @@ def _has_fp8_product(path: str, module: nn.Module, rewritten: Rewritten, fp8: Fp
     layers = [site.plan.modules["linear"] for site in rewritten.sites if site.plan.rule.op == "linear_gelu"]
     children = [(".".join((path, *layer)).removeprefix("."), child_of(module, layer)) for layer in layers]
     return any(child is not None and fp8.reason(name, child) is None for name, child in children)
+
+
+def _replaced(weights: list[nn.Parameter], size: float) -> str:
+    """Says what becomes of weights whose place copies in fp8 take.
+
+    Raises:
+        ValueError: they are where nothing is gained by it.
+    """
+    elsewhere = next((weight.device for weight in weights if weight.device.type != "cuda"), None)
+    if elsewhere is not None:
+        raise ValueError(
+            f"fp8_weights='replace' makes room on a GPU, and weights are on {elsewhere}: call pipe.to('cuda') before, "
+            "and do not offload"
+        )
+    return (
+        f"copies in fp8 take {size:.2g} GiB in the place of weights of {2 * size:.2g} GiB, which go to the memory of "
+        "the host: restore() brings them back, save_pretrained() writes them"
+    )
 
 
 def _refuse_other_numerics(report: InjectionReport) -> None:

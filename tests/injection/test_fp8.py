@@ -679,6 +679,90 @@ def test_verify_says_how_far_a_short_run_ends_from_stock_and_which_layers_cost_m
     assert torch.equal(output(model, inputs), stock)
 
 
+REPLACED = KernelConfig(EMULATED, fp8_weights="replace")
+
+
+@pytest.fixture
+def weights_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU taken for a GPU: what goes to the memory of the host is not a number as long as it is there."""
+    monkeypatch.setattr(planning, "_replaced", lambda weights, size: "")
+    kept: dict[int, Tensor] = {}
+    replace, put_back = fp8.replace_weight, fp8._put_back
+
+    def away(layer: nn.Linear) -> None:
+        replace(layer)
+        kept[id(layer.weight)] = layer.weight.data
+        layer.weight.data = torch.full_like(layer.weight, torch.nan)
+        copy = memory(layer)["fp8"]._copies["weight"]
+        copy.sources = (fp8.TensorFingerprint.of(layer.weight, sums=False),)
+
+    def back(layer: nn.Linear) -> None:
+        layer.weight.data = kept.pop(id(layer.weight))
+        put_back(layer)
+
+    monkeypatch.setattr(fp8_fusion, "replace_weight", away)
+    monkeypatch.setattr(fp8, "_put_back", back)
+
+
+@pytest.mark.usefixtures("weights_elsewhere")
+def test_copies_in_the_place_of_weights_are_all_that_is_read_and_go_when_the_model_is_restored() -> None:
+    model, inputs = model_and_inputs("wan")
+    stock, weights = output(model, inputs), {key: value.clone() for key, value in model.state_dict().items()}
+    report = inject_optimized_kernels(model, numerics="fp8", config=EMULATED)
+    beside = output(model, inputs)
+    report.restore()
+    report = inject_optimized_kernels(model, numerics="fp8", config=REPLACED)
+    gone = [name for name, weight in model.named_parameters() if weight.isnan().any()]
+    assert len(gone) == sum(site.op == "linear_fp8" for site in report.patched) >= 10
+    assert torch.equal(output(model, inputs), beside) and torch.equal(output(model, inputs), beside)
+    few = {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][:, :2]}
+    assert output(model, few).isfinite().all(), "few rows, too, since nothing else can compute them"
+    report.restore()
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items()) and not fp8._away
+    assert torch.equal(output(model, inputs), stock)
+
+
+def test_weights_are_replaced_where_that_makes_room_and_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = linear(), _random()(1, 32, 64)
+    with pytest.raises(ValueError, match=r"weights are on cpu: call pipe\.to\('cuda'\) before"):
+        inject_optimized_kernels(layer, numerics="fp8", config=REPLACED)
+    assert "forward" not in layer.__dict__
+    with pytest.raises(ValueError, match="fp8_weights='replaced': choose 'keep' or 'replace'"):
+        KernelConfig(fp8_weights="replaced")
+    assert KernelConfig.from_dict(REPLACED.to_dict()) == REPLACED
+    fusion = fp8_fusion.Fp8Fusion("net.2", replaces=True)
+    monkeypatch.setattr(fp8_fusion, "STORE", layer.weight.device)
+    elsewhere = x.to("meta")
+    with pytest.raises(RuntimeError, match=r"net\.2 cannot run in fp8.*fp8_weights='replace'.*restore\(\) brings"):
+        fusion.declines(layer, elsewhere)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_weights_halve_and_come_back_bit_for_bit() -> None:
+    layers = nn.Sequential(*[linear(2048, 2048) for _ in range(8)]).cuda()
+    x = torch.randn(1, 64, 2048).cuda().bfloat16()
+    weights = {key: value.clone().cpu() for key, value in layers.state_dict().items()}
+    with torch.no_grad():
+        stock = layers(x)
+        report = inject_optimized_kernels(layers, numerics="fp8", config=KernelConfig(measure=False))
+        beside = layers(x)
+        report.restore()
+        before = torch.cuda.memory_allocated()
+        config = KernelConfig(measure=False, fp8_weights="replace")
+        report = inject_optimized_kernels(layers, numerics="fp8", config=config)
+        assert torch.cuda.memory_allocated() - before < -0.4 * 8 * 2048 * 2048 * 2
+        assert torch.equal(layers(x), beside)
+        assert relative_error(layers(x[:, :4]), beside[:, :4].double()) < 0.01
+        assert all(torch.equal(value.cpu(), weights[key]) for key, value in layers.state_dict().items())
+        with torch.autocast("cuda"), pytest.raises(RuntimeError, match="restore\\(\\) brings it back"):
+            layers(x)
+        layers[0].weight.neg_()  # on the host, and counted
+        assert not torch.equal(layers(x), beside)
+        layers[0].weight.neg_()
+        report.restore()
+        assert torch.equal(layers(x), stock) and all(p.is_cuda for p in layers.parameters())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_on_a_gpu_graphs_keep_fp8_and_notice_a_changed_weight(dtype: torch.dtype) -> None:
