@@ -129,7 +129,9 @@ class FusedSite:
         self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._call: Any = CALLS.get(plan.rule.op)  # others compute themselves
-        self.maker = RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS else None
+        self.maker = (
+            RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS and "gate_activation" not in plan.options else None
+        )
         self._may_differ = trained is not None or (plan.rule.keeps and not plan.gives_residual)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
@@ -272,7 +274,8 @@ class FusedSite:
             *results, values, scales = result
             result, rows = results[0] if len(results) == 1 else tuple(results), RowwiseFp8(values, scales)
         y = result[1] if self.plan.rule.keeps else result
-        if y.dtype is torch.bfloat16:
+        # Other dtypes and activated gates take kernels that read a row again for each step: two passes are quicker.
+        if y.dtype is torch.bfloat16 and (y is result or result[0].dtype is y.dtype):
             announce(y, rows, maker)
         return result if self.plan.gives_residual or not self.plan.rule.keeps else y
 

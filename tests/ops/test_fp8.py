@@ -204,7 +204,7 @@ def test_products(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [512, 2048, 8192])
+@pytest.mark.parametrize("width", [512, 2048, 4096, 8192])
 @pytest.mark.parametrize("signs", ["both", "one"])
 def test_long_sums_of_tensor_cores_stay_within_the_bound(width: int, signs: str, device: str) -> None:
     """Where all terms have one sign the sum grows steadily, and each addition to it is rounded the same way."""

@@ -19,9 +19,10 @@ LARGEST = 448.0
 SMALLEST_PEAK = 1e-12
 
 #: Terms of a sum up to which it may stay in the accumulators of the tensor cores, of about 14 bits. Each addition
-#: there rounds towards zero: a sum of K terms of one sign comes out too small by 1.6e-5 K on an H100 (3 % here, 13 %
-#: at 8192), one of both signs is as good as any.
-LONGEST_SHORT_SUM = 2048
+#: there rounds towards zero: a sum of K terms of one sign comes out too small by 1.6e-5 K on an H100 (7 % here, 13 %
+#: at 8192), one of both signs is off by 0.2 % of its root mean square. Below it lie the products that read a norm or
+#: attention, whose terms have both signs; above it those that read a GELU. At 3072 terms it takes 13 % less time.
+LONGEST_SHORT_SUM = 4096
 
 #: Bytes to which cuBLAS wants every operand of a product in fp8 aligned.
 ALIGNMENT = 16
