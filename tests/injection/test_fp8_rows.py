@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -229,3 +230,40 @@ def test_a_layer_of_one_stream_is_called_where_it_is_in_fp8(monkeypatch: pytest.
     tests_of_models.output(model, inputs)
     ran = tests_of_models.in_fp8(report)
     assert {"transformer_blocks.0.attn.to_out.0", "transformer_blocks.0.attn.to_add_out"} <= ran
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_adapters_on_both_layers_of_a_single_stream_block_have_their_effect(before: bool) -> None:
+    def adapted(model: Single) -> None:
+        torch.manual_seed(1)
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(r=4, target_modules=["proj_out", "proj_mlp"], init_lora_weights=False), model
+        )
+        model.requires_grad_(False).to(torch.bfloat16)
+
+    model, inputs = single()
+    twin, _ = single()
+    adapted(twin)
+    if before:
+        adapted(model)
+    inject_optimized_kernels(model, numerics="fp8", config=EAGER)
+    with torch.no_grad():
+        for _ in range(0 if before else 2):
+            model(*inputs)
+        if not before:
+            adapted(model)
+        results = [model(*inputs) for _ in range(2)]
+        wanted, without = in_float64(twin, inputs), in_float64(single()[0], inputs)
+    assert torch.equal(*results)
+    assert relative_error(results[0], wanted) < 0.05 < relative_error(without, wanted)
+
+
+def test_a_compiled_single_stream_block_is_one_graph_as_it_is_written() -> None:
+    model, inputs = single()
+    exact = in_float64(model, inputs)
+    inject_optimized_kernels(model, numerics="fp8", config=EAGER)
+    with torch.no_grad():
+        model(*inputs)
+        y = torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs)
+    assert relative_error(y, exact) < 0.01
+    torch._dynamo.reset()
