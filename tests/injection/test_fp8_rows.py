@@ -142,6 +142,25 @@ def test_calls_with_gradients_and_without_fp8_write_no_rows(quantised: list[str]
     assert not quantised
 
 
+class Wide(Block):
+    """The same with a residual in float32."""
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        x = x.float() + scale.float() * x.float()
+        z = (self.norm2(x) * (1 + scale.float()) + shift.float()).to(scale.dtype)
+        return x + self.up(z) * self.gate(z)
+
+
+def test_a_norm_behind_a_residual_in_float32_writes_no_rows_since_two_passes_are_quicker(quantised: list[str]) -> None:
+    torch.manual_seed(0)
+    model, (_, inputs) = Wide().to(torch.bfloat16).eval().requires_grad_(False), model_and_inputs()
+    report = inject_optimized_kernels(model, numerics="fp8", config=EAGER)
+    with torch.no_grad():
+        for _ in range(3):
+            model(*inputs)
+    assert report.calls()[""]["fused"] >= 3 and quantised == ["apart"] * 3
+
+
 class Single(nn.Module):
     """A block whose attention and feed-forward stand side by side, as in Flux; ``twice`` has the latter read again."""
 
