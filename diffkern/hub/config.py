@@ -187,10 +187,11 @@ class KernelConfig:
         """Refuses what speaks of fp8 where nothing is computed in it.
 
         Raises:
-            ValueError: a rule names one of ``ops``, or layers are included or excluded.
+            ValueError: a rule names one of ``ops``, layers are included or excluded, or weights to be replaced.
         """
         named = [op for op in ops if op in self.rules]
         named += [name for name in ("fp8_include", "fp8_exclude") if getattr(self, name)]
+        named += ["fp8_weights"] if self.fp8_weights != "keep" else []
         if named:
             raise ValueError(f"config names {named[0]}, and numerics={numerics!r} computes nothing in fp8: pass 'fp8'")
 

@@ -298,7 +298,12 @@ def test_what_no_card_computes_in_fp8_is_not_blamed_on_this_machine(monkeypatch:
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
 @pytest.mark.parametrize(
-    "config", [KernelConfig(EMULATED), KernelConfig(fp8_include=("0",)), KernelConfig(fp8_exclude=("0",))], ids=str
+    "config",
+    [
+        *(KernelConfig(EMULATED), KernelConfig(fp8_include=("0",)), KernelConfig(fp8_exclude=("0",))),
+        KernelConfig(fp8_weights="replace"),
+    ],
+    ids=str,
 )
 def test_a_configuration_of_fp8_needs_numerics_of_fp8(numerics: str, config: KernelConfig) -> None:
     norm = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
