@@ -33,6 +33,7 @@ from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
 from diffkern.injection.components import is_denoiser
 from diffkern.injection.fusion import Fusion
+from diffkern.injection.state import STOCK
 from diffkern.matching import full_name
 from diffkern.providers import Choice, select
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -305,7 +306,7 @@ class Fp8Fusion(Fusion):
     @override
     def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
         """Moves the weight away, if its copy shall take its place."""
-        if self.replaces:
+        if self.replaces and STOCK not in providers:  # where a layer stays stock, somewhere, it needs its weight
             replace_weight(module)
 
     @override
