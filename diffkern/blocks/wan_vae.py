@@ -128,7 +128,7 @@ class CausalConvolution(LayerRecipe):
 
 
 class Upsampling(LayerRecipe):
-    """A subclass of ``nn.Upsample`` that repeats pixels of an image, in float32."""
+    """A subclass of ``nn.Upsample`` that casts an image to float32, and back: torch computes in that by itself."""
 
     op = "upsample"
     fingerprints = frozenset({"6736ccc67cb58c50"})
@@ -137,14 +137,6 @@ class Upsampling(LayerRecipe):
     @override
     def arguments(x: Tensor) -> tuple[Any, ...]:
         return (x,)
-
-    @override
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
-        layer: Any = module
-        reason = super().declines(module, call)
-        if reason is None and not layer.mode.startswith("nearest"):
-            reason = "it interpolates between pixels, in float32"
-        return reason
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
