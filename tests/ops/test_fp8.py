@@ -125,9 +125,14 @@ def test_a_result_and_its_rows_in_one_pass_are_those_of_two(
                 new, z, *others = gate_residual_norm_modulate_and_fp8(
                     given[0], branch, gate, *given[1:], **options, provider=provider  # type: ignore[arg-type]
                 )  # fmt: skip
-            assert torch.equal(y, norm_modulate(*given, **options, provider=provider))  # type: ignore[arg-type]
             plain = gate_residual_norm_modulate(given[0], branch, gate, *given[1:], **options, provider=provider)  # type: ignore[arg-type]
-            assert torch.equal(new, plain[0]) and torch.equal(z, plain[1])
+            assert torch.equal(new, plain[0])
+            for one, other in ((y, norm_modulate(*given, **options, provider=provider)), (z, plain[1])):  # type: ignore[arg-type]
+                if provider == "eager" or (provider == "compiled" and dtype is torch.bfloat16):
+                    assert torch.equal(one, other)
+                else:  # whose sums may have another order
+                    eps = torch.finfo(one.dtype).eps
+                    torch.testing.assert_close(one, other, rtol=4 * eps, atol=4 * eps)
             for result, (values, scales) in ((y, rows), (z, others)):
                 wanted = activation_fp8(result, provider=provider)
                 assert torch.equal(values.view(torch.uint8), wanted[0].view(torch.uint8))

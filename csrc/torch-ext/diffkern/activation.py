@@ -46,8 +46,9 @@ def register_fakes() -> None:
         return torch.empty_like(x)
 
     @fake("activation_fp8")
-    def _(x, function):
-        return rows_of_8_bits(x, x.shape)
+    def _(x, front, function):
+        ahead = 0 if front is None else front.shape[-1]
+        return rows_of_8_bits(x, (*x.shape[:-1], ahead + x.shape[-1]))
 
     @fake("glu")
     def _(value, gate, function, round_activation):

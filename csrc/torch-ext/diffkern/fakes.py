@@ -11,12 +11,12 @@ from torch import Tensor
 from ._ops import add_op_namespace_prefix, ops
 
 
-def fake(name: str) -> Callable[[Callable[..., Any]], None]:
+def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as what tracing asks about an op. It is called with every argument of the schema."""
 
-    def register(function: Callable[..., Any]) -> None:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if not hasattr(ops, name):
-            return  # an op that other builds have
+            return function  # an op that other builds have
         defaults = [argument.default_value for argument in getattr(ops, name).default._schema.arguments]
 
         def complete(*given: Any) -> Any:
@@ -27,6 +27,7 @@ def fake(name: str) -> Callable[[Callable[..., Any]], None]:
         for form in (name, f"{name}_plain"):
             if hasattr(ops, form):
                 torch.library.register_fake(add_op_namespace_prefix(form), complete)
+        return function
 
     return register
 

@@ -87,7 +87,7 @@ def register_fakes() -> None:
     """Tells tracing what the ops return."""
 
     @fake("norm_modulate")
-    def _(x, scale, shift, weight, bias, eps, norm, scale_offset, round_each, out_dtype):
+    def norm_modulate(x, scale, shift, weight, bias, eps, norm, scale_offset, round_each, out_dtype):
         return _empty(x, (x, scale, shift), out_dtype or _promoted(x.dtype, scale, shift))
 
     @fake("gate_residual")
@@ -95,7 +95,7 @@ def register_fakes() -> None:
         return _empty(residual, (residual, x, gate), out_dtype or _promoted(residual.dtype, x, gate))
 
     @fake("gate_residual_norm_modulate")
-    def _(
+    def gate_residual_norm_modulate(
         residual, x, gate, scale, shift, weight, bias, eps,
         norm, gate_activation, scale_offset, round_each, residual_dtype, out_dtype,
     ):  # fmt: skip
@@ -112,6 +112,16 @@ def register_fakes() -> None:
     def _(residual, x, gate, scale, shift, weight, bias, eps, norm):
         new_residual = _empty(residual, (residual, x, gate), _promoted(residual.dtype, x, gate))
         return new_residual, *rows_of_8_bits(residual, _shape(new_residual, scale, shift))
+
+    @fake("norm_modulate_and_fp8")
+    def _(*given):
+        y = norm_modulate(*given)
+        return y, *rows_of_8_bits(y, y.shape)
+
+    @fake("gate_residual_norm_modulate_and_fp8")
+    def _(*given):
+        new_residual, y = gate_residual_norm_modulate(*given)
+        return new_residual, y, *rows_of_8_bits(y, y.shape)
 
 
 def _empty(like: Tensor, operands: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
