@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +23,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from diffkern import ops
 from diffkern.ops import registration
 from diffkern.providers import NoProviderError, get_provider, registry, select, use_provider
-from diffkern.providers.signatures import SIGNATURES, schema
+from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
 Result = Tensor | tuple[Tensor, ...]
 
+CSRC = Path(__file__).parents[2] / "csrc"
 D = 32
 _GENERATOR = torch.Generator().manual_seed(3)
 
@@ -613,3 +616,20 @@ def test_a_cached_kernel_is_given_operands_of_one_device() -> None:
         ops.rms_norm(x, weight.to("meta"))
     ops.rms_norm(x, weight)
     assert given == [{"cpu"}]
+
+
+def test_each_compiled_op_says_to_a_tracer_what_it_returns_for_all_its_arguments() -> None:
+    """Read from the sources: ops for one kind of GPU are built for that alone."""
+    fakes: dict[str, ast.arguments] = {}
+    for path in (CSRC / "torch-ext" / "diffkern").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "fake":
+                    assert isinstance(node, ast.FunctionDef)
+                    fakes[ast.literal_eval(decorator.args[0])] = node.args
+    bindings = "".join(path.read_text() for path in CSRC.glob("*/*_binding.cpp"))
+    compiled = {name for name in SIGNATURES if f"DIFFKERN_OP({name})" in bindings or f" {name}(" in bindings}
+    assert fakes.keys() == compiled
+    for name, taken in fakes.items():
+        names = [argument for argument, _ in arguments(schema(name))]
+        assert taken.vararg is not None or [one.arg for one in taken.args] == names, name
