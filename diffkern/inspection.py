@@ -330,8 +330,17 @@ def verify_model(
     if float64:
         try:
             wide = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, dict(inputs))
-            reference = run(copy.deepcopy(part).double(), wide)
+            reference = run(_in_float64(part), wide)
             result.fused, result.stock = relative_error(fused, reference), relative_error(stock, reference)
         except (RuntimeError, TypeError) as error:
             result.remark = f"has no float64 reference: {str(error).strip().partition(chr(10))[0]}"
     return result
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    """A copy in float64, without one in the model's dtype on the way."""
+    wide: dict[int, Any] = {id(tensor): tensor.double() for tensor in model.buffers() if tensor.is_floating_point()}
+    for tensor in model.parameters():
+        if tensor.is_floating_point():
+            wide[id(tensor)] = nn.Parameter(tensor.detach().double(), requires_grad=False)
+    return copy.deepcopy(model, wide).double()
