@@ -85,6 +85,7 @@ NOT_BUILT = {
 #: Models whose forward runs a part of their modules.
 RUN_IN_PART = {
     "proteina": "its forward decodes alone",
+    "kandinsky6_sr_bank": "a call runs the adapters of one scale",
     "controlnet_union": "its controls have no strengths of their own",
     "kvae_video": "its norms have ways for caches that a short video does not take",
     "kl_temporal": "with a single layer the mid block of its decoder runs no attention",

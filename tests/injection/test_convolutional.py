@@ -120,7 +120,7 @@ def test_gradients_of_an_injected_convolutional_model_are_those_of_stock(name: s
     for (path, stock), fused in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert (stock.grad is None) == (fused.grad is None), path
         if stock.grad is not None:  # where it is 0, as of a bias in front of a norm, rounding is left
-            assert (fused.grad - stock.grad).norm() <= 1e-4 * stock.grad.norm() + 1e-6 * largest, path
+            assert (fused.grad - stock.grad).norm() <= 1e-4 * stock.grad.norm() + 1e-5 * largest, path
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
