@@ -104,6 +104,8 @@ def test_restoring_leaves_weights_and_results_bit_for_bit_as_they_were(name: str
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_an_injected_convolutional_model_are_those_of_stock(name: str) -> None:
+    if name == "controlnet_zimage":
+        pytest.skip("stock asks for an attribute that it has not, where gradients are wanted")
     tiny = MODELS[name]
     models = [tiny.build().requires_grad_() for _ in range(2)]
     arguments = tiny.inputs(drawing(torch.float32), 8) if name in ONE_SAMPLE else batch_of_two(tiny, torch.float32)
