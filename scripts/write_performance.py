@@ -79,7 +79,7 @@ def _steps(content: Result) -> Table:
                     arm["arm"],
                     f"{arm['wall_ms']:.1f}",
                     f"{arm.get('spread_ms', 0):.1f}",
-                    _gain(stock["wall_ms"], arm["wall_ms"]),
+                    _gain(arm.get("stock_wall_ms", stock["wall_ms"]), arm["wall_ms"]),
                     f"{sum((arm.get('kernel_ms') or {}).values()):.1f}",
                     f"{arm['host_ms']:.1f}",
                     f"{arm['error']:.1e}",
@@ -161,7 +161,11 @@ def _overview(files: Iterable[Result]) -> str:
         for model in content.get("models", {}).values():
             # Of kernels: what a loaded host adds to a step differs from arm to arm.
             times = {arm["arm"]: sum(arm["kernel_ms"].values()) for arm in model["arms"] if arm.get("kernel_ms")}
-            lines.append(_gains(f"{model['what']}, a step, GPU time, {card}", times, "ms"))
+            for arm in model["arms"]:
+                if "stock_gpu_ms" in arm:  # of the other process that it ran in
+                    times[arm["arm"]] *= times["stock"] / arm["stock_gpu_ms"]
+            what = model["what"] if "decode" in model["what"] else f"{model['what']}, a step"
+            lines.append(_gains(f"{what}, GPU time, {card}", times, "ms"))
     return "\n".join(lines) + "\n"
 
 
