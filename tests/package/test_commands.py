@@ -135,9 +135,14 @@ def test_a_machine_without_a_gpu_is_said_in_one_line(command: str) -> None:
     assert "sees no CUDA or ROCm GPU" in invoke("bench", "ops").output
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(cli_options, "find_spec", lambda name: None)
-    result = invoke("bench", "step", "--model", "sana", "--plot", "bars.png")
+    plot = str(tmp_path / "bars.png")
+    result = invoke(
+        "bench", "attention", "--shape", "1x2x2x8", "--backend", "native", "--device", "cpu", "--plot", plot
+    )
     assert result.exit_code == 1 and "not installed: pip install matplotlib" in result.output
 
 
