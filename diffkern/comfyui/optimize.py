@@ -162,7 +162,7 @@ def not_optimized(model: Any) -> str:
     if patches_of(model) or kitchen_backend.service_of(model) is not None:
         return ""
     if reports := reports_of(model):
-        return f"nothing of this model is optimized: {reports[-1].summary()}"
+        return f"nothing of this model is optimized: {'; '.join(reports[-1].notes) or reports[-1].summary()}"
     return "this model is not optimized: Optimize Model (diffkern) is bypassed, off, or not connected"
 
 
