@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -463,8 +463,20 @@ def gate_residual_norm_modulate_fp8(d: Draw) -> Case:
     return _as_fp8("gate_residual_norm_modulate_fp8", gate_residual_norm_modulate(d))
 
 
-def _as_fp8(op: str, case: Case) -> Case:
-    options = {name: value for name, value in case.options.items() if name in ("eps", "norm")}
+def norm_modulate_and_fp8(d: Draw) -> Case:
+    return _as_fp8("norm_modulate_and_fp8", norm_modulate(d), set())
+
+
+def gate_residual_norm_modulate_and_fp8(d: Draw) -> Case:
+    return _as_fp8("gate_residual_norm_modulate_and_fp8", gate_residual_norm_modulate(d), set())
+
+
+def _as_fp8(op: str, case: Case, kept: Collection[str] = ("eps", "norm")) -> Case:
+    """The call of an op with rows of fp8 and the options ``kept``; with all of them if none is named."""
+    wide = (torch.float64,)
+    options = {
+        name: None if value in wide else value for name, value in case.options.items() if name in kept or not kept
+    }
     plain = {torch.float64: torch.float32}
     return Case(
         op,
@@ -492,8 +504,9 @@ GENERATORS: dict[str, Callable[[Draw], Case]] = {
     generator.__name__: generator
     for generator in (
         activation_fp8, add_norm_silu_pad, channel_rms_norm_silu, expand_axes, gate_residual,
-        gate_residual_norm_modulate, gate_residual_norm_modulate_fp8, geglu, gelu, glu, group_norm_silu,
-        joint_qk_norm_rope, layer_norm, linear_fp8, linear_gelu, norm_modulate, norm_modulate_fp8,
+        gate_residual_norm_modulate, gate_residual_norm_modulate_and_fp8, gate_residual_norm_modulate_fp8, geglu,
+        gelu, glu, group_norm_silu, joint_qk_norm_rope, layer_norm, linear_fp8, linear_gelu, norm_modulate,
+        norm_modulate_and_fp8, norm_modulate_fp8,
         qk_norm_rope, quick_gelu, rms_norm, rope, rope_3d, silu, swiglu,
     )
 }  # fmt: skip

@@ -21,7 +21,7 @@ from tests.ops.layouts import storage_of
 from tests.ops.reference import poisoned_allocations
 
 #: Ops that quantise: their results are compared after being multiplied with their scales, and have no gradient.
-_FP8 = ("activation_fp8", "norm_modulate_fp8", "gate_residual_norm_modulate_fp8", "linear_fp8")
+_FP8 = tuple(op for op in GENERATORS if op.endswith("_fp8"))
 
 #: Largest error of float32 arithmetic in units of that of another right order of operations.
 _ORDERS = 16

@@ -300,6 +300,15 @@ def gate_residual_norm_modulate_fp8(residual: Tensor, **options: Any) -> tuple[T
     return gate_residual_norm_modulate(residual, gate_activation=None, scale_offset=1.0, **options)
 
 
+def norm_modulate_and_fp8(x: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return 2 * norm_modulate(x, **options)
+
+
+def gate_residual_norm_modulate_and_fp8(residual: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    new, y = gate_residual_norm_modulate(residual, **options)
+    return new, y, y
+
+
 def linear_fp8(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, **_: Any
 ) -> tuple[Tensor, ...]:
