@@ -69,7 +69,7 @@ class Comparison:
         return f"no gain: {self.speedup:.2f} times as fast, and the runs differ by up to {noise:.0%}"
 
     def __str__(self) -> str:
-        return f"{self.verdict}\nnative: {self.stock}\noptimized: {self.optimized}\non {self.device}"
+        return f"{self.verdict}\nstock: {self.stock}\noptimized: {self.optimized}\non {self.device}"
 
 
 def benchmark(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, runs: int, seed: int) -> Comparison:

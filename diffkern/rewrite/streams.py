@@ -25,9 +25,10 @@ class LinearOfStream:
         """See :class:`diffkern.rewrite.match.Shape`."""
         if not isinstance(node, ast.Call) or not is_processor(scope) or len(node.args) != 1:
             return
-        joins = any(node is part for part in _joined_parts(scope))
-        if joins or _is_slice(scope, node.args[0]):
-            yield from Linear(Leaf("x")).match(scope, node, replace(match, options={"joins": joins}))
+        for found in Linear(Leaf("x")).match(scope, node, match):
+            joins = any(node is part for part in _joined_parts(scope))
+            if joins or _is_slice(scope, node.args[0]):
+                yield replace(found, options={"joins": joins})
 
 
 @dataclass(frozen=True)
