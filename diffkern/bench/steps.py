@@ -119,7 +119,7 @@ def run(
 
 
 def sharing_weights(model: nn.Module) -> nn.Module:
-    """Copies the module tree; parameters and buffers have the original's memory until one of them is laid out anew."""
+    """Copies the module tree; parameters and buffers have the original's memory until its layout changes."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     plain = [weight for weight in model.parameters() if type(weight) is nn.Parameter]
     shared |= {id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in plain}

@@ -103,7 +103,7 @@ def _is_hashed(values: Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def _factors(length: int, device: torch.device) -> Tensor:
-    """Eight rows of odd numbers below 128 without a pattern; computed on the device, which nobody has to wait for."""
+    """Eight rows of odd numbers below 128 without a pattern, computed on the device: the host does not wait."""
     mixed = torch.arange(8 * length, device=device) * 0x9E3779B1
     for shift, factor in ((15, 0x85EBCA77), (13, 0xC2B2AE3D)):
         mixed = (mixed ^ (mixed >> shift)) * factor & 0xFFFFFFFF

@@ -76,7 +76,7 @@ class LayoutFusion(Fusion):
         decided, x = memory(module).get(_DECIDED), self.primary_input(call)
         if decided:
             return str(decided)
-        if _is_captured(x):  # as the calls before it ran: nothing may be laid out anew in the memory of a graph
+        if _is_captured(x):  # as the calls before it ran: no layout may change in the memory of a graph
             return "a CUDA graph is being captured around it" if decided is None else None
         reason = _unfit_call(module, x, call)
         if decided == "" and reason is None:

@@ -69,7 +69,7 @@ class JoinSite(FusedSite):
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        if not torch.compiler.is_compiling() and _made and not torch.is_grad_enabled():
             streams = list(self.operands(module, leaves).values())
             whole = _join(streams, self.plan.options["stream_dim"])  # type: ignore[arg-type]
             if whole is not None:
