@@ -14,7 +14,12 @@ __device__ __forceinline__ float quick_silu(float x) {
 #if DIFFKERN_HIP
   return sigmoid_product(x, x);
 #else
-  return __fdividef(x, 1.0f + __expf(-x));
+  // Without the care for denormal numbers that takes half of the instructions: what it would save is below 1e-36.
+  float exponential;
+  float reciprocal;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(x * -1.4426950408889634f));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.0f + exponential));
+  return x * reciprocal;
 #endif
 }
 

@@ -1,6 +1,7 @@
 // Tensors of shape [batch, channels, positions...], as the norms of convolutional networks step through them.
 #pragma once
 
+#include "divisor.h"
 #include "dtypes.h"
 
 namespace diffkern {
@@ -16,6 +17,7 @@ struct Steps {
 struct SampleShape {
   int64_t samples;
   int64_t frames;  // samples that lie `frame` apart, before the next `batch`; 1 where a sample has all frames
+  Divisor by_frames;
   int64_t channels;
   int64_t positions;
 };
@@ -29,11 +31,11 @@ DIFFKERN_HOST_DEVICE bool channels_are_neighbours(const Steps& x, const Steps& o
 
 // The entry of the batch that a sample is, or is a frame of.
 DIFFKERN_HOST_DEVICE int64_t sample_batch(const SampleShape& shape, int64_t sample) {
-  if (shape.frames == 1) return sample;
-  if (sample <= UINT32_MAX && shape.frames <= UINT32_MAX) {  // a 64-bit division is slow on a GPU
-    return static_cast<uint32_t>(sample) / static_cast<uint32_t>(shape.frames);
-  }
+#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
+  return shape.by_frames.divide(static_cast<uint32_t>(sample));  // a GPU has fewer blocks than 2^31
+#else
   return sample / shape.frames;
+#endif
 }
 
 DIFFKERN_HOST_DEVICE int64_t sample_offset(const SampleShape& shape, const Steps& steps, int64_t sample) {

@@ -53,6 +53,7 @@ struct Parameter {
     return false;
   }
   shape->frames = per_frame ? sizes[2] : 1;
+  shape->by_frames = make_divisor(static_cast<uint32_t>(shape->frames));
   shape->samples = sizes[0] * shape->frames;
   shape->channels = sizes[1];
   shape->positions = map.rows;

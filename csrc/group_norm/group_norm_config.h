@@ -33,6 +33,7 @@ constexpr PixelKernel kPixelKernels[] = {
 
 // How the work is shared out.
 struct PixelConfig {
+  int threads;         // of a block
   int tile;            // packets, in a row, of a block, at most
   int sum_blocks;      // of the first pass for a sample, unless that is too little or too much for a thread
   int sum_positions;   // of a thread in the first pass, at most: its sums stay accurate, being short
@@ -42,6 +43,15 @@ struct PixelConfig {
 };
 
 constexpr int kLeastPositions = 4;  // of a thread, if its block has that many
-constexpr PixelConfig kPixelConfig{32, 256, 16, 512, 16, 64};
+constexpr PixelConfig kPixelConfig{kPixelThreads, 32, 256, 16, 512, 16, 64};
+
+// --- where blocks keep what they read -------------------------------------------------------------------------
+
+constexpr int kResidentThreads = 512;
+constexpr int kResidentBatch = 2;   // packets that a thread takes at once
+constexpr int kResidentSlots = 20;  // packets of a thread in shared memory: whole batches
+constexpr int kChannelLanes = 4;    // threads that merge the channels of a group
+constexpr int kBlockedSum = 16;     // packets whose sum is added to the rest as one, so that it stays accurate
+constexpr PixelConfig kResidentPixels{kResidentThreads, 32, 132, 1 << 30, 1, 1 << 30, 1 << 30};
 
 }  // namespace diffkern

@@ -73,11 +73,11 @@ __device__ __forceinline__ void each_channel(const PixelPlan& plan, int column, 
   }
 }
 
-// Calls each(group, whether there is such a group) for the groups of a tile, a team of plan.lanes for each.
+// Calls each(group, whether there is such a group) for the groups of a tile, a team of so many lanes for each.
 template <typename Each>
-__device__ __forceinline__ void each_group(const PixelPlan& plan, Each&& each) {
-  const int teams = kPixelThreads / plan.lanes;
-  const int team = static_cast<int>(threadIdx.x) / plan.lanes;
+__device__ __forceinline__ void each_group(const PixelPlan& plan, int lanes, int threads, Each&& each) {
+  const int teams = threads / lanes;
+  const int team = static_cast<int>(threadIdx.x) / lanes;
   for (int first = 0; first < plan.groups; first += teams) each(first + team, first + team < plan.groups);
 }
 

@@ -59,9 +59,9 @@ inline PixelPlan plan_pixels(const GroupNormParams& p, int count, const PixelCon
   int64_t unit = 1;  // groups that are whole packets; their number divides that of all groups
   while (unit * of_group % count != 0) ++unit;
   const int64_t unit_width = unit * of_group / count;
-  if (unit_width > kPixelThreads) return plan;
+  if (unit_width > config.threads) return plan;
   // Single elements are so small that a tile takes more of them.
-  const int64_t most_width = count == 1 ? kPixelThreads / 2 : config.tile;
+  const int64_t most_width = count == 1 ? config.threads / 2 : config.tile;
   const int64_t units = p.groups / unit;
   int64_t taken = std::clamp<int64_t>(most_width / unit_width, 1, units);
   while (units % taken != 0) --taken;
@@ -69,9 +69,9 @@ inline PixelPlan plan_pixels(const GroupNormParams& p, int count, const PixelCon
   plan.of_group = static_cast<int>(of_group);
   plan.groups = static_cast<int>(taken * unit);
   plan.lanes = kMergeLanes;
-  while (plan.lanes > 1 && plan.lanes * plan.groups > kPixelThreads) plan.lanes /= 2;
+  while (plan.lanes > 1 && plan.lanes * plan.groups > config.threads) plan.lanes /= 2;
   const int64_t width = taken * unit_width;
-  const int64_t height = kPixelThreads / width;
+  const int64_t height = config.threads / width;
   const int64_t tiles = units / taken;
   plan.width = make_divisor(static_cast<uint32_t>(width));
   plan.height = make_divisor(static_cast<uint32_t>(height));

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kPixelThreads, kBlocks)
     });
   }
   __syncthreads();
-  each_group(plan, [&](int group, bool exists) {
+  each_group(plan, plan.lanes, kPixelThreads, [&](int group, bool exists) {
     const Statistics all = team_merge(plan.lanes, exists ? plan.of_group * height : 0, [&](int i) {
       const int in_group = plan.height.divide(i);
       const int row = i - in_group * height;
@@ -119,12 +119,6 @@ __global__ void __launch_bounds__(kPixelThreads) pixels_fold(const GroupNormPara
   if (exists && threadIdx.x % kMergeLanes == 0) last_parts(p, plan, group)[part] = all;
 }
 
-struct GroupNormaliser {
-  float mean;
-  float rest;
-  float rate;
-};
-
 template <typename T, int kCount, int kDepth, int kBlocks>
 __global__ void __launch_bounds__(kPixelThreads, kBlocks)
     pixels_normalise(const GroupNormParams p, const PixelPlan plan) {
@@ -141,7 +135,7 @@ __global__ void __launch_bounds__(kPixelThreads, kBlocks)
     weights_and_biases[channel] = {parameter(p.weight, p.weight_dtype, at, 1.0f),
                                    parameter(p.bias, p.bias_dtype, at, 0.0f)};
   }
-  each_group(plan, [&](int group, bool exists) {
+  each_group(plan, plan.lanes, kPixelThreads, [&](int group, bool exists) {
     const Part* parts = last_parts(p, plan, place.group_index(p, plan, exists ? group : 0));
     const Part all = team_merge(plan.lanes, parts, static_cast<int>(plan.folded));
     if (!exists || threadIdx.x % plan.lanes != 0) return;

@@ -77,6 +77,13 @@ struct alignas(16) Part {
   }
 };
 
+// What the second pass needs of a group: its mean, what that lacks as a single float, and 1 / deviation.
+struct GroupNormaliser {
+  float mean;
+  float rest;
+  float rate;
+};
+
 __device__ __forceinline__ Part team_merge(int lanes, const Part* parts, int number) {
   const float reference = parts[0].mean;
   return Part(reference, team_merge(lanes, number, [&](int i) {

@@ -202,6 +202,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "no positions": ((3, 64), 8),
     "a sequence": ((2, 32, 77), 4),
     "video": ((1, 16, 3, 12, 10), 4),
+    "more samples than multiprocessors": ((140, 16, 8, 8), 4),
 }
 
 
@@ -346,6 +347,14 @@ def test_a_group_of_two_to_the_24_elements(provider: str, device: str) -> None:
     digit = 10 if (provider, device) == ("eager", "cuda") else 1  # that torch's own sums lose on a GPU
     assert relative_error(y, truth) < 2e-7 * digit
     assert abs(y.double().mean().item()) < 1e-7 * digit
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_an_image_larger_than_the_shared_memory_of_a_gpu(layout: str, provider: str, device: str) -> None:
+    shape = (2, 8, 2048 if device == "cuda" else 16, 1024)
+    x = make_image(layout, shape, torch.bfloat16, device, shift=1.0)
+    add = make_add(shape, torch.float32, device, seed=1)
+    _check(x, 2, None, None, add, provider=provider, memory_format=torch.preserve_format)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
