@@ -30,7 +30,6 @@ from scripts.write_rewrite_coverage import (  # noqa: E402
     candidates_in,
     functions,
     is_forward,
-    is_transformer_side,
     modules,
     survey,
 )
@@ -74,7 +73,7 @@ def read_here(folder: Path) -> dict[str, Any]:
 
     if not Path(str(diffusers.__file__)).is_relative_to(folder):
         raise SystemExit(f"diffusers comes from {diffusers.__file__}, not from {folder}")
-    found = [candidate for candidate in survey() if is_transformer_side(candidate)]
+    found = survey()
     covered: dict[str, set[str]] = {}
     for candidate in found:
         if candidate.rule is not None:

@@ -127,6 +127,8 @@ class _LooseFlow(Flow):
 def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _CALLED) -> list[Candidate]:
     """Returns all candidates in a package, each with the rule that covers it or the reason why none does.
 
+    In convolutional files the norms with SiLU are the candidates, and files without any candidate are not planned.
+
     Args:
         package: The name of the package.
         methods: The methods that are rewritten; None for all of a class.
@@ -135,14 +137,16 @@ def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _
     covered: dict[tuple[str, int, int], str] = {}
     reasons: dict[tuple[str, int], str] = {}
     for module in modules(package):
-        for owner, function in functions(module):
-            source = Source.of(function)
-            if isinstance(source, str):
-                continue
+        read = [(owner, Source.of(function)) for owner, function in functions(module)]
+        sources = [(owner, source) for owner, source in read if isinstance(source, Source)]
+        before = len(found)
+        for owner, source in sources:
             if is_forward(source.function.__name__):
                 name = source.function.__qualname__
                 for key, candidate in candidates_in(source.tree, owner, module.__name__, name, methods is None):
-                    found.setdefault((candidate.kind, candidate.module, *key), candidate)
+                    if _is_counted(candidate):
+                        found.setdefault((candidate.kind, candidate.module, *key), candidate)
+        for owner, source in sources if len(found) > before else ():
             if owner is None or (methods is not None and source.function.__name__ not in methods):
                 continue
             planned = _plan(source, owner)
@@ -258,7 +262,7 @@ def functions(module: ModuleType) -> Iterator[tuple[type | None, FunctionType]]:
             yield None, value
 
 
-def is_transformer_side(candidate: Candidate) -> bool:
+def _is_counted(candidate: Candidate) -> bool:
     """Whether a candidate is convolutional by its kind, or stands in a file of transformers."""
     return candidate.kind == "norm, SiLU" or not any(part in f"{candidate.module}." for part in _CONVOLUTIONAL)
 
@@ -358,10 +362,9 @@ def tables_of_source() -> str:
     """Its first part, for which source is read and no model runs."""
     import diffusers
 
-    candidates = [candidate for candidate in survey() if is_transformer_side(candidate)]
     head = _HEAD.format(version=diffusers.__version__)
     methods = ((module, *method) for module in modules("diffusers.models") for method in functions(module))
-    return head + table(candidates) + _ROTARY + rotary_table(rotary_functions(methods))
+    return head + table(survey()) + _ROTARY + rotary_table(rotary_functions(methods))
 
 
 def survey_comfyui(folder: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import copy
+from collections.abc import Mapping
 from typing import Any
 
 from diffkern.rewrite.variants import tidy_blocks
@@ -18,31 +18,29 @@ def drop_options(tree: ast.FunctionDef) -> list[str]:
     ComfyUI's models run what other nodes put into ``transformer_options["patches"]`` between two statements that are
     one op. Without a patch the two stand one after the other; with one the stock forward runs.
     """
-    dropper = _DropOptions(tree)
+    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    found = {node: test for node in branches if (test := _option(tree, node.test)) is not None}
+    if not found:
+        return []
+    dropper = _DropOptions(found)
     dropper.visit(tree)
-    if dropper.tests:
-        _drop_unread(tree, dropper.read)
-        tidy_blocks(tree)
+    _drop_unread(tree, dropper.read)
+    tidy_blocks(tree)
     return list(dict.fromkeys(dropper.tests))
 
 
 class _DropOptions(ast.NodeTransformer):
-    def __init__(self, tree: ast.FunctionDef) -> None:
-        self._tree = copy.deepcopy(tree)
+    def __init__(self, found: Mapping[ast.If, str]) -> None:
+        self._found = found
         self.tests: list[str] = []
         #: The variables that dropped branches read.
         self.read: set[str] = set()
 
     def visit_If(self, node: ast.If) -> Any:
         """What runs without the option."""
-        test = _option(self._tree, node.test)
-        if test is not None:
-            test = f"{test} and 'another node patches what it computes'"
-        elif ast.unparse(node.test) == _TRAINING:
-            test = f"{_TRAINING} and 'ComfyUI is training'"
-        if test is None:
+        if node not in self._found:
             return self.generic_visit(node)
-        self.tests.append(test)
+        self.tests.append(self._found[node])
         self.read |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         return [self.visit(statement) for statement in node.orelse]
 
@@ -68,7 +66,12 @@ def _drop_unread(tree: ast.FunctionDef, names: set[str]) -> None:
 
 
 def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
-    """``"key" in name`` as a test of arguments alone, where ``name = argument.get("...", {})`` is bound once."""
+    """The test to be made at entry, which says what it finds, for the test of a branch to drop; None for others.
+
+    ``"key" in name`` becomes one of arguments alone, where ``name = argument.get("...", {})`` is bound once.
+    """
+    if isinstance(test, ast.Attribute) and ast.unparse(test) == _TRAINING:
+        return f"{_TRAINING} and 'ComfyUI is training'"
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.In) or len(test.ops) > 1:
         return None
     key, name = test.left, test.comparators[0]
@@ -87,4 +90,4 @@ def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
         return None
     if len(call.args) != 2 or call.keywords or ast.unparse(call.args[1]) != "{}":
         return None
-    return f"{ast.unparse(key)} in {ast.unparse(call)}"
+    return f"{ast.unparse(key)} in {ast.unparse(call)} and 'another node patches what it computes'"

@@ -139,9 +139,9 @@ def plan(source: Source, facts: Facts) -> Plan | str:
         inline.inline_nested(tree)
         split_by_flags(tree, facts)
     options = drop_options(tree)
-    as_written = copy.deepcopy(tree)
     # A processor's rotation is a call that the shape knows, whatever it computes.
     wanted: set[str] | None = set() if is_processor else None
+    as_written = tree if is_processor else copy.deepcopy(tree)
     while True:
         sequences = unroll_sequences(tree, facts, only=wanted)
         helpers, without = inline.inline_helpers(tree, function, facts, only=wanted)
@@ -187,14 +187,13 @@ class _Planner:
     def run(self) -> str | None:
         flow = Flow(self._source.tree)
         for rule in RULES:
-            pairs = isinstance(rule.shape, QueryKey) and flow.decline is None
+            scope = Scope(flow, self._facts, self._source.function.__globals__)
+            kind = rule.shape.kind if isinstance(rule.shape, QueryKey) else None
+            pairs = kind is not None and flow.decline is None and pair_statements(scope, kind)
             if pairs:
-                pair_statements(Scope(flow, self._facts, self._source.function.__globals__), rule.shape.kind)  # type: ignore[attr-defined]
-                flow = Flow(self._source.tree)
-            while flow.decline is None and self._apply(
-                rule, Scope(flow, self._facts, self._source.function.__globals__)
-            ):
-                flow = Flow(self._source.tree)  # the tree has changed
+                scope = replace(scope, flow=(flow := Flow(self._source.tree)))
+            while flow.decline is None and self._apply(rule, scope):
+                scope = replace(scope, flow=(flow := Flow(self._source.tree)))  # the tree has changed
             if pairs:
                 separate_statements(self._source.tree)
                 flow = Flow(self._source.tree)

@@ -247,15 +247,22 @@ def _reads_local(scope: Scope, node: ast.expr) -> bool:
 # --- two statements as one -----------------------------------------------------------------------------
 
 
-def pair_statements(scope: Scope, kind: str) -> None:
-    """Makes one statement of each two that compute what a :class:`QueryKey` of a kind does, one after the other."""
+def pair_statements(scope: Scope, kind: str) -> bool:
+    """Makes one statement of each two that compute what a :class:`QueryKey` of a kind does, one after the other.
+
+    Returns:
+        Whether there are any.
+    """
+    found = False
     for block in _blocks(scope.flow.tree):
         index = 0
         while index + 1 < len(block):
             both = _paired(scope, block[index], block[index + 1], kind)
             if both is not None:
                 block[index : index + 2] = [both]
+                found = True
             index += 1
+    return found
 
 
 def separate_statements(tree: ast.FunctionDef) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import __future__
 
 import ast
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -96,12 +95,10 @@ def compiled(
     tree: ast.FunctionDef, function: FunctionType, free: tuple[str, ...], imported: set[str]
 ) -> CodeType | None:
     """Compiles a function with these free variables in the file of ``function``."""
-    scope = ast.parse(f"def scope({', '.join(free)}): pass").body[0]
-    assert isinstance(scope, ast.FunctionDef)
-    scope.body = [copy.deepcopy(tree)]
-    # Never run, but Python compiles calls of imported names in another way.
-    imports: list[ast.stmt] = [ast.Import([ast.alias(name)]) for name in sorted(imported)]
-    module = ast.fix_missing_locations(ast.Module([*imports, scope], []))
+    # The imports are never run, but Python compiles calls of imported names in another way.
+    imports = "".join([f"import {name}\n" for name in sorted(imported)])
+    module = ast.parse(f"{imports}def scope({', '.join(free)}): pass")
+    module.body[-1].body = [tree]  # type: ignore[attr-defined]
     code = function.__code__
     outer = compile(module, code.co_filename, "exec", code.co_flags & _FEATURES, dont_inherit=True)
     (inner,) = (constant for constant in outer.co_consts if isinstance(constant, CodeType))

@@ -241,11 +241,9 @@ def split_by_arguments(tree: ast.FunctionDef, facts: Facts, most: int = 2) -> No
     arguments = [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
     tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     for name in arguments:
-        end = _first_store(tree, name)
-        if any(
-            (test.lineno, test.col_offset) < end and _rotates_or_joins(test, name, arguments[0] != facts.receiver)
-            for test in tests
-        ):
+        asking = [test for test in tests if _rotates_or_joins(test, name, arguments[0] != facts.receiver)]
+        end = _first_store(tree, name) if asking else ALWAYS
+        if any((test.lineno, test.col_offset) < end for test in asking):
             break
     else:
         return
@@ -396,6 +394,7 @@ def _first_store(tree: ast.stmt, name: str) -> tuple[float, float]:
 def _rotates_or_joins(node: ast.If, name: str, is_processor: bool) -> bool:
     """Whether a branch asks for an argument, and rebinds a variable by a call with both, or by a concatenation."""
     tests = [part for part in ast.walk(node.test) if isinstance(part, ast.Compare)]
+    tests = [part for part in tests if isinstance(part.left, ast.Name) and part.left.id == name]
     if not any(ast.unparse(part) in (f"{name} is not None", f"{name} is None") for part in tests):
         return False
     for statement in (part for one in (*node.body, *node.orelse) for part in ast.walk(one)):

@@ -6,10 +6,10 @@ import ast
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 
 from diffkern.rewrite.facts import PRESENT, UNKNOWN, Facts, Path
-from diffkern.rewrite.plan import Plan, plan
+from diffkern.rewrite.plan import Plan, SitePlan, plan
 from diffkern.rewrite.source import Source
 
 _ROTATES = re.compile("rotary|rope|rotate")
@@ -73,13 +73,12 @@ def rotary_functions(methods: Iterable[tuple[ModuleType, type | None, FunctionTy
     """Those among the methods of all classes that call what, by its name, rotates."""
     found = []
     for module, owner, function in methods:
-        if owner is None or function.__name__ != "__call__":
+        if owner is None or function.__name__ != "__call__" or not any(map(_ROTATES.search, _names(function.__code__))):
             continue
         source = Source.of(function)
         if isinstance(source, str) or not any(_is_rotation(node) for node in ast.walk(source.tree)):
             continue
-        plans = [_planned(function, owner, joint) for joint in (True, False)]
-        sites = [site for one in plans if isinstance(one, Plan) for site in one.sites if site.rule.op == "qk_norm_rope"]
+        sites = [site for site in _sites(function, owner) if site.rule.op == "qk_norm_rope"]
         rules = {site.rule.name: None for site in sites if any("table" in name for name in site.names)}
         name = module.__name__.rpartition(".")[2]
         norms = any(site.modules for site in sites)
@@ -98,11 +97,25 @@ def rotary_table(functions: list[RotaryFunction]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _planned(function: FunctionType, owner: type, joint: bool) -> Plan | str:
-    source = Source.of(function)
-    assert isinstance(source, Source)
-    names = [argument.arg for argument in (*source.tree.args.posonlyargs, *source.tree.args.args)]
-    return plan(source, _Configured(names[1], owner, joint)) if len(names) > 1 else "it takes no module"
+def _names(code: CodeType) -> set[str]:
+    """What a function calls or reads, by name."""
+    nested = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names, *code.co_varnames, *code.co_freevars}.union(*nested)
+
+
+def _sites(function: FunctionType, owner: type) -> list[SitePlan]:
+    """The sites of a processor, with the projections of a second stream and without; once if it asks for none."""
+    sites: list[SitePlan] = []
+    for joint in (True, False):
+        source = Source.of(function)
+        assert isinstance(source, Source)
+        names = [argument.arg for argument in (*source.tree.args.posonlyargs, *source.tree.args.args)]
+        facts = _Configured(names[1] if len(names) > 1 else "", owner, joint)
+        planned = plan(source, facts)
+        sites += planned.sites if isinstance(planned, Plan) else ()
+        if not any(name.startswith("add") for name in facts.values):
+            break
+    return sites
 
 
 def _is_rotation(node: ast.AST) -> bool:
