@@ -143,7 +143,7 @@ def changed(module: nn.Module) -> str | None:
 
 def layouts(result: Any) -> str:
     """For each tensor of a result a letter: l where it is an image or video in channels last, else c."""
-    return "".join("l" if _is_last(x) else "c" for x in tensors_of(result))
+    return "".join("l" if is_last(x) else "c" for x in tensors_of(result))
 
 
 def laid_out(result: Any, wanted: str) -> Any:
@@ -152,14 +152,15 @@ def laid_out(result: Any, wanted: str) -> Any:
 
     def converted(x: Tensor) -> Tensor:
         last = next(letters, "c") == "l"
-        if last == _is_last(x) or not (x.is_contiguous() if last else _is_last(x)):
+        if last == is_last(x) or not (x.is_contiguous() if last else is_last(x)):
             return x
         return x.contiguous(memory_format=_FORMATS[x.ndim] if last else torch.contiguous_format)
 
     return map_tensors(converted, result)
 
 
-def _is_last(x: Tensor) -> bool:
+def is_last(x: Tensor) -> bool:
+    """Whether an image or a video lies in channels last, and not also in row-major order."""
     return x.ndim in _FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=_FORMATS[x.ndim])
 
 

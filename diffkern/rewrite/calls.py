@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffkern import ops
+from diffkern.blocks.layout import is_last
 from diffkern.providers.eager import compute_dtype
 from diffkern.rewrite.facts import child_of
+from diffkern.rewrite.padding import padded
 from diffkern.rewrite.rotation import call_qk_norm_rope
 
 if TYPE_CHECKING:
@@ -101,22 +104,36 @@ def _group_norm_silu(
 def _add_norm_silu_pad(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
+    if "residual" not in operands:
+        return _pad(site, module, operands, provider)
     # The kernel is for channels that are neighbours: elsewhere the two passes of torch take no longer.
     conv: Any = child_of(module, site.plan.modules["convolution"])
-    in_torch = bias_is_apart(operands["x"]) and not (_is_last(operands["x"]) or _is_last(conv.weight))
+    in_torch = bias_is_apart(operands["x"]) and not (is_last(operands["x"]) or is_last(conv.weight))
     x, bias = (conv(operands["x"]), None) if in_torch else _convolved(site, module, operands["x"])
     residual: Tensor = operands["residual"]
     if in_torch:
         return residual + x
     if residual.ndim != x.ndim:
         raise ValueError("the residual has not the dimensions of what the convolution gives")
-    last = _is_last(x)
+    last = is_last(x)
     sides = [side if side.ndim == 5 else side.unsqueeze(2) for side in (x, residual)]
     y = ops.add_norm_silu_pad(
         sides[0], bias, sides[1], norm=None, activation=None, provider=provider,
         memory_format=torch.channels_last_3d if last else torch.contiguous_format,
     )  # fmt: skip
     return y if x.ndim == 5 else y.squeeze(2)
+
+
+def _pad(site: FusedSite, module: nn.Module, operands: dict[str, Any], provider: str | None) -> Tensor:
+    x: Tensor = operands["x"]
+    if "padding" in operands:
+        return padded(**operands)
+    if "front" not in operands:
+        conv: Any = child_of(module, site.plan.modules["convolution"])
+        return _convolution(conv, x, conv.bias)
+    last = torch.channels_last_3d if is_last(x) else torch.contiguous_format
+    pad = operands["front"], operands.get("back", 0)
+    return ops.add_norm_silu_pad(x, norm=None, activation=None, pad=pad, memory_format=last, provider=provider)
 
 
 def _convolved(site: FusedSite, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -130,11 +147,16 @@ def _convolved(site: FusedSite, module: nn.Module, x: Tensor) -> tuple[Tensor, T
         return x, None
     conv: Any = child_of(module, path)
     apart = bias_is_apart(x)
-    return conv._conv_forward(x, conv.weight, None if apart else conv.bias), conv.bias if apart else None
+    return _convolution(conv, x, None if apart else conv.bias), conv.bias if apart else None
 
 
-def _is_last(x: Tensor) -> bool:
-    return x.ndim in _LAST and x.is_contiguous(memory_format=_LAST[x.ndim]) and not x.is_contiguous()
+def _convolution(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution with another bias, or none; one that pads with pixels of the image follows its order of memory."""
+    if conv.padding_mode == "zeros" or "_conv_forward" in conv.__dict__:
+        return conv._conv_forward(x, conv.weight, bias)  # type: ignore[no-any-return]
+    x = padded(x, conv._reversed_padding_repeated_twice, conv.padding_mode)
+    compute = F.conv2d if x.ndim == 4 else F.conv3d
+    return compute(x, conv.weight, bias, conv.stride, 0, conv.dilation, conv.groups)
 
 
 def bias_is_apart(x: Tensor) -> bool:
@@ -168,7 +190,6 @@ def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
     return operands
 
 
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 #: What computes an op and rows of fp8 of its result, which is the last one without them, in one pass.
 WITH_ROWS: Mapping[str, Any] = {
     "norm_modulate": ops.norm_modulate_and_fp8,

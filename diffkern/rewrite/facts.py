@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from diffkern.blocks.pieces import untouched
 from diffkern.matching import NormSemantics, full_name, match
 from diffkern.rewrite.flow import Flow
 
@@ -101,8 +102,12 @@ class Facts:
         return bool(path) and self._answer("linear", path, self._is_linear)  # type: ignore[return-value]
 
     def is_convolution(self, path: Path) -> bool:
-        """Whether the child is a convolution over images or videos, of torch's own class."""
+        """Whether the child is a convolution over images or videos, of torch's own class and without hooks."""
         return bool(path) and self._answer("convolution", path, self._is_convolution)  # type: ignore[return-value]
+
+    def pads(self, path: Path) -> bool:
+        """Whether the child is such a convolution, and pads with pixels of the image or the video."""
+        return bool(path) and self._answer("pads", path, self._pads)  # type: ignore[return-value]
 
     def length(self, path: Path) -> int:
         """How many layers a sequence of torch's own class calls one after the other; 0 for what is no such sequence."""
@@ -160,6 +165,9 @@ class Facts:
     def _is_convolution(self, path: Path) -> bool:
         return False  # a name says nothing of the class
 
+    def _pads(self, path: Path) -> bool:
+        return False
+
     def _length(self, path: Path) -> int:
         return 0
 
@@ -182,6 +190,7 @@ _METHOD = {
     "projection": "is_projection",
     "linear": "is_linear",
     "convolution": "is_convolution",
+    "pads": "pads",
     "length": "length",
     "activation": "activation",
     "norms": "forward_of_norms",
@@ -208,7 +217,11 @@ class ModuleFacts(Facts):
         return type(child_of(self._module, path)) is nn.Linear
 
     def _is_convolution(self, path: Path) -> bool:
-        return type(child_of(self._module, path)) in (nn.Conv2d, nn.Conv3d)
+        child = child_of(self._module, path)
+        return type(child) in (nn.Conv2d, nn.Conv3d) and untouched(child, type(child))
+
+    def _pads(self, path: Path) -> bool:
+        return self._is_convolution(path) and getattr(child_of(self._module, path), "padding_mode", "") != "zeros"
 
     def _length(self, path: Path) -> int:
         child = child_of(self._module, path)

@@ -40,6 +40,8 @@ class Guard:
         self.sites = sites
         #: Numbers of sites that are off whatever the modules are: forced, or without a gain.
         self.disabled: set[int] = set()
+        #: What runs where no site may.
+        self.stock: Callable[..., Any] = type(module).forward
         #: Learns of each call that runs stock as a whole, if there is one.
         self.observer: Observer | None = None
         self._namespace = namespace
@@ -67,10 +69,31 @@ class Guard:
         self._held = tuple([(path, functions) for path, functions in held if functions])
         self._methods = tuple(methods.items())
         self._all: Active = sites
+        #: Returns the forward for a module of which a convolution has a hook or an adapter now, or None.
+        self.rewrite_rest: Callable[[nn.Module], Callable[..., Any] | None] | None = None
+        self._rests: dict[Any, Callable[..., Any] | None] = {}
 
     def __call__(self, module: nn.Module, given: Any = False) -> Active | None:
         """Returns what each site runs; None if the stock forward must run, as it must for some arguments: ``given``."""
-        reason: str | None = given or self._unfit(module)
+        off = self._off(module)
+        if self._rest(module, off) is not None:
+            return None
+        reason: str | None = given or self._unfit(module) or self._moved(off)
+        if reason is not None:
+            if self.observer is not None and not torch.compiler.is_compiling():
+                self.observer(module, reason)
+            return None
+        if not off:
+            return self._all
+        sites = enumerate(self.sites)
+        return tuple([partial(site.run_original, reason=off[i]) if i in off else site for i, site in sites])
+
+    def otherwise(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs what serves a module for which no site is on: the rest of its sites, or the stock forward."""
+        return (self._rest(module, self._off(module)) or self.stock)(module, *args, **kwargs)
+
+    def _off(self, module: nn.Module) -> dict[int, str]:
+        """The sites that are off, with the reason."""
         off = dict.fromkeys(self.disabled, "")
         for path, cls in self._children:
             child = child_of(module, path)
@@ -81,16 +104,23 @@ class Guard:
             child = child_of(module, path)
             if child is None or functions_of(child) != functions:
                 off.update(dict.fromkeys(self._users[path], f"{'.'.join(path)} computes another function"))
-        # With its modules called in another order than in the source, hooks and random numbers would see that.
-        reason = reason or next((why for index, why in off.items() if why and self.sites[index].plan.moves_calls), None)
-        if reason is not None:
-            if self.observer is not None and not torch.compiler.is_compiling():
-                self.observer(module, reason)
+        return off
+
+    def _moved(self, off: Mapping[int, str]) -> str | None:
+        """Why a site is off whose modules are called in another order: hooks and random numbers would see that."""
+        return next((why for index, why in off.items() if why and self.sites[index].plan.moves_calls), None)
+
+    def _rest(self, module: nn.Module, off: Mapping[int, str]) -> Callable[..., Any] | None:
+        """The forward that calls a moved convolution where it stands; None where all is as it was, or nothing is left.
+
+        It has a guard of its own, which decides whether it may run.
+        """
+        if not off or self.rewrite_rest is None or torch.compiler.is_compiling() or self._moved(off) is None:
             return None
-        if not off:
-            return self._all
-        sites = enumerate(self.sites)
-        return tuple([partial(site.run_original, reason=off[i]) if i in off else site for i, site in sites])
+        kind = tuple([(path, type(child_of(module, path))) for path, _ in self._children]), tuple(off)
+        if kind not in self._rests:
+            self._rests[kind] = self.rewrite_rest(module)
+        return self._rests[kind]
 
     def _unfit(self, module: nn.Module) -> str | None:
         """Why no site may run in the place of what the source says."""

@@ -197,9 +197,12 @@ def _concatenated(scope: Scope, node: ast.expr, match: Match) -> tuple[list[ast.
     return None if found is None else (found[0], match.step(node), found[1])
 
 
+_CONCATENATES = frozenset({"torch.cat", "torch.concat", "torch.concatenate"})
+
+
 def concatenated(node: ast.expr) -> tuple[list[ast.expr], int] | None:
     """The parts and the dimension of ``torch.cat([...], dim=...)``; None for anything else."""
-    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("torch.cat", "torch.concat"):
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in _CONCATENATES:
         return None
     given = [*node.args, *[keyword.value for keyword in node.keywords]]
     if len(given) != 2 or not isinstance(given[0], (ast.List, ast.Tuple)):

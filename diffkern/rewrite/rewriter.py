@@ -169,6 +169,14 @@ class Rewriter:
             for site in sites:
                 site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed, guard=guard)
         names = {ENTER: guard, STOCK: function, JOIN: join, READ: read}
+        if any(site.plan.moves_calls and "convolution" in site.plan.modules for site in sites):
+            guard.stock, names[STOCK] = function, guard.otherwise
+
+            def rest(module: nn.Module) -> FunctionType | None:
+                other = self.rewrite(module, forward)
+                return other.function if isinstance(other, Rewritten) and other.guard is not guard else None
+
+            guard.rewrite_rest = rest
         return Rewritten(recompile(forward, found.code, names), found, guard)
 
 

@@ -27,6 +27,7 @@ from diffkern.rewrite.match import (
     Shape,
     Sum,
 )
+from diffkern.rewrite.padding import Padded, RepeatedFrames
 from diffkern.rewrite.query_key import (
     JOINED_FIRST,
     JOINED_LAST,
@@ -108,6 +109,8 @@ RULES = (
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
     Rule("convolution, norm, SiLU", "group_norm_silu", Activated("norm", _SILU, Norm(_CONVOLVED, over=GROUPS))),
     Rule("convolution, residual", "add_norm_silu_pad", Sum(Leaf("residual"), _CONVOLVED)),
+    Rule("padding", "add_norm_silu_pad", Padded()),
+    Rule("padding of frames", "add_norm_silu_pad", RepeatedFrames()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _embedded(Leaf("x"))),
     Rule("key or value of a text, once a text", "qk_norm_rope", OfText()),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),

@@ -242,7 +242,7 @@ def test_a_residual_of_fewer_dimensions_is_added_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("change", ["hook", "adapter"])
-def test_a_convolution_that_someone_changed_is_called_as_a_module(change: str) -> None:
+def test_a_convolution_that_someone_changed_is_called_as_a_module_between_fused_norms(change: str) -> None:
     class Wrapped(nn.Module):
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
@@ -253,16 +253,39 @@ def test_a_convolution_that_someone_changed_is_called_as_a_module(change: str) -
 
     blocks = [_resnet(), _resnet()]
     x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
-    inject_optimized_kernels(blocks[1], config=EVERYWHERE)
+    report = inject_optimized_kernels(blocks[1], config=EVERYWHERE)
+    order: list[str] = []
     for block in blocks:
-        before = block(x, temb)
+        block.time_emb_proj.register_forward_hook(lambda module, args, output: order.append("embedding"))
+        before, conv = block(x, temb), block.conv1
         if change == "hook":
-            block.conv1.register_forward_hook(lambda module, args, output: 3 * output)
+            conv.register_forward_hook(lambda module, args, output: (order.append("convolution"), 3 * output)[1])
         else:
-            block.conv1 = Wrapped(block.conv1)
+            block.conv1 = Wrapped(conv)
+    order.clear()
     stock, fused = (block(x, temb) for block in blocks)
     torch.testing.assert_close(fused, stock, rtol=1e-5, atol=1e-5)
     assert relative_error(before, stock) > 1e-2
+    assert order[: len(order) // 2] == order[len(order) // 2 :], "in the order of the source"
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (6, 0)
+    blocks[1].conv1 = conv
+    conv._forward_hooks.clear()
+    torch.testing.assert_close(blocks[1](x, temb), before, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        blocks[1](x, temb)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (9, 1)
+
+
+def test_a_resnet_with_a_hook_on_a_convolution_is_one_graph_of_the_compiler() -> None:
+    block = _resnet()
+    x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
+    inject_optimized_kernels(block, config=EVERYWHERE)
+    block.conv1.register_forward_hook(lambda module, args, output: 3 * output)
+    stock = type(block).forward(block, x, temb)
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, temb), stock, rtol=1e-5, atol=1e-5)
 
 
 class _InSequence(nn.Module):
