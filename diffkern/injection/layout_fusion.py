@@ -138,7 +138,10 @@ class LayoutFusion(Fusion):
             layout.give_back(module)
             return result
         with preserved(x.device):  # so the next call of a seed has the bits of this one
-            return self._in_channels_last(module, Copy(copy).call)
+            again = Copy(copy).call
+            result = self._in_channels_last(module, again)
+        _hand_over(again, call)
+        return result
 
     def _weigh(self, module: nn.Module, call: Call, device: torch.device, key: tuple[Hashable, ...]) -> tuple[str, str]:
         """Why a model does not compute in channels last, or ""; and what the report says of it."""
@@ -203,6 +206,16 @@ class LayoutFusion(Fusion):
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
         return Choice(OP, self.compute, ())
+
+
+def _hand_over(copy: Call, call: Call) -> None:
+    """Gives a call what another one wrote into its lists and dicts: caches that the next call reads, as of Wan."""
+    for ours, given in zip((*copy[0], *copy[1].values()), (*call[0], *call[1].values()), strict=True):
+        if type(given) is list:
+            given[:] = ours
+        elif type(given) is dict:
+            given.clear()
+            given.update(ours)
 
 
 def _unfit_call(module: nn.Module, x: Tensor, call: Call) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -155,3 +157,12 @@ CONTROLNETS |= {
         lambda draw, n: {"xs": [draw(1, 3, 16, 16), draw(1, 3, 16, 16)], "adapter_weights": [0.5, 1.0]},
     ),
 }
+
+
+def runnable(models: Mapping[str, Denoiser]) -> dict[str, Denoiser]:
+    """The models that run here: one resizes masks with torchvision, which may be missing, or be for another torch."""
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError):
+        return {name: model for name, model in models.items() if name != "controlnet_cosmos"}
+    return dict(models)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from typing import Any
 
@@ -18,14 +17,12 @@ from torch.utils._pytree import tree_leaves
 from diffkern import InjectionReport, inject_optimized_kernels
 from diffkern.rewrite import calls
 from diffkern.verify.measures import relative_error
-from scripts.check_models.controlnets import CONTROLNETS
+from scripts.check_models.controlnets import CONTROLNETS, runnable
 from scripts.check_models.convolutional import AUTOENCODERS, ONE_SAMPLE, UNETS, shrink_tiles
 from scripts.check_models.rewritten import batch_of_two, drawing, run
 
 EVERYWHERE = {"*": "eager"}
-MODELS = AUTOENCODERS | UNETS | CONTROLNETS
-if importlib.util.find_spec("torchvision") is None:
-    MODELS.pop("controlnet_cosmos")
+MODELS = runnable(AUTOENCODERS | UNETS | CONTROLNETS)
 
 
 def _resnet(**options: Any) -> ResnetBlock2D:

@@ -101,6 +101,31 @@ def test_a_model_that_gains_computes_in_channels_last_and_is_restored_bit_for_bi
     assert all(value.stride() == before[key][1] for key, value in model.state_dict().items())
 
 
+class _Cached(nn.Module):
+    """Four convolutions, and a list in which a call finds what the one before it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1) for _ in range(4)])
+
+    def forward(self, x: Tensor, cache: list[Tensor | None]) -> Tensor:
+        x, before = self.layers(x), cache[0]
+        cache[0] = x
+        return x if before is None else x + before
+
+
+@pytest.mark.usefixtures("gains")
+def test_the_call_that_decides_leaves_in_a_cache_what_calls_in_the_new_layout_leave() -> None:
+    model = _Cached().requires_grad_(False).eval()
+    x, caches = torch.randn(2, 4, 8, 8), [[None], [None]]
+    report = inject_optimized_kernels(model, config=KernelConfig(measure=True), cuda_graph=False)
+    first, second = ([model(x, cache), model(x, cache)] for cache in caches)
+    assert any("computes in channels last" in note for note in report.notes)
+    for (left,), expected in zip(caches, (first, second), strict=True):
+        assert left is not None and left.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(expected[1], second[1])
+
+
 @pytest.mark.usefixtures("gains")
 def test_weights_that_were_made_in_inference_mode_keep_their_layout_and_serve_after_a_restore() -> None:
     with torch.inference_mode():

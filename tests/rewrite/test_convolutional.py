@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from diffkern.rewrite import RULES
-from scripts.check_models.controlnets import CONTROLNETS
+from scripts.check_models.controlnets import CONTROLNETS, runnable
 from scripts.check_models.convolutional import (
     AUTOENCODERS,
     FLOAT32_ONLY,
@@ -26,9 +25,7 @@ from scripts.check_models.convolutional import (
 )
 from scripts.check_models.rewritten import RewrittenModel, RoundDraw, batch_of_two, drawing, run, run_in_float64
 
-MODELS = AUTOENCODERS | UNETS | CONTROLNETS
-if importlib.util.find_spec("torchvision") is None:
-    MODELS.pop("controlnet_cosmos")
+MODELS = runnable(AUTOENCODERS | UNETS | CONTROLNETS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: The models of each run of the tests, in bfloat16: together they have every norm. All others and float32 take minutes.
 USUAL = ("kl", "wan", "qwenimage", "hunyuan_video", "dc", "cogvideox", "mochi", "unet2d_scale_shift", "controlnet")
