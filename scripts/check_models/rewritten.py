@@ -114,9 +114,9 @@ class RewrittenModel:
     reached: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, model: nn.Module, numerics: str = "fast") -> RewrittenModel:
-        """Rewrites every module of a model; :meth:`undo` takes that back."""
-        rewriter = Rewriter(numerics)
+    def of(cls, model: nn.Module, numerics: str = "fast", rewriter: Rewriter | None = None) -> RewrittenModel:
+        """Rewrites every module of a model, with the proofs of a rewriter; :meth:`undo` takes that back."""
+        rewriter = rewriter or Rewriter(numerics)
         forwards: dict[Rewritten, None] = {}
         sites: Counter[str] = Counter()
         left: dict[tuple[str, str], str] = {}

@@ -11,7 +11,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from diffkern.rewrite import RULES
+from diffkern.rewrite import RULES, Rewriter
 from scripts.check_models.controlnets import CONTROLNETS, runnable
 from scripts.check_models.convolutional import (
     AUTOENCODERS,
@@ -42,6 +42,8 @@ CASES = [
 ]
 #: Sites in attention processors stand there for calls of every kind, of which a model makes some.
 _IN_PROCESSORS = {rule.name for rule in RULES if rule.op == "qk_norm_rope"}
+#: Many models have the same blocks, which are proven once.
+EXACT = Rewriter("exact")
 #: Where diffusers has them.
 _PACKAGES = ("autoencoders", "unets", "controlnets", "vq_model", "adapter", "latent_upscaler")
 #: Draws over which errors are taken together where those of one draw are further apart than the contract allows.
@@ -122,7 +124,7 @@ def test_every_autoencoder_unet_and_controlnet_that_diffusers_exports_is_among_t
 
 @pytest.mark.exhaustive
 def test_exact_numerics_give_the_bits_of_stock_for_a_convolutional_model(case: Case) -> None:
-    rewritten = RewrittenModel.of(case.model, "exact")
+    rewritten = RewrittenModel.of(case.model, rewriter=EXACT)
     exact = case.run()
     rewritten.undo()
     assert torch.equal(exact, case.stock), rewritten.reasons()
