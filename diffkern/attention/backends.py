@@ -9,7 +9,9 @@ what may be handed to each.
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffkern.attention.call import AttentionCall, MaskKind, Signature
 from diffkern.hub.policy import switched_off
+from diffkern.providers.foreign import summary
 
 Compute = Callable[[AttentionCall], Tensor]
 
@@ -54,7 +57,9 @@ class Backend:
         max_head_dim: The largest size of a head it takes.
         capability: Least CUDA compute capability; ROCm devices are not asked.
         lossy: How it is less accurate on purpose, or "".
+        max_error: The relative error against float64 up to which one that is lossy serves.
         package: The Python package that it needs besides torch, or "".
+        extra: The extra of diffkern that installs that package, or "".
         candidate: Whether ``"auto"`` tries it, if it is installed. Nothing that is downloaded is.
     """
 
@@ -72,7 +77,9 @@ class Backend:
     max_head_dim: int | None = None
     capability: tuple[int, int] | None = None
     lossy: str = ""
+    max_error: float = math.inf
     package: str = ""
+    extra: str = ""
     candidate: bool = False
 
     @property
@@ -84,7 +91,8 @@ class Backend:
         """Says which package it needs that is not there, or None."""
         if not self.package or importlib.util.find_spec(self.package) is not None:
             return None
-        return f"needs the package {self.package}, which is not installed"
+        install = f": pip install 'diffkern[{self.extra}]'" if self.extra else ""
+        return f"needs the package {self.package}, which is not installed{install}"
 
     def refusal(self, call: Signature) -> str | None:
         """Says why it cannot serve calls of this kind, or None as far as this table knows."""
@@ -102,8 +110,8 @@ class Backend:
             return "takes no scale"
         if call.gradients and not self.gradients:
             return "has no backward"
-        if self.head_dims is not None and call.head_dim not in self.head_dims:
-            return f"takes heads of {', '.join(map(str, sorted(self.head_dims)))} only, not {call.head_dim}"
+        if self.head_dims is not None and (other := {call.head_dim, call.value_dim} - self.head_dims):
+            return f"takes heads of {', '.join(map(str, sorted(self.head_dims)))} only, not {min(other)}"
         if self.max_head_dim is not None and max(call.head_dim, call.value_dim) > self.max_head_dim:
             return f"takes heads of up to {self.max_head_dim} only, not {max(call.head_dim, call.value_dim)}"
         if self.capability is not None and call.device.type == "cuda" and torch.version.hip is None:
@@ -164,16 +172,21 @@ def _torch(kernel: SDPBackend | None) -> Callable[[], Compute]:
 # --- through diffusers ---------------------------------------------------------------------------------
 
 
-def _diffusers(name: str) -> Callable[[], Compute]:
-    """A backend as diffusers has registered it."""
+def _once(load: Callable[[], Compute]) -> Callable[[], Compute]:
+    """A loader that loads at its first call: what ``torch.compile`` traces later is the function alone."""
     loaded: list[Compute] = []
 
-    def load() -> Compute:
+    def load_once() -> Compute:
         if not loaded:
-            loaded.append(_load_from_diffusers(name))
+            loaded.append(load())
         return loaded[0]
 
-    return load
+    return load_once
+
+
+def _diffusers(name: str) -> Callable[[], Compute]:
+    """A backend as diffusers has registered it."""
+    return _once(lambda: _load_from_diffusers(name))
 
 
 def _load_from_diffusers(name: str) -> Compute:
@@ -210,6 +223,20 @@ def _load_from_diffusers(name: str) -> Compute:
         return y
 
     return compute
+
+
+def _load_cudnn_fp8() -> Compute:
+    try:
+        importlib.import_module("cudnn")
+        importlib.import_module("triton")
+    except Exception as error:  # without libcudnn, for example
+        raise UnavailableError(
+            f"needs nvidia-cudnn-frontend and triton, whose import raised {summary(error)}: "
+            "pip install 'diffkern[cudnn]'"
+        ) from error
+    from diffkern.attention.cudnn_fp8 import attend
+
+    return attend
 
 
 def _flash(name: str, **differences: Any) -> Backend:
@@ -272,6 +299,22 @@ BACKENDS: Mapping[str, Backend] = {
             grouped=False,
             package="xformers",
             candidate=True,
+        ),
+        Backend(
+            "cudnn_fp8",
+            _once(_load_cudnn_fp8),
+            _CUDA,
+            _HALF,
+            masks=_NO_MASK,
+            causal=False,
+            dropout=False,
+            gradients=False,
+            head_dims=frozenset({128}),
+            capability=(9, 0),
+            lossy="computes in e4m3: queries, keys, values, weights and output",
+            max_error=0.1,
+            package="cudnn",
+            extra="cudnn",
         ),
         _flash("flash", package="flash_attn", candidate=True),
         _flash("flash_hub", package="kernels"),

@@ -293,7 +293,10 @@ class Route:
             return "" if same else "is not bit-identical to the stock attention here"
         few = call.query[..., 0].numel() * call.value.shape[-1] < ENOUGH
         slack = SLACK + (torch.finfo(call.query.dtype).eps if few else 0.0)
-        if backend.lossy or (math.isfinite(error) and error <= RATIO * stock_error + slack):
+        if backend.lossy:
+            within = backend.max_error == math.inf or error <= backend.max_error
+            return "" if within else f"has an error of {error:.2e}, and states one of up to {backend.max_error}"
+        if math.isfinite(error) and error <= RATIO * stock_error + slack:
             return ""
         return f"has an error of {error:.2e} against the stock attention's {stock_error:.2e}"
 

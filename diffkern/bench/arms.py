@@ -27,12 +27,14 @@ class Arm:
             injected.
         compiled: Whether ``torch.compile`` compiles the denoiser.
         torchao: Whether torchao quantises the layers that diffkern computes in fp8: float8, dynamic, row by row.
+        attention: Backend of attention that is injected as well, or None.
     """
 
     numerics: str | None = None
     cuda_graph: bool = False
     compiled: bool = False
     torchao: bool = False
+    attention: str | None = None
 
     @property
     def injected(self) -> bool:
@@ -43,6 +45,7 @@ class Arm:
     def name(self) -> str:
         """``"stock"`` or the numerics, and what comes on top: ``"fast + graph"``."""
         extras = [" + graph"] * self.cuda_graph + [" + compile"] * self.compiled
+        extras += [f" + {self.attention}"] * (self.attention is not None)
         return (self.numerics or ("torchao float8" if self.torchao else "stock")) + "".join(extras)
 
 
@@ -58,11 +61,12 @@ FP8_GRAPH = Arm("fp8", cuda_graph=True)
 COMPILED_GRAPH = Arm(cuda_graph=True, compiled=True)
 
 TORCHAO = Arm(compiled=True, torchao=True)
+FP8_ATTENTION = Arm("fp8", cuda_graph=True, attention="cudnn_fp8")
 
 #: The arms of a full comparison, the baseline first.
 ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8, FP8_GRAPH)
 #: Those, and what else may be compared by name.
-NAMED = {arm.name: arm for arm in (*ARMS, COMPILED_GRAPH, TORCHAO)}
+NAMED = {arm.name: arm for arm in (*ARMS, COMPILED_GRAPH, TORCHAO, FP8_ATTENTION)}
 
 
 class ArmUnavailableError(RuntimeError):
@@ -92,7 +96,12 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
         if arm.numerics is not None:
             from diffkern import inject_optimized_kernels
 
-            report = inject_optimized_kernels(pipe, numerics=arm.numerics, cuda_graph=arm.cuda_graph, **injection)
+            chosen: dict[str, Any] = {
+                "numerics": arm.numerics,
+                "cuda_graph": arm.cuda_graph,
+                "attention": arm.attention,
+            }
+            report = inject_optimized_kernels(pipe, **chosen, **injection)
             stack.callback(report.restore)
             _check_that_it_took(arm, report)
         if arm.torchao:
@@ -105,12 +114,13 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
 def _check_that_it_took(arm: Arm, report: InjectionReport) -> None:
     if report.caveat:
         raise ArmUnavailableError(report.caveat)
-    wanted = [site for site in report.patched if not arm.cuda_graph or site.op == "cuda_graph"]
-    if wanted:
-        return
-    left_alone = [site for site in (*report.skipped, *report.failed) if not arm.cuda_graph or site.op == "cuda_graph"]
-    reasons = Counter(site.reason for site in left_alone).most_common(1)
-    raise ArmUnavailableError(reasons[0][0] if reasons else "there is nothing in the pipeline that it applies to")
+    wanted = ["cuda_graph"] * arm.cuda_graph + ["attention"] * (arm.attention is not None)
+    for op in wanted or [""]:
+        if any(op in ("", site.op) for site in report.patched):
+            continue
+        reasons = Counter(site.reason for site in (*report.skipped, *report.failed) if op in ("", site.op))
+        why = reasons.most_common(1)
+        raise ArmUnavailableError(why[0][0] if why else "there is nothing in the pipeline that it applies to")
 
 
 @contextlib.contextmanager
@@ -174,6 +184,12 @@ def unavailable_reason(arm: Arm, device: torch.device) -> str | None:
         return f"CUDA graphs need a GPU, and this runs on {device.type}"
     if arm.torchao and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed: pip install torchao"
+    if arm.attention is not None:
+        from diffkern.attention import backend_of
+
+        missing = backend_of(arm.attention).missing()
+        if missing is not None:
+            return missing
     if arm.numerics == "fp8" or arm.torchao:
         from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 

@@ -50,13 +50,20 @@ class Plan:
 
 
 def plan_attention(
-    modules: Mapping[str, nn.Module], wish: str, report: InjectionReport, policy: Policy, *, verify: bool, strict: bool
+    modules: Mapping[str, nn.Module],
+    wish: str | Sequence[str],
+    report: InjectionReport,
+    policy: Policy,
+    *,
+    verify: bool,
+    strict: bool,
 ) -> list[Plan]:
     """Finds the models whose attention can be routed; what cannot goes into the report.
 
     Args:
         modules: Models by component name.
-        wish: Name of a backend, of a kernel on the Hub, or ``"auto"``.
+        wish: Name of a backend, of a kernel on the Hub, or ``"auto"``; or several, of which the first that can serves,
+            or with ``"auto"`` the fastest.
         report: Gets a site for whatever is left alone, and one that failed if the backend cannot be loaded.
         policy: What a kernel of the Hub may do.
         verify: As in :class:`diffkern.attention.Route`.
@@ -65,21 +72,28 @@ def plan_attention(
     Raises:
         ValueError: there is no such backend.
     """
-    if not isinstance(wish, str) or (wish != AUTO and not is_reference(wish)):
-        backend_of(wish)
+    wishes = tuple(wish) if isinstance(wish, (list, tuple)) else (wish,)
+    if not wishes:
+        raise ValueError("attention names no backend: name one, or 'auto', or leave it None")
+    for name in wishes:
+        if not isinstance(name, str) or (name != AUTO and not is_reference(name)):
+            backend_of(name)
     plans: list[Plan] = []
     models = _models(modules, report)
     if not models:
         report.notes.append(f"attention={wish!r}: no model here lets its attention be chosen")
     for path, model, installation in models:
-        site = Site(path, full_name(type(model)), OP, wish, _module=weakref.ref(model))
-        try:
-            backends = _backends(wish, _device(model), policy)
-        except UnavailableError as error:
-            site.reason = f"{wish}: {error}"
+        site = Site(path, full_name(type(model)), OP, " or ".join(wishes), _module=weakref.ref(model))
+        backends: list[Backend] = []
+        for name in wishes:
+            try:
+                backends += _backends(name, _device(model), policy)
+            except UnavailableError as error:
+                site.reason = f"{name}: {error}"
+        if site.reason:
             report._rejected.append(site)
             continue
-        route = Route(backends, wish == AUTO, report.numerics == "exact", verify, strict, StrictModeError)
+        route = Route(backends, AUTO in wishes, report.numerics == "exact", verify, strict, StrictModeError)
         route.observer = _Recorder(site)
 
         def install(

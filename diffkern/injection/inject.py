@@ -38,7 +38,7 @@ def inject_optimized_kernels(
     components: Iterable[str] | None = None,
     numerics: str = "fast",
     config: KernelConfig | Mapping[str, Any] | None = None,
-    attention: str | None = None,
+    attention: str | Sequence[str] | None = None,
     liger: bool | Mapping[str, bool] | None = None,
     cuda_graph: bool | str = "auto",
     graph_memory: float | None = None,
@@ -62,10 +62,11 @@ def inject_optimized_kernels(
             as ``"fast"``; it needs a GPU of compute capability 8.9, and memory for a second copy of those weights, of
             half their size.
         config: Who serves what; see :class:`diffkern.KernelConfig`.
-        attention: Who computes attention: the name of a backend of diffusers, a kernel on the Hub such as
-            ``"org/repo@revision:function"``, or ``"auto"`` for the fastest of those installed, by measurement at
-            first use. None leaves it as it is. A call that the backend cannot serve (a mask, dropout, the size of
-            its heads) runs as before.
+        attention: Who computes attention: the name of a backend of diffusers, ``"cudnn_fp8"``, a kernel on the Hub
+            such as ``"org/repo@revision:function"``, or ``"auto"`` for the fastest of those installed that are not
+            lossy, by measurement at first use; or several names, which with ``"auto"`` are measured as well. None
+            leaves it as it is. A call that the backend cannot serve (a mask, dropout, the size of its heads) runs as
+            before.
         liger: Whether, and for what, the kernels of the package ``liger-kernel`` serve wherever gradients are wanted:
             True, or a dict of its flags ``rope``, ``swiglu``, ``cross_entropy``, ``fused_linear_cross_entropy`` and
             ``rms_norm``, as its own functions take them. With ``fused_linear_cross_entropy``, one of the defaults,
@@ -217,7 +218,11 @@ def _liger(wish: Any, modules: Mapping[str, nn.Module], report: InjectionReport)
 
 
 def _plan_routes(
-    modules: Mapping[str, nn.Module], wish: str | None, config: KernelConfig, report: InjectionReport, **options: bool
+    modules: Mapping[str, nn.Module],
+    wish: str | Sequence[str] | None,
+    config: KernelConfig,
+    report: InjectionReport,
+    **options: bool,
 ) -> list[AttentionPlan]:
     if wish is None:
         return []

@@ -16,12 +16,16 @@ Make = Callable[..., AttentionCall]
 _TORCH = ("native", "_native_flash", "_native_math")
 
 
+#: What diffkern brings along itself.
+_OWN = {"cudnn_fp8"}
+
+
 def test_the_names_are_those_of_diffusers() -> None:
-    assert set(BACKENDS) == {name.value for name in attention_dispatch.AttentionBackendName}
+    assert set(BACKENDS) - _OWN == {name.value for name in attention_dispatch.AttentionBackendName}
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(BACKENDS) - {n for n in BACKENDS if n.startswith("_native_") or n == "native"})
+    "name", sorted(set(BACKENDS) - _OWN - {n for n in BACKENDS if n.startswith("_native_") or n == "native"})
 )
 def test_nothing_is_promised_that_diffusers_drops(name: str) -> None:
     """Its dispatcher leaves out what a backend has no parameter for, without a word."""
@@ -77,7 +81,8 @@ def test_a_typing_mistake_names_the_nearest() -> None:
 def test_a_missing_package_is_a_reason() -> None:
     for backend in BACKENDS.values():
         missing = backend.missing()
-        assert missing is None or missing == f"needs the package {backend.package}, which is not installed"
+        install = f": pip install 'diffkern[{backend.extra}]'" if backend.extra else ""
+        assert missing is None or missing == f"needs the package {backend.package}, which is not installed{install}"
     if BACKENDS["flash"].missing() is not None:
         with pytest.raises(UnavailableError, match="flash"):
             BACKENDS["flash"].load()

@@ -11,6 +11,7 @@ from diffkern import inject_optimized_kernels
 from diffkern.attention import BACKENDS, AttentionCall, Route, accuracy
 from diffkern.attention.measure import peak_bytes, seconds
 from diffkern.bench import attention
+from diffkern.providers.eager import attention_fp8 as eager_fp8
 from tests.injection.models import ltx_inputs, tiny_ltx
 
 pytestmark = pytest.mark.gpu
@@ -99,3 +100,56 @@ def test_time_and_memory(make_call: Make) -> None:
     measured = [result for result in results if result.milliseconds is not None]
     assert {"native", "_native_math"} <= {result.backend for result in measured}
     assert all(result.peak_bytes is not None and result.error is not None for result in measured)
+
+
+def _cudnn_fp8(*shape: int) -> AttentionCall:
+    """A call with means in keys and values; skips where the backend cannot run."""
+    backend = BACKENDS["cudnn_fp8"]
+    batch, queries, keys, heads, kv_heads = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(length: int, heads: int) -> torch.Tensor:
+        return torch.randn(batch, length, heads, 128, generator=generator, device="cuda").bfloat16()
+
+    call = AttentionCall(random(queries, heads), random(keys, kv_heads) + 2, random(keys, kv_heads) + 1)
+    reason = backend.missing() or backend.refusal(call.signature())
+    if reason is not None:
+        pytest.skip(reason)
+    return call
+
+
+@pytest.mark.parametrize("shape", [(1, 1024, 1024, 4, 4), (2, 300, 77, 4, 2), (1, 4608, 4608, 24, 24)], ids=str)
+def test_cudnn_fp8_computes_what_plain_pytorch_computes_in_fp8(shape: tuple[int, ...]) -> None:
+    call = _cudnn_fp8(*shape)
+    with torch.no_grad():
+        y = BACKENDS["cudnn_fp8"].compute(call)
+        rows = accuracy.spread(call)
+        exact = accuracy.reference(call, rows)
+        assert accuracy.distance(y[:, rows], exact) < 0.03
+        if call.query.shape[1] <= 1024:
+            quantized = eager_fp8.quantize(call.query, call.key, call.value)
+            emulated = eager_fp8.dequantize(eager_fp8.attend(quantized, 128**-0.5), quantized, torch.bfloat16)
+            assert accuracy.distance(y[:, rows], exact) < 1.2 * accuracy.distance(emulated[:, rows], exact)
+
+
+def test_cudnn_fp8_in_a_graph_on_a_stream_and_compiled() -> None:
+    call = _cudnn_fp8(1, 512, 512, 4, 4)
+    compute = BACKENDS["cudnn_fp8"].compute
+    with torch.no_grad():
+        compute(call)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = compute(call)
+        call.query.copy_(call.query.flip(1))
+        call.value.mul_(2)
+        graph.replay()
+        expected = compute(call)
+        assert torch.equal(y, expected)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            aside = compute(call)
+        stream.synchronize()
+        assert torch.equal(aside, expected)
+        compiled = torch.compile(lambda q, k, v: compute(AttentionCall(q, k, v)), fullgraph=True)
+        assert torch.equal(compiled(call.query, call.key, call.value), expected)

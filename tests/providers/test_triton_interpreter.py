@@ -38,9 +38,9 @@ _FAMILIES = {
         8,
     ),
     "rope": Selection(
-        ("rope_values", "every_kernel"),
-        "triton and (also_on_nothing or different_pairings or own_table or fail_where_it_does)",
-        15,
+        ("rope_values", "every_kernel", "attention_fp8"),
+        "triton and (also_on_nothing or different_pairings or own_table or fail_where_it_does or rounds_as_plain)",
+        19,
     ),
 }
 

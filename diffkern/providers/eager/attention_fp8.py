@@ -1,0 +1,89 @@
+"""Attention on e4m3 in plain PyTorch: how queries, keys and values come into fp8, and what cuDNN makes of them.
+
+Scores do not change if one vector is taken from all keys, and the output moves by what is taken from all values:
+both lose the mean of each channel, which would use up the four digits of e4m3 where it is large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffkern.providers.eager.fp8 import E4M3, LARGEST, SMALLEST_PEAK
+
+#: What attention weights, at most 1, are multiplied by before they become e4m3, whose least number is 2 ** -9.
+WEIGHT_SCALE = 256.0
+
+
+@dataclass(frozen=True)
+class Quantized:
+    r"""Queries, keys and values in e4m3: :math:`q = s_q\,q_8`, :math:`k = s_k\,k_8 + m_k`, :math:`v = s_v v_8 + m_v`.
+
+    Attributes:
+        query: ``[B, S, H, D]``, contiguous, as the other two.
+        key: ``[B, T, G, D]``.
+        value: ``[B, T, G, D]``.
+        scalars: ``[6]`` in float32, as cuDNN reads them: :math:`s_q`, :math:`s_k`, 1 for the values, whose scales
+            :math:`s_v` wait for the output, the inverse of :data:`WEIGHT_SCALE`, it, and 1 for the output.
+        value_scale: :math:`s_v` in float32, ``[B, G, D]``.
+        value_mean: :math:`m_v` in float32, ``[B, G, D]``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scalars: Tensor
+    value_scale: Tensor
+    value_mean: Tensor
+
+
+def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
+    """Brings queries, keys and values ``[B, length, heads, D]`` into e4m3; what is not finite becomes NaN."""
+    query, key, value = (x.float() for x in (query, key, value))
+    (key, _), (value, mean) = _centred(key), _centred(value)
+    peaks = [_finite(x).abs().amax().clamp_min(SMALLEST_PEAK) for x in (query, key)]
+    value_scale = _finite(value).abs().amax(1).clamp_min(SMALLEST_PEAK) / LARGEST
+    rest = torch.tensor([1.0, 1 / WEIGHT_SCALE, WEIGHT_SCALE, 1.0], device=query.device)
+    return Quantized(
+        _round(query * (LARGEST / peaks[0])),
+        _round(key * (LARGEST / peaks[1])),
+        _round(value / value_scale[:, None]),
+        torch.cat([torch.stack(peaks) / LARGEST, rest]),
+        value_scale,
+        mean,
+    )
+
+
+def attend(x: Quantized, scale: float) -> Tensor:
+    """Computes what cuDNN computes of it, ``[B, S, H, D]`` in e4m3: weights are rounded before they are normalised."""
+    groups = x.query.shape[2] // x.key.shape[2]
+    query, key, value = (t.float().transpose(1, 2) for t in (x.query, x.key, x.value))
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scores = (query @ key.mT) * (scale * x.scalars[0] * x.scalars[1])
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    rounded = _round(weights * x.scalars[4]).float() * x.scalars[3]
+    return _round((rounded @ value) / weights.sum(-1, keepdim=True)).transpose(1, 2).contiguous()
+
+
+def dequantize(y: Tensor, x: Quantized, dtype: torch.dtype) -> Tensor:
+    """Takes the output of :func:`attend` back: the scale of each channel of the values, and their mean."""
+    groups = y.shape[2] // x.value_scale.shape[1]
+    scale, mean = (t.repeat_interleave(groups, 1)[:, None] for t in (x.value_scale, x.value_mean))
+    return torch.addcmul(mean, y.float(), scale).to(dtype)
+
+
+def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Takes the mean of each channel over the tokens from ``[B, T, G, D]``; returns it, ``[B, G, D]``, as well."""
+    mean = _finite(x).mean(1)
+    return x - mean[:, None], mean
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x.abs() < torch.inf, x, 0.0)
+
+
+def _round(x: Tensor) -> Tensor:
+    """Rounds to e4m3: beyond the largest number to that, and to NaN where it is not finite."""
+    return torch.where(x.abs() < torch.inf, x.clamp(-LARGEST, LARGEST), torch.nan).to(E4M3)

@@ -1,0 +1,80 @@
+"""Queries, keys and values into e4m3, and the output back, by Triton: geometry and launches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from diffkern.providers.eager.attention_fp8 import WEIGHT_SCALE, Quantized
+from diffkern.providers.eager.fp8 import E4M3
+from diffkern.providers.triton.attention_fp8_kernels import (
+    dequantize_kernel,
+    ranges_kernel,
+    round_kernel,
+    scales_kernel,
+)
+from diffkern.providers.triton.launching import Plan, device_guard, launch
+
+#: Tokens of a tile, tiles of a program, and blocks that are reduced at once.
+TOKENS, STEPS, BLOCKS = 32, 4, 16
+
+
+def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
+    """Computes :func:`diffkern.providers.eager.attention_fp8.quantize`; heads must have a power of two of channels."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    batch, keys, kv_heads, head_dim = key.shape
+    ranges, scales, rounds = _quantize_plans(
+        query.shape, key.shape, *(s for x in (query, key, value) for s in x.stride()[:3])
+    )
+    heads = query.shape[2] + 2 * kv_heads
+    blocks = _blocks(max(query.shape[1], keys))
+    parts = _numbers(query, batch, heads, 3, blocks, head_dim)
+    peaks, scalars = _numbers(query, 8).split([2, 6])
+    means, scale = _numbers(query, batch, 2 * kv_heads, head_dim), _numbers(query, batch, kv_heads, head_dim)
+    q8, k8, v8 = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (query, key, value))
+    with device_guard(query.device):
+        launch(ranges, ranges_kernel, (query, key, value, parts, peaks), query.device)
+        launch(scales, scales_kernel, (parts, peaks, means, scale), query.device)
+        launch(rounds, round_kernel, (query, key, value, q8, k8, v8, peaks, means, scale, scalars), query.device)
+    return Quantized(q8, k8, v8, scalars, scale, means[:, kv_heads:])
+
+
+def dequantize(y: Tensor, x: Quantized, dtype: torch.dtype) -> Tensor:
+    """Computes :func:`diffkern.providers.eager.attention_fp8.dequantize` of the dense output of an attention."""
+    plan = _dequantize_plan(y.shape, x.value_scale.shape[1], x.value_mean.stride(0))
+    result = torch.empty(y.shape, dtype=dtype, device=y.device)
+    with device_guard(y.device):
+        launch(plan, dequantize_kernel, (y, x.value_mean, x.value_scale, result), y.device)
+    return result
+
+
+def _numbers(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _blocks(length: int) -> int:
+    return -(-length // (TOKENS * STEPS))
+
+
+@lru_cache(maxsize=1024)
+def _quantize_plans(query: tuple[int, ...], key: tuple[int, ...], *strides: int) -> tuple[Plan, Plan, Plan]:
+    batch, keys, kv_heads, head_dim = key
+    queries, heads = query[1:3]
+    blocks, all_heads = _blocks(max(queries, keys)), batch * (heads + 2 * kv_heads)
+    sizes, tile = (heads, kv_heads, head_dim), (TOKENS, STEPS)
+    options = {"num_warps": 4}
+    return (
+        Plan((blocks * all_heads,), (*strides, queries, keys, blocks, *sizes, *tile), options),
+        Plan((all_heads,), (keys, blocks, *sizes, BLOCKS), options),
+        Plan((blocks * all_heads,), (*strides, queries, keys, blocks, WEIGHT_SCALE, *sizes, *tile), options),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _dequantize_plan(shape: tuple[int, ...], kv_heads: int, mean_stride: int) -> Plan:
+    batch, queries, heads, head_dim = shape
+    blocks = _blocks(queries)
+    rest = (mean_stride, queries, blocks, heads, kv_heads, head_dim, TOKENS, STEPS)
+    return Plan((blocks * batch * heads,), rest, {"num_warps": 4})

@@ -1,0 +1,100 @@
+"""Queries, keys and values into e4m3 and the output back, by Triton, against plain PyTorch and float64."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffkern.providers.eager import attention_fp8 as eager
+from tests.ops.triton_compile import Launch, Recorder, Target, compiles, name_of
+
+TARGETS: list[Target] = [("cuda", 90, 32), ("cuda", 120, 32)]
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def inputs(device: str, case: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with what tells the formula from others: means, channels, groups, strides, NaN."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    query, key, value = random(2, 70, 2, 32), random(2, 1, 140, 32).transpose(1, 2), random(2, 140, 1, 32)
+    key, value = key + 3 * random(32), value * torch.logspace(-3, 2, 32) + random(2, 32)
+    if case == "not finite":
+        query[1, 3, 1, 5], key[0, 7, 0, 1], value[1, 139, 0, 9] = torch.nan, torch.inf, -torch.inf
+    dtype = torch.float16 if case == "not finite" else torch.bfloat16
+    query, key, value = (x.to(device, dtype) for x in (query, key, value))
+    return query, key[:, :1] if case == "one key" else key, value[:, :1] if case == "one key" else value
+
+
+@pytest.mark.parametrize("case", ["plain", "not finite", "one key"])
+def test_triton_rounds_as_plain_pytorch_does(device: str, case: str, triton: ModuleType) -> None:
+    if device == "cpu" and not _INTERPRETED:
+        pytest.skip("Triton compiles nothing for the CPU")
+    from diffkern.providers.triton import attention_fp8
+
+    tensors = inputs(device, case)
+    expected, x = eager.quantize(*tensors), attention_fp8.quantize(*tensors)
+    torch.testing.assert_close(x.scalars, expected.scalars, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(x.value_mean, expected.value_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.value_scale, expected.value_scale, rtol=1e-5, atol=1e-12)
+    for name in ("query", "key", "value"):
+        ours, theirs = getattr(x, name), getattr(expected, name)
+        assert ours.is_contiguous() and (_INTERPRETED or torch.equal(ours.isnan(), theirs.isnan()))
+        codes = theirs.view(torch.uint8).int()
+        away = (ours.view(torch.uint8).int() - codes).abs()
+        if _INTERPRETED:  # it loses the carry into the exponent, and NaN
+            away = torch.where((codes % 8 == 0) | theirs.isnan(), 0, away)
+        assert away.max() <= 1 and away.count_nonzero() <= 1 + away.numel() // 500, name
+    y = eager.attend(x, 0.1)
+    torch.testing.assert_close(
+        attention_fp8.dequantize(y, x, tensors[0].dtype), eager.dequantize(y, x, tensors[0].dtype), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("case", ["plain", "one key"])
+def test_each_number_is_one_rounding_from_the_formula(case: str) -> None:
+    tensors = inputs("cpu", case)
+    x = eager.quantize(*tensors)
+    query, key, value = (t.double() for t in tensors)
+    key, value = key - key.mean(1, keepdim=True), value - value.mean(1, keepdim=True)
+    scales = x.scalars.double()
+    for given, exact in (
+        (x.query.double() * scales[0], query),
+        (x.key.double() * scales[1], key),
+        (x.value.double() * x.value_scale.double()[:, None], value),
+    ):
+        step = exact.abs() / 16 + exact.abs().amax() * 1e-5
+        assert (given - exact).abs().le(step).all()
+    assert x.scalars[2:].tolist() == [1.0, 1 / eager.WEIGHT_SCALE, eager.WEIGHT_SCALE, 1.0]
+
+
+@pytest.fixture
+def launches(
+    triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> list[Launch]:
+    """The launches around an attention, which compute nothing here."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
+    from diffkern.providers.triton import attention_fp8
+
+    recorded: list[Launch] = []
+    for name in ("ranges_kernel", "scales_kernel", "round_kernel", "dequantize_kernel"):
+        monkeypatch.setattr(attention_fp8, name, Recorder(getattr(attention_fp8, name), recorded))
+    query = torch.empty(1, 4608, 24, 128, dtype=torch.bfloat16)
+    x = attention_fp8.quantize(query, query[:, :1], query[:, :1])
+    attention_fp8.dequantize(x.query, x, query.dtype)
+    return recorded
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(_INTERPRETED, reason="the interpreter replaces the compiler in this process")
+@pytest.mark.parametrize("target", TARGETS, ids=name_of)
+def test_every_launch_compiles(target: Target, launches: list[Launch]) -> None:
+    assert len(launches) == 4
+    for launch in launches:
+        assert compiles(launch, target)
