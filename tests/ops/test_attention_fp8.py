@@ -24,7 +24,7 @@ def inputs(device: str, case: str) -> tuple[Tensor, Tensor, Tensor]:
         return torch.randn(shape, generator=generator)
 
     query, key, value = random(2, 70, 2, 32), random(2, 1, 140, 32).transpose(1, 2), random(2, 140, 1, 32)
-    key, value = key + 3 * random(32), value * torch.logspace(-3, 2, 32) + random(2, 32)
+    key, value = key + 3 * random(32), value * torch.logspace(-3, 2, 32) + random(32)
     if case == "not finite":
         query[1, 3, 1, 5], key[0, 7, 0, 1], value[1, 139, 0, 9] = torch.nan, torch.inf, -torch.inf
     dtype = torch.float16 if case == "not finite" else torch.bfloat16
