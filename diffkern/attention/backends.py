@@ -58,6 +58,7 @@ class Backend:
         capability: Least CUDA compute capability; ROCm devices are not asked.
         lossy: How it is less accurate on purpose, or "".
         max_error: The relative error against float64 up to which one that is lossy serves.
+        timed: Whether it serves only calls that it computes faster than the stock attention, by measurement.
         package: The Python package that it needs besides torch, or "".
         extra: The extra of diffkern that installs that package, or "".
         candidate: Whether ``"auto"`` tries it, if it is installed. Nothing that is downloaded is.
@@ -78,6 +79,7 @@ class Backend:
     capability: tuple[int, int] | None = None
     lossy: str = ""
     max_error: float = math.inf
+    timed: bool = False
     package: str = ""
     extra: str = ""
     candidate: bool = False
@@ -313,6 +315,7 @@ BACKENDS: Mapping[str, Backend] = {
             capability=(9, 0),
             lossy="computes in e4m3: queries, keys, values, weights and output",
             max_error=0.1,
+            timed=True,
             package="cudnn",
             extra="cudnn",
         ),

@@ -69,8 +69,8 @@ class Route:
 
     A backend is tried on the first real call of a kind, on copies of its tensors, and on a short one with a query of
     NaN. There it must be as accurate as the stock attention (backends that are lossy on purpose are measured, not
-    judged), with ``exact`` equal to it bit for bit, and do nothing besides. If there is a choice, the fastest one
-    serves, by measurement, for sequences of about that length. A backend that raises later is given up, and the stock
+    judged), with ``exact`` equal to it bit for bit, and do nothing besides. If there is a choice, or one that is
+    worth its loss only where it gains, the fastest one serves, by measurement, for sequences of about that length. A backend that raises later is given up, and the stock
     attention serves.
     Inside a graph that is being compiled or captured nothing can be tried: there the choice of an earlier call of
     that kind serves, and without one the stock attention.
@@ -154,17 +154,18 @@ class Route:
     def _choose(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
         """The backend of a call, or None and why; an empty reason if the stock attention is simply the fastest."""
         kind = call.signature()
-        key: Hashable = (kind, _size(call)) if self.auto else kind
+        timed = self.auto or any(backend.timed for backend in self.backends)
+        key: Hashable = (kind, _size(call)) if timed else kind
         if key not in self._choices:
             if call.query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None, "not tried yet, and not to be tried while a CUDA graph is captured: run one call before"
             if transforms_active():
                 return None, "not tried yet, and not to be tried under a transform: run one call before"
             with preserved(call.query.device):
-                choice = self._measure(call, stock) if self.auto else self._first(call, stock)
+                choice = self._measure(call, stock) if timed else self._first(call, stock)
             # Graphs do not know how long sequences are, and take the last choice.
             self._choices[key] = self._choices[kind] = choice
-            if self.auto and self.observer is not None:
+            if timed and self.observer is not None:
                 self.observer.chose(call, "the stock attention" if choice[0] is None else choice[0].name)
         return self._choices[key]
 
@@ -178,9 +179,10 @@ class Route:
         return None, "; ".join(reasons)
 
     def _measure(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
-        fit = [backend for backend in self.backends if self._refusal(backend, call, stock) is None]
+        refusals = {backend.name: self._refusal(backend, call, stock) for backend in self.backends}
+        fit = [backend for backend in self.backends if refusals[backend.name] is None]
         if not fit:
-            return None, ""
+            return None, "" if self.auto else "; ".join(f"{name} {refusal}" for name, refusal in refusals.items())
         device, by_name = call.query.device, {backend.name: backend for backend in fit}
         key = "attention", call.signature(), _size(call), *by_name
         known = choices.recall(device, *key)
@@ -198,7 +200,7 @@ class Route:
         """Keeps a backend that raised from calls of this kind; returns the reason."""
         signature, none = call.signature(), float("nan")
         trial = Trial(backend.name, signature, none, none, False, f"failed: {summary(error)}")
-        self._trials[backend.name, signature] = trial
+        self._trials[_kind(backend, call)] = trial
         for key in [key for key in self._choices if key == signature or (isinstance(key, tuple) and signature in key)]:
             del self._choices[key]
         if self.observer is not None:
@@ -209,7 +211,7 @@ class Route:
         """Why a backend cannot serve calls of this kind, or None."""
         signature = call.signature()
         refusal = backend.refusal(signature)
-        key = (backend.name, signature)
+        key = _kind(backend, call)
         if refusal is not None or (not self.verify and key not in self._trials):
             return refusal
         if key not in self._trials:
@@ -307,6 +309,11 @@ class Route:
 _STOCK_IS_BEST = "measured to be the best"
 #: Why a route does not serve where hooks watch or change the attention that it stands for.
 REPLACED = "the stock attention was replaced after the injection"
+
+
+def _kind(backend: Backend, call: AttentionCall) -> Hashable:
+    """What a backend is tried once for: with its lengths where the choice depends on them."""
+    return backend.name, call.signature(), _size(call) if backend.timed else None
 
 
 def _size(call: AttentionCall) -> Hashable:

@@ -24,7 +24,7 @@ _LEAST_TURNS, _MOST_TURNS, _BUDGET = 2, 200, 0.02
 #: What takes longer than so many seconds is called once alone after its warm-up.
 _LONG = 0.3
 #: Calls of a round on a GPU at most, and the clock cycles that it sleeps before, so that the host has launched them.
-_GPU_CALLS, _SLEEP = 8, 3_000_000
+_GPU_CALLS, SLEEP = 8, 3_000_000
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, cal
         for _ in range(_ROUNDS):
             for compute, mine in zip(computations, turns, strict=True):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(_SLEEP)
+                torch.cuda._sleep(SLEEP)
                 start.record(stream)
                 began = time.perf_counter()
                 for _ in range(calls):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffkern import inject_optimized_kernels
 from diffkern.attention import BACKENDS, AttentionCall, Route, accuracy, cudnn_fp8
+from diffkern.attention import route as routes
 from diffkern.hub.policy import Policy
 from tests.injection.models import ltx_inputs, tiny_ltx
 
@@ -20,7 +21,14 @@ Make = Callable[..., AttentionCall]
 stock = BACKENDS["native"].compute
 
 #: The backend on the CPU, where its op computes the same numbers in plain PyTorch.
-HERE = replace(BACKENDS["cudnn_fp8"], load=lambda: cudnn_fp8.attend, device_types=None, capability=None, package="")
+HERE = replace(
+    BACKENDS["cudnn_fp8"],
+    load=lambda: cudnn_fp8.attend,
+    device_types=None,
+    capability=None,
+    package="",
+    timed=False,  # it would not gain
+)
 
 
 @pytest.fixture
@@ -76,6 +84,30 @@ def test_a_route_serves_within_the_stated_error_and_steps_aside_beyond(call: Att
     assert "and states one of up to 0.1" in next(iter(route.stock_calls))
 
 
+def test_it_serves_only_where_it_gains(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BACKENDS["cudnn_fp8"].timed
+    monkeypatch.setenv("DIFFKERN_CHOICES", "0")
+    costs = {"long": {"fp8": 1.0, "stock": 2.0}, "short": {"fp8": 2.0, "stock": 1.0}}
+    short = replace(call, key=call.key[:, :9], value=call.value[:, :9])
+
+    def seconds(compute: object, given: AttentionCall) -> float:
+        return costs["long" if given.key.shape[1] > 9 else "short"]["stock" if compute is stock else "fp8"]
+
+    monkeypatch.setattr(routes, "seconds", seconds)
+    route = Route([replace(HERE, timed=True)], strict=True)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(route(call, stock), cudnn_fp8.attend(call))
+            assert torch.equal(route(short, stock), stock(short))
+        assert route.fused_calls == 2 and dict(route.stock_calls) == {"measured to be the best": 2}
+        # Each length is compared with float64 by itself, and the reason of a refusal is said.
+        sharp = replace(short, query=8 * short.query, key=8 * short.key)
+        route = Route([replace(HERE, timed=True)])
+        route(call, stock)
+        route(sharp, stock)
+        assert "and states one of up to 0.1" in next(iter(route.stock_calls))
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -91,7 +123,11 @@ def test_a_route_serves_within_the_stated_error_and_steps_aside_beyond(call: Att
 def test_what_it_cannot_do_is_said(arguments: dict[str, object], reason: str, make_call: Make) -> None:
     signature = make_call(**{"head_dim": 128, "dtype": torch.bfloat16, **arguments}).signature()
     assert HERE.refusal(signature) == reason
-    assert HERE.refusal(replace(signature, value_dim=64)) is not None
+
+
+def test_values_of_another_size_are_refused(call: AttentionCall) -> None:
+    signature = replace(call.signature(), value_dim=64)
+    assert HERE.refusal(signature) == "takes heads of 128 only, not 64"
 
 
 def test_auto_measures_it_only_if_it_is_named(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:

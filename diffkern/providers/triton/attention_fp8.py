@@ -17,8 +17,11 @@ from diffkern.providers.triton.attention_fp8_kernels import (
 )
 from diffkern.providers.triton.launching import Plan, device_guard, launch
 
-#: Tokens of a tile, tiles of a program, and blocks that are reduced at once.
-TOKENS, STEPS, BLOCKS = 32, 4, 16
+#: Tokens of a tile and tiles of a program that rounds.
+TOKENS, STEPS = 32, 4
+#: Tokens of a tile whose range is found, programs that find ranges, all at once on a large GPU, and blocks of a head
+#: that are reduced at once.
+RANGE_TOKENS, RANGE_PROGRAMS, BLOCKS = 32, 1024, 16
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
@@ -29,7 +32,7 @@ def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
         query.shape, key.shape, *(s for x in (query, key, value) for s in x.stride()[:3])
     )
     heads = query.shape[2] + 2 * kv_heads
-    blocks = _blocks(max(query.shape[1], keys))
+    blocks = _range_blocks(max(query.shape[1], keys), batch * heads)
     parts = _numbers(query, batch, heads, 3, blocks, head_dim)
     peaks, scalars = _numbers(query, 8).split([2, 6])
     means, scale = _numbers(query, batch, 2 * kv_heads, head_dim), _numbers(query, batch, kv_heads, head_dim)
@@ -58,17 +61,22 @@ def _blocks(length: int) -> int:
     return -(-length // (TOKENS * STEPS))
 
 
+def _range_blocks(length: int, heads: int) -> int:
+    return min(-(-length // RANGE_TOKENS), -(-RANGE_PROGRAMS // heads))
+
+
 @lru_cache(maxsize=1024)
 def _quantize_plans(query: tuple[int, ...], key: tuple[int, ...], *strides: int) -> tuple[Plan, Plan, Plan]:
     batch, keys, kv_heads, head_dim = key
     queries, heads = query[1:3]
-    blocks, all_heads = _blocks(max(queries, keys)), batch * (heads + 2 * kv_heads)
-    sizes, tile = (heads, kv_heads, head_dim), (TOKENS, STEPS)
-    options = {"num_warps": 4}
+    longest, all_heads = max(queries, keys), batch * (heads + 2 * kv_heads)
+    ranges, rounds = _range_blocks(longest, all_heads), _blocks(longest)
+    tiles = [-(-length // (RANGE_TOKENS * ranges)) for length in (queries, keys)]
+    sizes, options = (heads, kv_heads, head_dim), {"num_warps": 4}
     return (
-        Plan((blocks * all_heads,), (*strides, queries, keys, blocks, *sizes, *tile), options),
-        Plan((all_heads,), (keys, blocks, *sizes, BLOCKS), options),
-        Plan((blocks * all_heads,), (*strides, queries, keys, blocks, WEIGHT_SCALE, *sizes, *tile), options),
+        Plan((ranges * all_heads,), (*strides, queries, keys, ranges, *tiles, *sizes, RANGE_TOKENS), options),
+        Plan((all_heads,), (keys, ranges, *sizes, BLOCKS), options),
+        Plan((rounds * all_heads,), (*strides, queries, keys, rounds, WEIGHT_SCALE, *sizes, TOKENS, STEPS), options),
     )
 
 

@@ -13,28 +13,39 @@ import triton.language as tl
 
 
 @triton.jit
-def _range(x_ptr, stride, block, length, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr):
-    """Least, largest and sum of each channel over ``TOKENS * STEPS`` tokens of a head, of what is finite."""
+def _range(
+    x_ptr, part_ptr, stride, first, tiles, length, blocks, MEAN: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr
+):
+    """Writes least, largest and sum of each channel over tiles of tokens of a head, of what is finite.
+
+    Without a mean to be taken away later: zeros, the largest magnitude and zeros.
+    """
     col = tl.arange(0, D)
-    least, most = tl.full((D,), float("inf"), tl.float32), tl.full((D,), float("-inf"), tl.float32)
-    total = tl.zeros((D,), tl.float32)
-    for step in range(STEPS):
-        token = (block * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
-        mask = (token < length)[:, None]
+    none = tl.zeros((TOKENS, D), tl.float32)
+    least, most, total = none, none, none
+    if MEAN:
+        least, most = none + float("inf"), none - float("inf")
+    for tile in range(tiles):
+        token = first + tile * TOKENS + tl.arange(0, TOKENS)
         offsets = (token.to(tl.int64) * stride)[:, None] + col[None, :]
-        x = tl.load(x_ptr + offsets, mask=mask, other=float("inf")).to(tl.float32)
+        x = tl.load(x_ptr + offsets, mask=(token < length)[:, None], other=float("inf")).to(tl.float32)
         known = tl.abs(x) < float("inf")
-        least = tl.minimum(least, tl.min(tl.where(known, x, float("inf")), axis=0))
-        most = tl.maximum(most, tl.max(tl.where(known, x, float("-inf")), axis=0))
-        total += tl.sum(tl.where(known, x, 0.0), axis=0)
-    return least, most, total
+        if MEAN:
+            least = tl.minimum(least, tl.where(known, x, float("inf")))
+            most = tl.maximum(most, tl.where(known, x, float("-inf")))
+            total += tl.where(known, x, 0.0)
+        else:
+            most = tl.maximum(most, tl.where(known, tl.abs(x), 0.0))
+    tl.store(part_ptr + col, tl.min(least, axis=0))
+    tl.store(part_ptr + blocks * D + col, tl.max(most, axis=0))
+    tl.store(part_ptr + 2 * blocks * D + col, tl.sum(total, axis=0))
 
 
 @triton.jit
 def ranges_kernel(
     q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
-    v_batch, v_token, v_head, queries, keys, blocks,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
+    v_batch, v_token, v_head, queries, keys, blocks, q_tiles, k_tiles,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Writes ``part[batch, head, {least, largest, sum}, block, channel]``, and zeros to the two peaks."""
     pid = tl.program_id(0)
@@ -42,18 +53,17 @@ def ranges_kernel(
         tl.store(peak_ptr + tl.arange(0, 2), tl.zeros((2,), tl.float32))
     head, rest = pid % (HEADS + 2 * KV_HEADS), pid // (HEADS + 2 * KV_HEADS)
     block, batch = rest % blocks, (rest // blocks).to(tl.int64)
+    part_ptr += ((batch * (HEADS + 2 * KV_HEADS) + head) * 3 * blocks + block) * D
+    q_first, k_first = block * q_tiles * TOKENS, block * k_tiles * TOKENS
     if head < HEADS:
-        least, most, total = _range(q_ptr + batch * q_batch + head * q_head, q_token, block, queries, D, TOKENS, STEPS)
+        q_ptr += batch * q_batch + head * q_head
+        _range(q_ptr, part_ptr, q_token, q_first, q_tiles, queries, blocks, False, D, TOKENS)
     elif head < HEADS + KV_HEADS:
         k_ptr += batch * k_batch + (head - HEADS) * k_head
-        least, most, total = _range(k_ptr, k_token, block, keys, D, TOKENS, STEPS)
+        _range(k_ptr, part_ptr, k_token, k_first, k_tiles, keys, blocks, True, D, TOKENS)
     else:
         v_ptr += batch * v_batch + (head - HEADS - KV_HEADS) * v_head
-        least, most, total = _range(v_ptr, v_token, block, keys, D, TOKENS, STEPS)
-    part_ptr += ((batch * (HEADS + 2 * KV_HEADS) + head) * 3 * blocks + block) * D + tl.arange(0, D)
-    tl.store(part_ptr, least)
-    tl.store(part_ptr + blocks * D, most)
-    tl.store(part_ptr + 2 * blocks * D, total)
+        _range(v_ptr, part_ptr, v_token, k_first, k_tiles, keys, blocks, True, D, TOKENS)
 
 
 @triton.jit
