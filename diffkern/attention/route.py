@@ -69,9 +69,9 @@ class Route:
 
     A backend is tried on the first real call of a kind, on copies of its tensors, and on a short one with a query of
     NaN. There it must be as accurate as the stock attention (backends that are lossy on purpose are measured, not
-    judged), with ``exact`` equal to it bit for bit, and do nothing besides. If there is a choice, or one that is
-    worth its loss only where it gains, the fastest one serves, by measurement, for sequences of about that length. A backend that raises later is given up, and the stock
-    attention serves.
+    judged on more than the error that they state), with ``exact`` equal to it bit for bit, and do nothing besides.
+    If there is a choice, or one that is worth its loss only where it gains, the fastest one serves, by measurement,
+    for sequences of about that length. A backend that raises later is given up, and the stock attention serves.
     Inside a graph that is being compiled or captured nothing can be tried: there the choice of an earlier call of
     that kind serves, and without one the stock attention.
 
