@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
     from diffkern import InjectionReport
@@ -28,6 +29,8 @@ class Arm:
         compiled: Whether ``torch.compile`` compiles the denoiser.
         torchao: Whether torchao quantises the layers that diffkern computes in fp8: float8, dynamic, row by row.
         attention: Backend of attention that is injected as well, or None.
+        float32: Whether weights and inputs of the denoiser are in float32: as the first arm, what all others are
+            compared with.
     """
 
     numerics: str | None = None
@@ -35,6 +38,7 @@ class Arm:
     compiled: bool = False
     torchao: bool = False
     attention: str | None = None
+    float32: bool = False
 
     @property
     def injected(self) -> bool:
@@ -44,7 +48,7 @@ class Arm:
     @property
     def name(self) -> str:
         """``"stock"`` or the numerics, and what comes on top: ``"fast + graph"``."""
-        extras = [" + graph"] * self.cuda_graph + [" + compile"] * self.compiled
+        extras = [" float32"] * self.float32 + [" + graph"] * self.cuda_graph + [" + compile"] * self.compiled
         extras += [f" + {self.attention}"] * (self.attention is not None)
         return (self.numerics or ("torchao float8" if self.torchao else "stock")) + "".join(extras)
 
@@ -62,11 +66,12 @@ COMPILED_GRAPH = Arm(cuda_graph=True, compiled=True)
 
 TORCHAO = Arm(compiled=True, torchao=True)
 FP8_ATTENTION = Arm("fp8", cuda_graph=True, attention="cudnn_fp8")
+FLOAT32 = Arm(float32=True)
 
 #: The arms of a full comparison, the baseline first.
 ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8, FP8_GRAPH)
 #: Those, and what else may be compared by name.
-NAMED = {arm.name: arm for arm in (*ARMS, COMPILED_GRAPH, TORCHAO, FP8_ATTENTION)}
+NAMED = {arm.name: arm for arm in (*ARMS, COMPILED_GRAPH, TORCHAO, FP8_ATTENTION, FLOAT32)}
 
 
 class ArmUnavailableError(RuntimeError):
@@ -93,6 +98,8 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
     """
     with contextlib.ExitStack() as stack:
         report = None
+        if arm.float32:
+            stack.enter_context(_in_float32(denoiser))
         if arm.numerics is not None:
             from diffkern import inject_optimized_kernels
 
@@ -151,6 +158,26 @@ def compiled(model: nn.Module, *, as_graph: bool = False, **options: Any) -> Ite
             else:
                 module._compiled_call_impl = implementation
         torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def _in_float32(model: nn.Module) -> Iterator[None]:
+    """Widens weights, buffers and inputs of ``model``, and puts its own tensors back afterwards."""
+    half = torch.float16, torch.bfloat16
+    own = [(x, x.data) for x in (*model.parameters(), *model.buffers()) if x.dtype in half]
+
+    def widen(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in half else x, (args, kwargs))
+
+    hook = model.register_forward_pre_hook(widen, with_kwargs=True)
+    try:
+        for x, data in own:
+            x.data = data.float()
+        yield
+    finally:
+        hook.remove()
+        for x, data in own:
+            x.data = data
 
 
 @contextlib.contextmanager

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from diffkern.attention import BACKENDS
 from diffkern.bench.arms import (
     ARMS,
     COMPILED,
     FAST,
     FAST_COMPILED,
     FAST_GRAPH,
+    FLOAT32,
     FP8,
+    FP8_ATTENTION,
     NAMED,
     STOCK,
     TORCHAO,
@@ -144,3 +148,24 @@ def test_blocks_that_are_compiled_one_by_one_may_be_in_8_bits(monkeypatch: pytes
     cpu = torch.device("cpu")
     assert unavailable_reason(FP8, cpu) is None
     assert unavailable_reason(Arm("fp8", compiled=True), cpu) == unavailable_reason(COMPILED, cpu)
+
+
+def test_the_arm_in_float32_is_the_exact_result_of_the_same_weights() -> None:
+    model, x = make_model().bfloat16(), torch.randn(4, 64, dtype=torch.bfloat16)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = make_model()
+    expected.load_state_dict(state)
+    with applied(FLOAT32, model, model) as report:
+        assert report is None and FLOAT32.name == "stock float32"
+        assert torch.equal(model(x), expected(x.float()))
+    assert model(x).dtype == torch.bfloat16 and not model._forward_pre_hooks
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_arm_with_attention_in_fp8_says_what_it_lacks() -> None:
+    assert FP8_ATTENTION.name == "fp8 + graph + cudnn_fp8" and NAMED[FP8_ATTENTION.name] is FP8_ATTENTION
+    plain = replace(FP8_ATTENTION, numerics="fast", cuda_graph=False)
+    if BACKENDS["cudnn_fp8"].missing() is not None:
+        assert "diffkern[cudnn]" in (unavailable_reason(plain, torch.device("cpu")) or "")
+    with pytest.raises(ArmUnavailableError), applied(replace(plain, attention="native"), make_model(), make_model()):
+        pass
