@@ -325,14 +325,15 @@ class FusedSite:
 def _writes_rows(op: str, device: torch.device, dtype: torch.dtype, provider: str | None) -> bool:
     """Whether who computes an op computes it with rows of fp8 as well, to the same bits.
 
-    Another provider might round otherwise, and Triton sums a row in an order that follows from what a kernel stores.
+    Another provider might round otherwise; Triton has no such kernel, since it sums a row in an order that follows from
+    what the kernel stores.
     """
     names = op, WITH_ROWS[op].__name__
     try:
         alone, both = (select(name, device, (dtype,), provider).provider for name in names)
     except NoProviderError:
         return False
-    return alone == both != "triton"
+    return alone == both
 
 
 def signature_of(leaves: tuple[Any, ...]) -> Signature:

@@ -19,6 +19,7 @@ from diffkern.ops import (
     norm_modulate_fp8,
 )
 from diffkern.ops.contract import table
+from diffkern.providers import get_provider
 from diffkern.providers.eager.fp8 import LONGEST_SHORT_SUM, fp8_unavailable_reason
 from tests.ops.reference import INTERPRETED, poisoned_allocations, relative_error
 
@@ -111,6 +112,8 @@ def test_activations(function: str, dtype: torch.dtype, provider: str, device: s
 def test_a_result_and_its_rows_in_one_pass_are_those_of_two(
     size: int, dtype: torch.dtype, provider: str, device: str
 ) -> None:
+    if "norm_modulate_and_fp8" not in get_provider(provider).support:
+        pytest.skip(f"{provider} writes no rows of fp8 beside a result")
     x, branch = (random(2, 5, size, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
     scale, shift, gate = (random(2, 1, size, device=device, dtype=dtype, seed=seed) for seed in (3, 4, 5))
     wide = shift.float()

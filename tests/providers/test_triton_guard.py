@@ -51,17 +51,17 @@ def launches(triton: ModuleType, monkeypatch: pytest.MonkeyPatch) -> _Launches:
 
 
 def test_every_triton_op_is_called() -> None:
-    assert set(CALLS) == set(PROVIDER.support)
+    assert set(CALLS) >= set(PROVIDER.support)
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", sorted(PROVIDER.support))
 def test_every_launch_is_guarded_by_the_device_of_its_tensors(op: str, launches: _Launches) -> None:
     CALLS[op](PROVIDER.kernel(op, CPU), 2, "cpu")
     # Statistics and values; text and image.
     assert launches.at_launch == [[CPU]] * (2 if op in ("group_norm_silu", "joint_qk_norm_rope") else 1)
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", sorted(PROVIDER.support))
 def test_nothing_is_launched_for_inputs_without_elements(op: str, launches: _Launches) -> None:
     CALLS[op](PROVIDER.kernel(op, CPU), 0, "cpu")
     assert launches.at_launch == []

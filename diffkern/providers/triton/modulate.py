@@ -113,62 +113,6 @@ def gate_residual_norm_modulate_fp8(
     return new, values, scales
 
 
-def norm_modulate_and_fp8(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: int,
-    scale_offset: float,
-    round_each: bool,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes :func:`diffkern.ops.norm_modulate_and_fp8`."""
-    shape = modulated_shape(x.shape, scale, shift, norm)
-    if shape[-1] > LONGEST_TILE:
-        y = norm_modulate(x, scale, shift, weight, bias, eps, norm, scale_offset, round_each, out_dtype)
-        return (y, *quantize_rows(y))
-    y = empty(x, shape, out_dtype or promoted_dtype(x.dtype, scale, shift))
-    values, scales = rows_of_8_bits(x, shape)
-    modulation = _Modulation(scale, shift, weight, bias, eps, norm, scale_offset)
-    _launch(None, x, None, NO_ACTIVATION, modulation, round_each, None, y, values, scales)
-    return y, values, scales
-
-
-def gate_residual_norm_modulate_and_fp8(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: int,
-    gate_activation: int,
-    scale_offset: float,
-    round_each: bool,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes :func:`diffkern.ops.gate_residual_norm_modulate_and_fp8`."""
-    shape = gated_shape(residual, x, gate, scale, shift)
-    if shape[-1] > LONGEST_TILE:
-        new, y = gate_residual_norm_modulate(
-            residual, x, gate, scale, shift, weight, bias, eps, norm, gate_activation, scale_offset, round_each,
-            residual_dtype, out_dtype,
-        )  # fmt: skip
-        return (new, y, *quantize_rows(y))
-    new = empty(residual, shape, residual_dtype or promoted_dtype(residual.dtype, x, gate))
-    y = empty(residual, shape, out_dtype or promoted_dtype(new.dtype, scale, shift))
-    values, scales = rows_of_8_bits(residual, shape)
-    modulation = _Modulation(scale, shift, weight, bias, eps, norm, scale_offset)
-    _launch(residual, x, gate, gate_activation, modulation, round_each, new, y, values, scales)
-    return new, y, values, scales
-
-
 class _Modulation(NamedTuple):
     """What happens to a row after it was read, or summed."""
 

@@ -142,8 +142,8 @@ def modulate_kernel(
 
     ``NORM`` is 0 for none, 1 for RMS, 2 for layer norm; ``ACTIVATION`` 0 for none, 1 for tanh, 2 for sigmoid. Any of
     the pointers but ``x_ptr`` may be None. ``new_ptr``, ``y_ptr`` and ``rows_ptr`` are laid out alike, contiguous along
-    the row. With ``rows_ptr``, for which a row must be a single step, ``y`` is written there divided by the scale of its
-    row: as it is rounded into ``y_ptr``, if that is there, too.
+    the row. With ``rows_ptr`` in place of ``y_ptr``, for which a row must be a single step, ``y`` is written there divided by
+    the scale of its row.
     """
     program = tl.program_id(0)
     tile = program % tiles if NESTED else program
@@ -214,10 +214,8 @@ def modulate_kernel(
                 weight_ptr is not None, bias_ptr is not None, NORM_ROUND, SCALE_ROUND, PRODUCT_ROUND, SUM_ROUND,
             )  # fmt: skip
             if y_ptr is not None:
-                y = y.to(y_ptr.dtype.element_ty)
                 _store(y_ptr, y, o_row, col, row_inside, col_inside)
-                y = y.to(tl.float32)
-            if rows_ptr is not None:
+            else:
                 y_factor, y_scale = row_scale(tl.max(tl.abs(y), axis=1))
                 tl.store(row_scale_ptr + o_row // row_length, y_scale, mask=row_inside)
                 _store(rows_ptr, y * y_factor[:, None], o_row, col, row_inside, col_inside)
