@@ -29,13 +29,13 @@ class StreamSite(FusedSite):
     """A linear layer as it is written, but for where its result lies, and how many products it takes.
 
     Attributes:
-        room: Rows that its memory has in front of each sample and behind it; None for a stream that is copied.
+        rows_around: Rows that its memory has in front of each sample and behind it; None for a stream that is copied.
         copied: Sites of the shorter streams that are copied into its memory.
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.room = (0, 0)
+        self.rows_around: tuple[int, int] | None = (0, 0)
         self.copied: set[StreamSite] = set()
         self._joins = self.plan.options["joins"]
 
@@ -48,7 +48,7 @@ class StreamSite(FusedSite):
             self.idle_calls += 1  # on a CPU a concatenation takes less than what it takes to do without
             self.original_calls += 1
             return self.original(module, x)
-        room, y = self.room, None  # which another thread may change
+        room, y = self.rows_around, None  # which another thread may change
         if room is not None and (self._joins or x.shape[0] > 1):
             layer: Any = child_of(module, self.plan.modules["linear"])
             is_plain = has_plain_parameters(layer, x.device, x.dtype) and not runs_fused(layer)  # as one in fp8 does
@@ -140,9 +140,9 @@ def _join(streams: Sequence[Any], dim: int) -> Tensor | None:
     for other in [one.site for i, one in enumerate(found) if i != host and one is not None]:
         if made is not None:
             made.site.copied.add(other)
-            other.room = None
+            other.rows_around = None
         while other.copied:  # it was the longest until now
-            other.copied.pop().room = (0, 0)
+            other.copied.pop().rows_around = (0, 0)
     if made is None or x.ndim < 3:
         return None
     shape = [*x.shape]
@@ -152,7 +152,7 @@ def _join(streams: Sequence[Any], dim: int) -> Tensor | None:
     if (x.storage_offset(), x.numel(), x.shape[dim], x.stride(dim)) != made.place:
         return None
     if room != made.room:
-        made.site.room = room  # the next time
+        made.site.rows_around = room  # the next time
         return None
     for one, size in zip(streams, sizes, strict=True):
         if one.dtype is not x.dtype or one.device != x.device or one.shape != (*shape[:dim], size, *shape[dim + 1 :]):

@@ -86,7 +86,7 @@ class FusedSite:
         proofs: What the proofs measured, by signature.
         tried: Devices and dtypes for which leaves were made up and proven ahead of calls.
         observer: Learns of each call, if there is one.
-        room: The room that ``torch.cat`` needed last in front of its result, which is made so then.
+        room: The features that ``torch.cat`` last put in front of its result, which is made with room for them then.
         trained: Computes the site where gradients are wanted, unless it returns None; None if the op does.
         on_new_size: Called with the site, the module and the leaves at the first call of a size; returns why the op is
             not worth it, or "". None where times are not measured.
@@ -120,7 +120,7 @@ class FusedSite:
         self.proofs: dict[Signature, Measurement] = {}
         self.tried: set[tuple[torch.device, torch.dtype]] = set()
         self.observer: Observer | None = None
-        self.room: Any = 0
+        self.room = 0
         self.on_new_size: Any = None
         self.gains: dict[Any, str] = {}
         self.cost: tuple[Cost, Cost] | None = None

@@ -67,7 +67,7 @@ def test_queries_keys_and_values_of_two_samples_take_one_copy_of_the_text_each()
     names = launches(module, given)
     assert "aten::cat" not in names
     joining = [site for site in found.sites if isinstance(site, StreamSite) and site.plan.options["joins"]]
-    rooms_of = {site.plan.modules["linear"]: site.room for site in joining}
+    rooms_of = {site.plan.modules["linear"]: site.rows_around for site in joining}
     text = given["encoder_hidden_states"].shape[1]
     assert rooms_of == {(f"to_{x}",): (0, text) for x in "qkv"} | {(f"add_{x}_proj",): None for x in "qkv"}
 
@@ -149,7 +149,7 @@ def test_memory_of_others_is_never_written() -> None:
     module, _ = joint_attention("sd3")
     found = rewritten(module)
     site = next(site for site in found.sites if isinstance(site, StreamSite))
-    site.room = (0, 5)
+    site.rows_around = (0, 5)
     made = torch.zeros(2, 17, 32)[:, :12]
     rooms._remember(site, made, (0, 5))
     del made
