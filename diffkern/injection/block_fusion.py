@@ -31,6 +31,8 @@ class BlockFusion(Fusion):
     #: What the recipe stands for, as it was when the block was matched.
     sources: tuple[Callable[..., Any], ...] = field(init=False, repr=False, compare=False)
 
+    is_block = True
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", self.recipe.sources())
 
@@ -48,11 +50,6 @@ class BlockFusion(Fusion):
     @override
     def allowance(self) -> float:
         return self.recipe.allowance
-
-    @property
-    @override
-    def is_block(self) -> bool:
-        return True
 
     @property
     @override

@@ -32,7 +32,7 @@ from diffkern.cache import memory
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
 from diffkern.injection.components import is_denoiser
-from diffkern.injection.fusion import Fusion
+from diffkern.injection.fusion import OneTensorFusion
 from diffkern.injection.state import STOCK
 from diffkern.matching import full_name
 from diffkern.providers import Choice, select
@@ -170,13 +170,6 @@ def is_linear(module: nn.Module) -> bool:
     return _size(module) is not None
 
 
-def _only_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The input of a call that has no other argument, or None."""
-    if len(args) == 1 and not kwargs:
-        return args[0]
-    return kwargs.get(name) if len(kwargs) == 1 and not args else None
-
-
 def _parents(path: str) -> Iterator[str]:
     while "." in path:
         path = path.rpartition(".")[0]
@@ -198,7 +191,7 @@ def kind_of(path: str) -> str:
 
 
 @dataclass(frozen=True)
-class Fp8Fusion(Fusion):
+class Fp8Fusion(OneTensorFusion):
     """A linear layer of torch whose product is in fp8. A call is its input.
 
     Attributes:
@@ -211,23 +204,8 @@ class Fp8Fusion(Fusion):
     replayed: bool | None = None
     replaces: bool = False
 
-    @property
-    @override
-    def op(self) -> str:
-        return OP
-
-    @property
-    @override
-    def allowance(self) -> float:
-        return FP8_ALLOWANCE
-
-    @override
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return _only_argument(args, kwargs, "input")
-
-    @override
-    def primary_input(self, call: Tensor) -> Tensor:
-        return call
+    op = OP
+    allowance = FP8_ALLOWANCE
 
     @override
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
@@ -348,11 +326,6 @@ class Fp8Fusion(Fusion):
         return [random_input(torch.Size((ROWS, linear.in_features)), device, dtype)]
 
     @override
-    def stock(self, module: nn.Module, call: Tensor) -> Tensor:
-        result: Tensor = type(module).forward(module, call)
-        return result
-
-    @override
     def reference(self, module: nn.Module, call: Tensor) -> Tensor:
         return self.stock(clone_leaf(module, call.device, torch.float64), call.double())
 
@@ -366,7 +339,7 @@ def _gelu_of(feed_forward: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class Fp8FeedForward(Fusion):
+class Fp8FeedForward(OneTensorFusion):
     """Diffusers' ``FeedForward`` with a GELU, which writes its rows in fp8. A call is its input.
 
     Where it runs stock, its layers are in fp8 each by itself.
@@ -379,27 +352,13 @@ class Fp8FeedForward(Fusion):
     layer: str
     linear: Fp8Fusion
 
-    @property
-    @override
-    def op(self) -> str:
-        return FEED_FORWARD_OP
-
-    @property
-    @override
-    def allowance(self) -> float:
-        return FP8_ALLOWANCE_OF_TWO
+    op = FEED_FORWARD_OP
+    argument = "hidden_states"
+    allowance = FP8_ALLOWANCE_OF_TWO
 
     @override
     def configure(self, rule_of: Callable[[str], Rule | None], serve: Callable[[Rule], Rule]) -> Rule | None:
         return rule_of(self.op) or rule_of(OP)
-
-    @override
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return _only_argument(args, kwargs, "hidden_states")
-
-    @override
-    def primary_input(self, call: Tensor) -> Tensor:
-        return call
 
     @override
     def declines(self, module: nn.Module, call: Any) -> str | None:
@@ -467,11 +426,6 @@ class Fp8FeedForward(Fusion):
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Tensor]:
         (first, _), _ = parts_of_feed_forward(module)
         return self.linear.samples(first, device, dtype, exact)
-
-    @override
-    def stock(self, module: nn.Module, call: Tensor) -> Tensor:
-        result: Tensor = type(module).forward(module, call)
-        return result
 
     @override
     def reference(self, module: nn.Module, call: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from diffkern.hub.rule import Rule
 from diffkern.injection.report import ONLY_EAGER
@@ -18,7 +19,22 @@ class Fusion(Protocol):
     """How the forward of a module is computed fused, when it may be, and how that is proven.
 
     A *call* is what :meth:`bind` makes of the arguments of one call; only the fusion looks into it.
+
+    Attributes:
+        counts_itself: Whether it consists of parts, each of which counts its calls.
+        proves_itself: Whether it proves its parts itself, or only repeats what runs without it.
+        is_layer: Whether a layer of another package runs in the place of the module, which may raise what it likes.
+        takes_layers: Whether a layer of another package serves its op on modules of any class.
+        is_block: Whether it computes all that stands in the module.
+        is_model: Whether a call of it is one of the whole model, in which rotary tables are made once.
     """
+
+    counts_itself: ClassVar[bool] = False
+    proves_itself: ClassVar[bool] = False
+    is_layer: ClassVar[bool] = False
+    takes_layers: ClassVar[bool] = False
+    is_block: ClassVar[bool] = False
+    is_model: ClassVar[bool] = False
 
     @property
     def op(self) -> str:
@@ -35,38 +51,8 @@ class Fusion(Protocol):
         return 0.0
 
     @property
-    def counts_itself(self) -> bool:
-        """Whether it consists of parts, each of which counts its calls."""
-        return False
-
-    @property
-    def proves_itself(self) -> bool:
-        """Whether it proves its parts itself, or only repeats what runs without it."""
-        return False
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether a layer of another package runs in the place of the module, which may raise what it likes."""
-        return False
-
-    @property
-    def takes_layers(self) -> bool:
-        """Whether a layer of another package serves its op on modules of any class."""
-        return False
-
-    @property
-    def is_block(self) -> bool:
-        """Whether it computes all that stands in the module."""
-        return False
-
-    @property
     def lays_out(self) -> bool:
         """Whether it decides by itself how the weights in the module lie in memory."""
-        return False
-
-    @property
-    def is_model(self) -> bool:
-        """Whether a call of it is one of the whole model, in which rotary tables are made once."""
         return False
 
     @property
@@ -224,6 +210,30 @@ class Fusion(Protocol):
         None, as here, if they keep that of every proof.
         """
         return None
+
+
+class OneTensorFusion(Fusion):
+    """What a module computes of one tensor, which is the call."""
+
+    @property
+    def argument(self) -> str:
+        """The name of that tensor in the signature of the stock forward."""
+        return "input"
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        return kwargs.get(self.argument) if len(kwargs) == 1 and not args else None
+
+    @override
+    def primary_input(self, call: Tensor) -> Tensor:
+        return call
+
+    @override
+    def stock(self, module: nn.Module, call: Tensor) -> Tensor:
+        result: Tensor = type(module).forward(module, call)
+        return result
 
 
 def only_eager(

@@ -72,21 +72,10 @@ class GraphFusion(Fusion):
     by_time: bool = False
     memory: float | None = None
 
-    @property
-    @override
-    def op(self) -> str:
-        return "cuda_graph"
-
-    @property
-    @override
-    def is_model(self) -> bool:
-        return True
-
-    @property
-    @override
-    def proves_itself(self) -> bool:
-        """There is nothing to prove: a graph repeats the kernels of the call that it was captured from."""
-        return True
+    op = "cuda_graph"
+    is_model = True
+    #: There is nothing to prove: a graph repeats the kernels of the call that it was captured from.
+    proves_itself = True
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall | None:

@@ -46,15 +46,12 @@ class LayerFusion(Fusion):
     rule: Rule
     layer: str
 
+    is_layer = True
+
     @property
     @override
     def op(self) -> str:
         return self.layer
-
-    @property
-    @override
-    def is_layer(self) -> bool:
-        return True
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

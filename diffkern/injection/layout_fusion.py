@@ -51,15 +51,8 @@ class LayoutFusion(Fusion):
     numerics: str
     replayed: bool
 
-    @property
-    @override
-    def op(self) -> str:
-        return OP
-
-    @property
-    @override
-    def proves_itself(self) -> bool:
-        return True
+    op = OP
+    proves_itself = True
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level
 from typing_extensions import override
 
-from diffkern.injection.fusion import Fusion
+from diffkern.injection.fusion import OneTensorFusion
 from diffkern.matching import NormSemantics, apply, declines, full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
 from diffkern.verify.contract import EXACT_ELEMENTS, ROWS, SEMANTIC_TOLERANCE
@@ -23,7 +23,7 @@ from diffkern.verify.samples import clone_leaf, random_input, sample_shape
 
 
 @dataclass(frozen=True)
-class NormFusion(Fusion):
+class NormFusion(OneTensorFusion):
     """A norm of known semantics. A call is its one tensor.
 
     Attributes:
@@ -33,6 +33,8 @@ class NormFusion(Fusion):
 
     semantics: NormSemantics
     replayed: bool | None = None
+
+    takes_layers = True
 
     @property
     @override
@@ -46,18 +48,8 @@ class NormFusion(Fusion):
 
     @property
     @override
-    def takes_layers(self) -> bool:
-        return True
-
-    @override
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if len(args) == 1 and not kwargs:
-            return args[0]
-        return kwargs.get(self.semantics.argument) if len(kwargs) == 1 and not args else None
-
-    @override
-    def primary_input(self, call: Tensor) -> Tensor:
-        return call
+    def argument(self) -> str:
+        return self.semantics.argument
 
     @override
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
@@ -151,8 +143,7 @@ class NormFusion(Fusion):
         with warnings.catch_warnings():
             # torch warns where a mix of dtypes is slow; the user did not ask for this call.
             warnings.simplefilter("ignore")
-            result: Tensor = type(module).forward(module, call)
-        return result
+            return super().stock(module, call)
 
     @override
     def exact_training(self, module: nn.Module, call: Tensor) -> tuple[Tensor, ...]:

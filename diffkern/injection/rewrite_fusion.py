@@ -71,6 +71,9 @@ class RewriteFusion(Fusion):
     _forwards: dict[str | None, Rewritten] = field(default_factory=dict)
     _before: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
 
+    counts_itself = True
+    proves_itself = True
+
     @property
     @override
     def op(self) -> str:
@@ -86,16 +89,6 @@ class RewriteFusion(Fusion):
     def _ops(self) -> tuple[str, ...]:
         ops = dict.fromkeys(site.plan.rule.op for site in self.rewritten.sites)
         return tuple(op for op in ops if self.providers.get(op) != STOCK)
-
-    @property
-    @override
-    def counts_itself(self) -> bool:
-        return True
-
-    @property
-    @override
-    def proves_itself(self) -> bool:
-        return True
 
     @override
     def computes(self, path: str) -> bool:
