@@ -89,18 +89,9 @@ def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
 
 
 def _add_norm_silu_pad_prepare(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    norm: str | None,
-    activation: str | None,
-    front: int,
-    back: int,
-    memory_format: torch.memory_format,
-) -> tuple[Any, ...]:
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
+    norm: str | None, activation: str | None, front: int, back: int, memory_format: torch.memory_format,
+) -> tuple[Any, ...]:  # fmt: skip
     if not x.is_floating_point():
         raise TypeError(f"a norm needs a floating point input, got {x.dtype}")
     if x.ndim != 5:
@@ -123,18 +114,9 @@ def _add_norm_silu_pad_prepare(
 
 
 def _add_norm_silu_pad_fake(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    norm: bool,
-    silu: bool,
-    front: int,
-    back: int,
-    channels_last: bool,
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
+    norm: bool, silu: bool, front: int, back: int, channels_last: bool,
+) -> Tensor:  # fmt: skip
     batch, channels, frames, height, width = x.shape
     return torch.empty(
         (batch, channels, front + frames + back, height, width),

@@ -270,17 +270,9 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def norm_modulate_prepare(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    norm: str | None,
-    scale_offset: float,
-    rounding: str,
-    out_dtype: torch.dtype | None,
-) -> tuple[Any, ...]:
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    eps: float | None, norm: str | None, scale_offset: float, rounding: str, out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of the kernel of :func:`norm_modulate`, checked."""
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
     device = _check_row(x)
@@ -291,17 +283,9 @@ def norm_modulate_prepare(
 
 
 def norm_modulate_fake(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: int,
-    scale_offset: float,
-    round_each: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    norm: int, scale_offset: float, round_each: bool, out_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     """Its result without data."""
     shape = modulated_shape(x.shape, scale, shift, norm)
     return x.new_empty(shape, dtype=out_dtype or promoted_dtype(x.dtype, scale, shift))
@@ -341,13 +325,9 @@ _norm_modulate = Op(
 
 
 def _gate_residual_prepare(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    gate_activation: str | None,
-    rounding: str,
+    residual: Tensor, x: Tensor, gate: Tensor | None, gate_activation: str | None, rounding: str,
     out_dtype: torch.dtype | None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
     round_each = _code(rounding, _ROUNDINGS, "rounding")
     device = _check_row(residual)
@@ -356,13 +336,9 @@ def _gate_residual_prepare(
 
 
 def _gate_residual_fake(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    gate_activation: int,
-    round_each: bool,
+    residual: Tensor, x: Tensor, gate: Tensor | None, gate_activation: int, round_each: bool,
     out_dtype: torch.dtype | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     shape = gated_shape(residual, x, gate)
     return residual.new_empty(shape, dtype=out_dtype or promoted_dtype(residual.dtype, x, gate))
 
@@ -398,21 +374,10 @@ _gate_residual = Op(
 
 
 def gate_residual_norm_modulate_prepare(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    norm: str | None,
-    gate_activation: str | None,
-    scale_offset: float,
-    rounding: str,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Any, ...]:
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, eps: float | None, norm: str | None, gate_activation: str | None, scale_offset: float,
+    rounding: str, residual_dtype: torch.dtype | None, out_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of the kernel of :func:`gate_residual_norm_modulate`, checked."""
     norm_code, round_each = _code(norm, NORMS, "norm"), _code(rounding, _ROUNDINGS, "rounding")
     activation = _code(gate_activation, GATE_ACTIVATIONS, "gate_activation")
@@ -429,21 +394,10 @@ def gate_residual_norm_modulate_prepare(
 
 
 def gate_residual_norm_modulate_fake(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: int,
-    gate_activation: int,
-    scale_offset: float,
-    round_each: bool,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, eps: float, norm: int, gate_activation: int, scale_offset: float, round_each: bool,
+    residual_dtype: torch.dtype | None, out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Its results without data."""
     shape = gated_shape(residual, x, gate, scale, shift)
     residual_dtype = residual_dtype or promoted_dtype(residual.dtype, x, gate)

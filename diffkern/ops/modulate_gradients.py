@@ -67,14 +67,9 @@ def _normalised(wide: Tensor, eps: float, norm: int) -> tuple[Tensor, Tensor]:
 
 
 def modulation_grads(
-    options: Modulation,
-    needs: tuple[bool, ...],
-    grad: Tensor,
-    x: Tensor | None,
-    scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> list[Tensor | None]:
+    options: Modulation, needs: tuple[bool, ...], grad: Tensor, x: Tensor | None, scale: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
     """The gradients of x, scale, shift, weight and bias, where ``needs`` says so. That of x is not rounded."""
     dtype = compute_dtype(x, scale, weight, bias, grad)
     grad = grad.to(dtype)

@@ -207,16 +207,9 @@ def _rms_norm_prepare(
 
 
 def _rms_norm_fake(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-    clamp_eps: bool,
-    preserve_strides: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
+    round_dtype: torch.dtype | None, out_dtype: torch.dtype | None, clamp_eps: bool, preserve_strides: bool,
+) -> Tensor:  # fmt: skip
     return _empty_output(x, out_dtype, preserve_strides)
 
 
@@ -274,13 +267,9 @@ def _layer_norm_prepare(x: Tensor, weight: Tensor | None, bias: Tensor | None, *
 
 
 def _layer_norm_fake(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None,
     preserve_strides: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return _empty_output(x, out_dtype, preserve_strides)
 
 

@@ -184,13 +184,9 @@ class _Heads:
 
 
 def _as_lists(
-    cos: Tensor | Sequence[Tensor] | None,
-    sin: Tensor | Sequence[Tensor] | None,
-    cos_k: Tensor | None,
-    sin_k: Tensor | None,
-    grid: Sequence[int] | None,
-    coords: Tensor | None,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    cos: Tensor | Sequence[Tensor] | None, sin: Tensor | Sequence[Tensor] | None, cos_k: Tensor | None,
+    sin_k: Tensor | None, grid: Sequence[int] | None, coords: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     """The cosines and sines of q, and those of k."""
     axes = grid is not None or coords is not None
     if cos is None:
@@ -221,20 +217,10 @@ def _full(cos: Tensor | Sequence[Tensor], sin: Tensor | Sequence[Tensor] | None)
 
 
 def _check_rotation(
-    q: Tensor,
-    k: Tensor,
-    lists: Sequence[list[Tensor]],
-    coords: Tensor | None,
-    grid: list[int],
-    order: str,
-    front_pad: int,
-    heads: int,
-    pairing: str,
-    arithmetic: str,
-    rotary_dim: int | None,
-    tokens: tuple[int, int] | None,
+    q: Tensor, k: Tensor, lists: Sequence[list[Tensor]], coords: Tensor | None, grid: list[int], order: str,
+    front_pad: int, heads: int, pairing: str, arithmetic: str, rotary_dim: int | None, tokens: tuple[int, int] | None,
     seq_dim: int,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int]:  # fmt: skip
     """Checks the tables; returns seq_dim, start and length."""
     unused = 1  # what the signature has
     if not lists[0]:
@@ -265,33 +251,12 @@ def _check_rotation(
 
 
 def _qk_norm_rope_prepare(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    cos: list[Tensor],
-    sin: list[Tensor],
-    cos_k: list[Tensor],
-    sin_k: list[Tensor],
-    coords: Tensor | None,
-    grid: list[int],
-    eps: float | None,
-    norm: str | None,
-    across_heads: int | None,
-    weight_offset: float,
-    round_dtype: torch.dtype | None,
-    round_norm: bool,
-    order: str,
-    front_pad: int,
-    pairing: str,
-    arithmetic: str,
-    rotary_dim: int | None,
-    tokens: tuple[int, int] | None,
-    seq_dim: int,
-    form: int,
-) -> tuple[Any, ...]:
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_bias: Tensor | None,
+    k_bias: Tensor | None, cos: list[Tensor], sin: list[Tensor], cos_k: list[Tensor], sin_k: list[Tensor],
+    coords: Tensor | None, grid: list[int], eps: float | None, norm: str | None, across_heads: int | None,
+    weight_offset: float, round_dtype: torch.dtype | None, round_norm: bool, order: str, front_pad: int, pairing: str,
+    arithmetic: str, rotary_dim: int | None, tokens: tuple[int, int] | None, seq_dim: int, form: int,
+) -> tuple[Any, ...]:  # fmt: skip
     if norm not in NORMS:
         raise ValueError(f"unknown norm {norm!r}: choose 'rms', 'layer' or None")
     if weight_offset and norm != "rms":
@@ -349,16 +314,9 @@ def _qk_norm_rope_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 
 
 def _one_backward(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    grad: Tensor,
-    cos: list[Tensor],
-    sin: list[Tensor],
-    coords: Tensor | None,
-    which: int,
-) -> tuple[Any, ...]:
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, grad: Tensor, cos: list[Tensor], sin: list[Tensor],
+    coords: Tensor | None, which: int,
+) -> tuple[Any, ...]:  # fmt: skip
     """The gradients of one of q and k, its weight and bias, and its tables."""
     (
         alternating, front_pad, norm, eps, heads, weight_offset, _, _,

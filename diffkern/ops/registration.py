@@ -77,14 +77,9 @@ class Op:
     """
 
     def __init__(
-        self,
-        name: str,
-        prepare: Callable[..., tuple[Any, ...]],
-        fake: Callable[..., Any],
-        setup_context: Callable[..., None],
-        backward: Callable[..., Any],
-        traced: Callable[..., Any] | None = None,
-    ) -> None:
+        self, name: str, prepare: Callable[..., tuple[Any, ...]], fake: Callable[..., Any],
+        setup_context: Callable[..., None], backward: Callable[..., Any], traced: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
         self._name = name
         self._prepare = prepare
         self._fake = fake
@@ -206,13 +201,9 @@ class Op:
             raise reason from None
 
     def _raise_unless_refused(
-        self,
-        error: RuntimeError,
-        kernel: OpOverload,
-        operands: tuple[Any, ...],
-        options: tuple[Any, ...],
+        self, error: RuntimeError, kernel: OpOverload, operands: tuple[Any, ...], options: tuple[Any, ...],
         provider: str | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises the error of a kernel from the dispatch cache, unless dispatching slowly leads elsewhere."""
         try:
             args = self._prepared(operands, options)

@@ -176,14 +176,9 @@ def rope_3d(
 
 
 def expand_axes(
-    cos_axes: Sequence[Tensor],
-    sin_axes: Sequence[Tensor],
-    *,
-    grid: Sequence[int] | None = None,
-    coords: Tensor | None = None,
-    order: str = "blocked",
-    front_pad: int = 0,
-) -> tuple[Tensor, Tensor]:
+    cos_axes: Sequence[Tensor], sin_axes: Sequence[Tensor], *, grid: Sequence[int] | None = None,
+    coords: Tensor | None = None, order: str = "blocked", front_pad: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tables of all tokens that :func:`rope_3d` does without: ``[S, P]``, or ``[B, S, P]`` for ``[B, S, axes]``.
 
     ``P`` is the number of pairs, ``front_pad`` included. The arguments are those of :func:`rope_3d`.
@@ -214,15 +209,9 @@ def _from_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rope_prepare(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    pairing: str,
-    arithmetic: str,
-    rotary_dim: int | None,
-    tokens: tuple[int, int] | None,
-    seq_dim: int,
-) -> tuple[Any, ...]:
+    x: Tensor, cos: Tensor, sin: Tensor, pairing: str, arithmetic: str, rotary_dim: int | None,
+    tokens: tuple[int, int] | None, seq_dim: int,
+) -> tuple[Any, ...]:  # fmt: skip
     rotary = check_choices(x, pairing, arithmetic, rotary_dim)
     start, length, dim = resolve_tokens(x, tokens, seq_dim)
     shape = x.shape[:-1] if length < 0 else (*x.shape[:dim], length, *x.shape[dim + 1 : -1])
@@ -263,19 +252,9 @@ _rope = Op("rope", _rope_prepare, _rope_fake, _rope_setup_context, _rope_backwar
 
 
 def _rope_3d_prepare(
-    x: Tensor,
-    cos: list[Tensor],
-    sin: list[Tensor],
-    coords: Tensor | None,
-    grid: list[int],
-    order: str,
-    front_pad: int,
-    pairing: str,
-    arithmetic: str,
-    rotary_dim: int | None,
-    tokens: tuple[int, int] | None,
-    seq_dim: int,
-) -> tuple[Any, ...]:
+    x: Tensor, cos: list[Tensor], sin: list[Tensor], coords: Tensor | None, grid: list[int], order: str, front_pad: int,
+    pairing: str, arithmetic: str, rotary_dim: int | None, tokens: tuple[int, int] | None, seq_dim: int,
+) -> tuple[Any, ...]:  # fmt: skip
     rotary = check_choices(x, pairing, arithmetic, rotary_dim)
     start, length, dim = resolve_tokens(x, tokens, seq_dim, needed=True)
     heads = x.shape[3 - dim] if x.ndim == 4 and dim in (1, 2) else 0

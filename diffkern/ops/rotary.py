@@ -91,18 +91,9 @@ def check_table(name: str, table: Tensor, x: Rotated, shape: Sequence[int], rota
 
 
 def check_axes(
-    x: Rotated,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    grid: Sequence[int] | None,
-    coords: Tensor | None,
-    order: str,
-    front_pad: int,
-    rotary: int,
-    heads: int,
-    seq_dim: int,
-    length: int,
-) -> list[int]:
+    x: Rotated, cos: Sequence[Tensor], sin: Sequence[Tensor], grid: Sequence[int] | None, coords: Tensor | None,
+    order: str, front_pad: int, rotary: int, heads: int, seq_dim: int, length: int,
+) -> list[int]:  # fmt: skip
     """Checks tables of axes against ``x`` and returns the grid, which is empty where there are coordinates."""
     axes = len(cos)
     if not 1 <= axes <= MAX_AXES or len(sin) != axes:
@@ -236,20 +227,9 @@ def axes_gradients(
 
 
 def rope_3d_gradients(
-    x: Tensor,
-    grad: Tensor,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    coords: Tensor | None,
-    grid: Sequence[int],
-    alternating: bool,
-    front_pad: int,
-    half: bool,
-    rotary: int,
-    seq_dim: int,
-    start: int,
-    length: int,
-) -> tuple[list[Tensor], list[Tensor]]:
+    x: Tensor, grad: Tensor, cos: Sequence[Tensor], sin: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int],
+    alternating: bool, front_pad: int, half: bool, rotary: int, seq_dim: int, start: int, length: int,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """The gradients of the tables of all axes."""
     # Not rounded to the dtype of the tables before the tokens are summed.
     dtype = compute_dtype(x, *cos)

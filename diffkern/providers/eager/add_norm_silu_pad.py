@@ -10,18 +10,9 @@ from diffkern.providers.eager.precision import compute_dtype
 
 
 def add_norm_silu_pad(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    norm: bool,
-    silu: bool,
-    front: int,
-    back: int,
-    channels_last: bool,
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
+    norm: bool, silu: bool, front: int, back: int, channels_last: bool,
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.add_norm_silu_pad`."""
     y = x.to(compute_dtype(x))
 

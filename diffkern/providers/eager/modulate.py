@@ -27,17 +27,9 @@ NO_ACTIVATION, TANH, SIGMOID = GATE_ACTIVATIONS.values()
 
 
 def norm_modulate(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: int,
-    scale_offset: float,
-    round_each: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    norm: int, scale_offset: float, round_each: bool, out_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.norm_modulate`."""
     modulated_shape(x.shape, scale, shift, norm)
     out_dtype = out_dtype or promoted_dtype(x.dtype, scale, shift)
@@ -53,13 +45,9 @@ def norm_modulate(
 
 
 def gate_residual(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    gate_activation: int,
-    round_each: bool,
+    residual: Tensor, x: Tensor, gate: Tensor | None, gate_activation: int, round_each: bool,
     out_dtype: torch.dtype | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.gate_residual`."""
     out_dtype = out_dtype or promoted_dtype(residual.dtype, x, gate)
     if not round_each:
@@ -69,21 +57,10 @@ def gate_residual(
 
 
 def gate_residual_norm_modulate(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: int,
-    gate_activation: int,
-    scale_offset: float,
-    round_each: bool,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, eps: float, norm: int, gate_activation: int, scale_offset: float, round_each: bool,
+    residual_dtype: torch.dtype | None, out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.gate_residual_norm_modulate`."""
     gated_shape(residual, x, gate, scale, shift)
     new_residual = gate_residual(residual, x, gate, gate_activation, round_each, residual_dtype)

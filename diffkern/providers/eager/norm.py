@@ -16,16 +16,9 @@ from diffkern.providers.eager.precision import compute_dtype
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-    clamp_eps: bool,
-    preserve_strides: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
+    round_dtype: torch.dtype | None, out_dtype: torch.dtype | None, clamp_eps: bool, preserve_strides: bool,
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.rms_norm` over the last dimension."""
     out_dtype = out_dtype or x.dtype
     plain = bias is None and weight_offset == 0.0 and round_dtype is None and not clamp_eps
@@ -50,13 +43,9 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None,
     preserve_strides: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.layer_norm` over the last dimension."""
     out_dtype = out_dtype or x.dtype
     if _native_fits(x, (weight, bias), out_dtype, preserve_strides):

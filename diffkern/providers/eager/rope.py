@@ -19,36 +19,19 @@ FLOAT32, FLOAT64, INPUT = ARITHMETICS.values()
 
 
 def rope(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
-    seq_dim: int,
-    start: int,
+    x: Tensor, cos: Tensor, sin: Tensor, half: bool, arithmetic: int, rotary_dim: int, seq_dim: int, start: int,
     length: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.rope`."""
     rotary_dim = rotary_dim or x.shape[-1]
     return laid_out_like(x, rotate(x, x.dtype, cos, sin, half, arithmetic, rotary_dim, seq_dim, start, length))
 
 
 def rope_3d(
-    x: Tensor,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    coords: Tensor | None,
-    grid: Sequence[int],
-    alternating: bool,
-    front_pad: int,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
-    seq_dim: int,
-    start: int,
+    x: Tensor, cos: Sequence[Tensor], sin: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int],
+    alternating: bool, front_pad: int, half: bool, arithmetic: int, rotary_dim: int, seq_dim: int, start: int,
     length: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.rope_3d`."""
     rotary_dim = rotary_dim or x.shape[-1]
     full_cos, full_sin = (
@@ -59,17 +42,9 @@ def rope_3d(
 
 
 def rotate(
-    x: Tensor,
-    out_dtype: torch.dtype,
-    cos: Tensor,
-    sin: Tensor,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
-    seq_dim: int,
-    start: int,
-    length: int,
-) -> Tensor:
+    x: Tensor, out_dtype: torch.dtype, cos: Tensor, sin: Tensor, half: bool, arithmetic: int, rotary_dim: int,
+    seq_dim: int, start: int, length: int,
+) -> Tensor:  # fmt: skip
     """Returns ``x``, rotated, in ``out_dtype``, which is also the one that arithmetic in the input's dtype uses."""
     whole = length < 0 or (start == 0 and length == x.shape[seq_dim])
     part = x if whole else x.narrow(seq_dim, start, length)

@@ -14,33 +14,12 @@ from diffkern.providers.eager.rope import INPUT, expand_axes, fit_table, laid_ou
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    cos_k: Sequence[Tensor],
-    sin_k: Sequence[Tensor],
-    coords: Tensor | None,
-    grid: Sequence[int],
-    alternating: bool,
-    front_pad: int,
-    norm: int,
-    eps: float,
-    heads: int,
-    weight_offset: float,
-    round_dtype: torch.dtype | None,
-    round_norm: bool,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
-    seq_dim: int,
-    start: int,
-    length: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_bias: Tensor | None,
+    k_bias: Tensor | None, cos: Sequence[Tensor], sin: Sequence[Tensor], cos_k: Sequence[Tensor],
+    sin_k: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int], alternating: bool, front_pad: int, norm: int,
+    eps: float, heads: int, weight_offset: float, round_dtype: torch.dtype | None, round_norm: bool, half: bool,
+    arithmetic: int, rotary_dim: int, seq_dim: int, start: int, length: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.qk_norm_rope`."""
     outs = []
     head_dim = q.shape[-1] // heads if heads else q.shape[-1]
@@ -67,29 +46,12 @@ def qk_norm_rope(
 
 
 def joint_qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_2: Tensor,
-    k_2: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_weight_2: Tensor | None,
-    k_weight_2: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    q_bias_2: Tensor | None,
-    k_bias_2: Tensor | None,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    cos_2: Sequence[Tensor],
-    sin_2: Sequence[Tensor],
-    dim: int,
-    norm: int,
-    eps: float,
-    round_norm: bool,
-    half: bool,
+    q: Tensor, k: Tensor, q_2: Tensor, k_2: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
+    q_weight_2: Tensor | None, k_weight_2: Tensor | None, q_bias: Tensor | None, k_bias: Tensor | None,
+    q_bias_2: Tensor | None, k_bias_2: Tensor | None, cos: Sequence[Tensor], sin: Sequence[Tensor],
+    cos_2: Sequence[Tensor], sin_2: Sequence[Tensor], dim: int, norm: int, eps: float, round_norm: bool, half: bool,
     arithmetic: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.joint_qk_norm_rope`."""
     rest = (None, (), False, 0, norm, eps, 0, 0.0, None, round_norm, half, arithmetic, 0, 1, 0, -1)
     first = qk_norm_rope(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, cos, sin, *rest)
@@ -99,15 +61,9 @@ def joint_qk_norm_rope(
 
 
 def normalise(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm: int,
-    eps: float,
-    weight_offset: float,
-    round_dtype: torch.dtype | None,
-    round_norm: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: int, eps: float, weight_offset: float,
+    round_dtype: torch.dtype | None, round_norm: bool,
+) -> Tensor:  # fmt: skip
     """The norm alone, in the dtype of ``x`` if it is rounded, else in float32 (float64 for float64)."""
     dtype = x.dtype if round_norm else compute_dtype(x)
     if norm == RMS:

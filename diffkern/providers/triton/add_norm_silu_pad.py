@@ -17,18 +17,9 @@ _FEWEST_NEIGHBOURS = 16
 
 
 def add_norm_silu_pad(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    norm: bool,
-    silu: bool,
-    front: int,
-    back: int,
-    channels_last: bool,
-) -> Tensor:
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
+    norm: bool, silu: bool, front: int, back: int, channels_last: bool,
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.add_norm_silu_pad`."""
     batch, channels, frames, height, width = x.shape
     out_frames = front + frames + back

@@ -22,17 +22,9 @@ _NO_ROUNDINGS = (None,) * 7
 
 
 def norm_modulate(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: int,
-    scale_offset: float,
-    round_each: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+    norm: int, scale_offset: float, round_each: bool, out_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.norm_modulate`."""
     shape = modulated_shape(x.shape, scale, shift, norm)
     y = empty(x, shape, out_dtype or promoted_dtype(x.dtype, scale, shift))
@@ -42,13 +34,9 @@ def norm_modulate(
 
 
 def gate_residual(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    gate_activation: int,
-    round_each: bool,
+    residual: Tensor, x: Tensor, gate: Tensor | None, gate_activation: int, round_each: bool,
     out_dtype: torch.dtype | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.gate_residual`."""
     dtype = out_dtype or promoted_dtype(residual.dtype, x, gate)
     new = empty(residual, gated_shape(residual, x, gate), dtype)
@@ -57,21 +45,10 @@ def gate_residual(
 
 
 def gate_residual_norm_modulate(
-    residual: Tensor,
-    x: Tensor,
-    gate: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    norm: int,
-    gate_activation: int,
-    scale_offset: float,
-    round_each: bool,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, eps: float, norm: int, gate_activation: int, scale_offset: float, round_each: bool,
+    residual_dtype: torch.dtype | None, out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.gate_residual_norm_modulate`."""
     shape = gated_shape(residual, x, gate, scale, shift)
     new = empty(residual, shape, residual_dtype or promoted_dtype(residual.dtype, x, gate))
@@ -126,17 +103,9 @@ class _Modulation(NamedTuple):
 
 
 def _launch(
-    residual: Tensor | None,
-    x: Tensor,
-    gate: Tensor | None,
-    activation: int,
-    modulation: _Modulation,
-    round_each: bool,
-    new: Tensor | None,
-    y: Tensor | None,
-    rows: Tensor | None = None,
-    row_scales: Tensor | None = None,
-) -> None:
+    residual: Tensor | None, x: Tensor, gate: Tensor | None, activation: int, modulation: _Modulation, round_each: bool,
+    new: Tensor | None, y: Tensor | None, rows: Tensor | None = None, row_scales: Tensor | None = None,
+) -> None:  # fmt: skip
     out = new if new is not None else y if y is not None else rows
     assert out is not None
     if out.numel() == 0:

@@ -26,16 +26,9 @@ _ROUND_DTYPES = {
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    round_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-    clamp_eps: bool,
-    preserve_strides: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
+    round_dtype: torch.dtype | None, out_dtype: torch.dtype | None, clamp_eps: bool, preserve_strides: bool,
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.rms_norm` over the last dimension.
 
     Raises:
@@ -61,13 +54,9 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None,
     preserve_strides: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.layer_norm` over the last dimension."""
     y = _empty_output(x, out_dtype, preserve_strides)
     if y.numel() == 0:

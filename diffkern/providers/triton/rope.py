@@ -71,36 +71,19 @@ class Norm:
 
 
 def rope(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
-    seq_dim: int,
-    start: int,
+    x: Tensor, cos: Tensor, sin: Tensor, half: bool, arithmetic: int, rotary_dim: int, seq_dim: int, start: int,
     length: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.rope`."""
     rotation = Rotation((cos,), (sin,), None, (), False, 0, half, arithmetic, rotary_dim, seq_dim, start, length)
     return _run(x, None, (None, None), (None, None), rotation, rotation, Norm(), 0)[0]
 
 
 def rope_3d(
-    x: Tensor,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    coords: Tensor | None,
-    grid: Sequence[int],
-    alternating: bool,
-    front_pad: int,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
-    seq_dim: int,
-    start: int,
+    x: Tensor, cos: Sequence[Tensor], sin: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int],
+    alternating: bool, front_pad: int, half: bool, arithmetic: int, rotary_dim: int, seq_dim: int, start: int,
     length: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.rope_3d`."""
     rotation = Rotation(
         cos, sin, coords, grid, alternating, front_pad, half, arithmetic, rotary_dim, seq_dim, start, length
@@ -109,33 +92,12 @@ def rope_3d(
 
 
 def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    cos_k: Sequence[Tensor],
-    sin_k: Sequence[Tensor],
-    coords: Tensor | None,
-    grid: Sequence[int],
-    alternating: bool,
-    front_pad: int,
-    norm: int,
-    eps: float,
-    heads: int,
-    weight_offset: float,
-    round_dtype: torch.dtype | None,
-    round_norm: bool,
-    half: bool,
-    arithmetic: int,
-    rotary_dim: int,
-    seq_dim: int,
-    start: int,
-    length: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_bias: Tensor | None,
+    k_bias: Tensor | None, cos: Sequence[Tensor], sin: Sequence[Tensor], cos_k: Sequence[Tensor],
+    sin_k: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int], alternating: bool, front_pad: int, norm: int,
+    eps: float, heads: int, weight_offset: float, round_dtype: torch.dtype | None, round_norm: bool, half: bool,
+    arithmetic: int, rotary_dim: int, seq_dim: int, start: int, length: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.qk_norm_rope`.
 
     Raises:
@@ -151,29 +113,12 @@ def qk_norm_rope(
 
 
 def joint_qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_2: Tensor,
-    k_2: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_weight_2: Tensor | None,
-    k_weight_2: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    q_bias_2: Tensor | None,
-    k_bias_2: Tensor | None,
-    cos: Sequence[Tensor],
-    sin: Sequence[Tensor],
-    cos_2: Sequence[Tensor],
-    sin_2: Sequence[Tensor],
-    dim: int,
-    norm: int,
-    eps: float,
-    round_norm: bool,
-    half: bool,
+    q: Tensor, k: Tensor, q_2: Tensor, k_2: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
+    q_weight_2: Tensor | None, k_weight_2: Tensor | None, q_bias: Tensor | None, k_bias: Tensor | None,
+    q_bias_2: Tensor | None, k_bias_2: Tensor | None, cos: Sequence[Tensor], sin: Sequence[Tensor],
+    cos_2: Sequence[Tensor], sin_2: Sequence[Tensor], dim: int, norm: int, eps: float, round_norm: bool, half: bool,
     arithmetic: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes :func:`diffkern.ops.joint_qk_norm_rope`."""
     kind, joint = Norm(norm, eps, 0.0, None, round_norm or arithmetic == INPUT), []
     for first, second in ((q, q_2), (k, k_2)):
@@ -224,16 +169,10 @@ def _layout(sizes: Strides, strides: tuple[Strides, ...], across: bool) -> _Layo
 
 
 def _run(
-    q: Tensor,
-    k: Tensor | None,
-    q_parameters: tuple[Tensor | None, Tensor | None],
-    k_parameters: tuple[Tensor | None, Tensor | None],
-    q_rotation: Rotation,
-    k_rotation: Rotation,
-    norm: Norm,
-    heads: int,
-    outs: Sequence[Tensor] = (),
-) -> Sequence[Tensor]:
+    q: Tensor, k: Tensor | None, q_parameters: tuple[Tensor | None, Tensor | None],
+    k_parameters: tuple[Tensor | None, Tensor | None], q_rotation: Rotation, k_rotation: Rotation, norm: Norm,
+    heads: int, outs: Sequence[Tensor] = (),
+) -> Sequence[Tensor]:  # fmt: skip
     """One launch for q and, if there is one, k; into new tensors unless ``outs`` are given."""
     head_dim = q.shape[-1] // heads if heads else q.shape[-1]
     given = [(q, q_parameters, q_rotation)] + ([] if k is None else [(k, k_parameters, k_rotation)])
@@ -281,16 +220,9 @@ def _run(
 
 
 def _operand(
-    x: Tensor,
-    out: Tensor,
-    parameters: tuple[Tensor | None, Tensor | None],
-    rotation: Rotation,
-    head_dim: int,
-    rotary: int,
-    flat: bool,
-    across: bool,
-    row_elements: int,
-) -> _Operand | None:
+    x: Tensor, out: Tensor, parameters: tuple[Tensor | None, Tensor | None], rotation: Rotation, head_dim: int,
+    rotary: int, flat: bool, across: bool, row_elements: int,
+) -> _Operand | None:  # fmt: skip
     """Plans the share of q or k in a launch; None if its rows need more loops than there are."""
     x_view, out_view = (t.unflatten(-1, (-1, head_dim)) if flat else t for t in (x, out))
     shape = tuple(x_view.shape)
