@@ -101,17 +101,8 @@ def gate_residual_norm_modulate_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`diffkern.ops.gate_residual_norm_modulate` whose modulated norm comes in rows of fp8.
 
-    Args:
-        residual: As there, and so are the other tensors and ``norm``.
-        x: See ``residual``.
-        gate: See ``residual``.
-        scale: See ``residual``.
-        shift: See ``residual``.
-        weight: See ``residual``.
-        bias: See ``residual``.
-        eps: Added to the mean square or the variance; None means float32's machine epsilon.
-        norm: See ``residual``.
-        provider: As in :func:`norm_modulate_fp8`.
+    The arguments are those of that op, but for activated gates, roundings and dtypes; the provider is that of
+    :func:`norm_modulate_fp8`.
 
     Returns:
         The new residual in the promoted dtype, and values and scales as :func:`norm_modulate_fp8` gives them.
@@ -140,20 +131,8 @@ def norm_modulate_and_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`diffkern.ops.norm_modulate`, and its result in rows of fp8: what :func:`activation_fp8` makes of it.
 
-    It writes both in one pass, where some readers take fp8 and others may not.
-
-    Args:
-        x: As there, and so are all other arguments.
-        scale: See ``x``.
-        shift: See ``x``.
-        weight: See ``x``.
-        bias: See ``x``.
-        eps: See ``x``.
-        norm: See ``x``.
-        scale_offset: See ``x``.
-        rounding: See ``x``.
-        out_dtype: See ``x``.
-        provider: As in :func:`norm_modulate_fp8`.
+    It writes both in one pass, where some readers take fp8 and others may not. The arguments are those of that op; the
+    provider is that of :func:`norm_modulate_fp8`.
 
     Returns:
         The result, and its values and scales as :func:`norm_modulate_fp8` gives them.
@@ -189,22 +168,7 @@ def gate_residual_norm_modulate_and_fp8(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`diffkern.ops.gate_residual_norm_modulate`, and its second result in rows of fp8.
 
-    Args:
-        residual: As there, and so are all other arguments.
-        x: See ``residual``.
-        gate: See ``residual``.
-        scale: See ``residual``.
-        shift: See ``residual``.
-        weight: See ``residual``.
-        bias: See ``residual``.
-        eps: See ``residual``.
-        norm: See ``residual``.
-        gate_activation: See ``residual``.
-        scale_offset: See ``residual``.
-        rounding: See ``residual``.
-        residual_dtype: See ``residual``.
-        out_dtype: See ``residual``.
-        provider: As in :func:`norm_modulate_fp8`.
+    The arguments are those of that op; the provider is that of :func:`norm_modulate_fp8`.
 
     Returns:
         Both results, and values and scales of the second, as :func:`norm_modulate_and_fp8`.
