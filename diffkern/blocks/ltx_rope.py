@@ -163,10 +163,6 @@ class LTXRotaryEmbedding(BlockRecipe):
         return None
 
     @override
-    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
-        return ()
-
-    @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tables:
         owner: Any = module
         if torch.compiler.is_compiling():
@@ -208,10 +204,6 @@ class LTXRotaryEmbedding(BlockRecipe):
         x = torch.empty(2, 1, 1, device=device, dtype=dtype)
         coords = torch.arange(2 * 3 * tokens, device=device, dtype=torch.float32).view(2, 3, tokens)
         return [(x, 3, 3, -(-tokens // 9), (0.3, 32.0, 32.0), None), (x, None, None, None, None, coords)]
-
-    @override
-    def make_plain(self, module: nn.Module) -> None:
-        """Nothing: it has no children."""
 
 
 def _traced(owner: Any, x: Tensor, frames: Any, height: Any, width: Any, scale: Any, coords: Tensor | None) -> Tables:

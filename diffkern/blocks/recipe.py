@@ -100,9 +100,9 @@ class BlockRecipe(ABC):
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         """Says why a call must run the stock forward altogether, or None. Never looks at data."""
 
-    @abstractmethod
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
         """Names the pieces that must go through their child; those a call that is not declined can have."""
+        return ()
 
     @abstractmethod
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
@@ -126,9 +126,9 @@ class BlockRecipe(ABC):
     ) -> list[tuple[Any, ...]]:
         """Random arguments of every kind that the block is called with, of about ``tokens`` tokens each."""
 
-    @abstractmethod
     def make_plain(self, module: nn.Module) -> None:
         """Makes a private copy of a block computable anywhere: stock processors, torch's own attention."""
+        return
 
 
 @cache

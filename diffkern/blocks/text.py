@@ -144,9 +144,5 @@ class TextProjection(BlockRecipe):
         caption = torch.randn(2, 7, owner.linear_1.in_features, generator=generator, device="cpu")
         return [(caption.to(device=device, dtype=dtype),)]
 
-    @override
-    def make_plain(self, module: nn.Module) -> None:
-        """Nothing: it has no processors."""
-
 
 RECIPE = TextProjection()

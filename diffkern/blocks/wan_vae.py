@@ -52,16 +52,8 @@ class LayerRecipe(BlockRecipe):
         return reason
 
     @override
-    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
-        return ()
-
-    @override
     def sources(self) -> tuple[Callable[..., Any], ...]:
         return (getattr(import_module(self._module), self._class).forward,)
-
-    @override
-    def make_plain(self, module: nn.Module) -> None:
-        return None
 
 
 class CausalConvolution(LayerRecipe):

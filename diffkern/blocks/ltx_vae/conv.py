@@ -41,10 +41,6 @@ class LTXCausalConv(AutoencoderRecipe):
         return reason
 
     @override
-    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
-        return ()
-
-    @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         conv: Any = module
         x: Tensor = call[0]

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_ltx import LTXVideoCausalConv3d
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
-from typing_extensions import override
 
 from diffkern.blocks.pieces import plain, unfit, untouched
 from diffkern.blocks.recipe import BlockRecipe
@@ -24,10 +23,6 @@ class AutoencoderRecipe(BlockRecipe):
 
     ops = ("add_norm_silu_pad",)
     versions = "diffusers 0.42"
-
-    @override
-    def make_plain(self, module: nn.Module) -> None:
-        return None
 
 
 # --- guards --------------------------------------------------------------------------------------------

@@ -42,10 +42,6 @@ class LTXUpsampler(AutoencoderRecipe):
         return reason
 
     @override
-    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
-        return ()
-
-    @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:
         upsampler: Any = module
         x: Tensor = call[0]
