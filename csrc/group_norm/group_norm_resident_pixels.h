@@ -46,10 +46,20 @@ struct ResidentPixels {
   T* out;
 
   __device__ __forceinline__ ResidentPixels(const GroupNormParams& p, const Plan& plan, uint32_t part)
-      : place(plan, plan.sum, part, threadIdx.x),
+      : place(plan, plan.sum, tiles_first(plan, part), threadIdx.x),
         items(place.positions(plan)),
         x(static_cast<const T*>(p.x) + place.template offset<kCount>(p, plan, p.x_steps)),
         out(static_cast<T*>(p.out) + place.template offset<kCount>(p, plan, p.out_steps)) {}
+
+  // The number of a part where tiles are counted first, as PixelPlace does: here a block has parts of one tile in a row,
+  // whose norms it prepares once.
+  static __device__ __forceinline__ uint32_t tiles_first(const Plan& plan, uint32_t index) {
+    const uint32_t row = plan.sum.number.divide(index);
+    const uint32_t part = index - row * plan.sum.number.value;
+    const uint32_t sample = plan.tiles.divide(row);
+    const uint32_t tile = row - sample * plan.tiles.value;
+    return (sample * plan.sum.number.value + part) * plan.tiles.value + tile;
+  }
 
   // From one of the thread's packets to its next.
   static __device__ __forceinline__ int64_t stride(const GroupNormParams&, const Plan& plan, const Steps& steps) {
