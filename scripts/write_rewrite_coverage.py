@@ -127,7 +127,8 @@ class _LooseFlow(Flow):
 def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _CALLED) -> list[Candidate]:
     """Returns all candidates in a package, each with the rule that covers it or the reason why none does.
 
-    In convolutional files the norms with SiLU are the candidates, and files without any candidate are not planned.
+    In convolutional files the norms with SiLU are the candidates. A method is planned if it holds one, or calls, by its
+    name, what holds one: such a helper may be inlined.
 
     Args:
         package: The name of the package.
@@ -139,15 +140,18 @@ def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _
     for module in modules(package):
         read = [(owner, Source.of(function)) for owner, function in functions(module)]
         sources = [(owner, source) for owner, source in read if isinstance(source, Source)]
-        before = len(found)
+        holding = set()
         for owner, source in sources:
             if is_forward(source.function.__name__):
                 name = source.function.__qualname__
                 for key, candidate in candidates_in(source.tree, owner, module.__name__, name, methods is None):
                     if _is_counted(candidate):
                         found.setdefault((candidate.kind, candidate.module, *key), candidate)
-        for owner, source in sources if len(found) > before else ():
+                        holding.add(source.function)
+        for owner, source in sources:
             if owner is None or (methods is not None and source.function.__name__ not in methods):
+                continue
+            if not _reaches(source.function, holding, [one.function for _, one in sources]):
                 continue
             planned = _plan(source, owner)
             if isinstance(planned, str):
@@ -165,6 +169,14 @@ def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _
         )
         for (_, name, line, column), candidate in found.items()
     ]
+
+
+def _reaches(function: FunctionType, holding: set[FunctionType], others: list[FunctionType]) -> bool:
+    """Whether a function is one of some, or calls one of them, be it through others."""
+    reached = [function]
+    for one in reached:  # which grows meanwhile
+        reached += [other for other in others if other.__name__ in one.__code__.co_names and other not in reached]
+    return not holding.isdisjoint(reached)
 
 
 def _plan(source: Source, owner: type) -> Plan | str:

@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from diffkern.rewrite.effects import SITES
 from diffkern.rewrite.expressions import is_cast, is_view
@@ -247,9 +248,10 @@ def free_temporaries(block: list[ast.stmt], later: frozenset[str] = frozenset())
         later: Variables that statements behind the block may read.
     """
     reads = [_names_in(statement, ast.Load) for statement in block]
+    bound = list(accumulate(map(_surely_bound, block), frozenset.union))
+    behind = later
     for index in reversed(range(len(block))):
         statement = block[index]
-        behind = later.union(*reads[index + 1 :])
         looped = behind | reads[index] if isinstance(statement, (ast.For, ast.While)) else behind
         for name in ("body", "orelse", "finalbody"):
             if isinstance(statement, (ast.If, ast.For, ast.While, ast.With, ast.Try)):
@@ -257,11 +259,11 @@ def free_temporaries(block: list[ast.stmt], later: frozenset[str] = frozenset())
         names = [part.asname or "" for part in statement.names] if isinstance(statement, ast.ImportFrom) else []
         if names and not behind.intersection(names) and all(map(_TEMPORARY.match, names)):
             block.remove(statement)
-        bound = {name for one in block[:index] for name in _surely_bound(one)} | _surely_bound(statement)
-        over = {name for name in reads[index] & bound - behind if _TEMPORARY.match(name)}
+        over = {name for name in reads[index] & bound[index] - behind if _TEMPORARY.match(name)}
         if over and not isinstance(statement, (ast.Return, ast.Raise)):
             delete = ast.Delete([ast.Name(name, ast.Del()) for name in sorted(over)])
             block.insert(index + 1, ast.copy_location(delete, statement))
+        behind |= reads[index]
 
 
 def _names_in(statement: ast.AST, context: type[ast.expr_context]) -> frozenset[str]:

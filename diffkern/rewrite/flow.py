@@ -61,6 +61,7 @@ class Flow:
         guarded: Expressions that may not run though their statement does, or that run in a scope of their own.
         augmented: The load of ``x`` in each ``x += y``.
         nodes: All nodes in the order of evaluation.
+        roots: The expressions that a rule may be about, the last one first.
         decline: Why nothing can be said about the function, or None.
     """
 
@@ -91,6 +92,8 @@ class Flow:
                 definition.uses.append(name)
         for definition in {*self.parameters.values(), *self._bound.values()}:
             definition.is_captured = definition.name in self._captured
+        operations = [node for node in self.nodes if isinstance(node, (ast.BinOp, ast.Call, ast.Tuple))]
+        self.roots = [node for node in reversed(operations) if node in self.statement]
 
     def reaching(self, statement: ast.stmt, name: str) -> frozenset[Definition]:
         """The definitions of ``name`` that reach a statement; none for names that are not local there."""

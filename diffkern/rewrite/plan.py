@@ -205,7 +205,7 @@ class _Planner:
 
     def _apply(self, rule: Rule, scope: Scope) -> bool:
         """Applies a rule once; False if it finds nothing any more."""
-        flow = scope.flow
+        flow, nothing = scope.flow, Match()
         effects = Effects(
             flow,
             self._facts.receiver,
@@ -214,10 +214,8 @@ class _Planner:
             self._is_pure_function,
         )
         placer = Placer(scope, effects)
-        for node in reversed(flow.nodes):
-            if not isinstance(node, (ast.BinOp, ast.Call, ast.Tuple)) or node not in flow.statement:
-                continue
-            for match in rule.shape.match(scope, node, Match()):
+        for node in flow.roots:
+            for match in rule.shape.match(scope, node, nothing):
                 reason = _misfit(scope, match)
                 if reason is None and "stream_dim" in match.options and _is_viewed(effects, scope.flow, node):
                     reason = "what reads it takes views that need heads before tokens in memory"

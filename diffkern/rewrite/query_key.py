@@ -202,7 +202,9 @@ _CONCATENATES = frozenset({"torch.cat", "torch.concat", "torch.concatenate"})
 
 def concatenated(node: ast.expr) -> tuple[list[ast.expr], int] | None:
     """The parts and the dimension of ``torch.cat([...], dim=...)``; None for anything else."""
-    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in _CONCATENATES:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    if not isinstance(node.func.value, ast.Name) or f"{node.func.value.id}.{node.func.attr}" not in _CONCATENATES:
         return None
     given = [*node.args, *[keyword.value for keyword in node.keywords]]
     if len(given) != 2 or not isinstance(given[0], (ast.List, ast.Tuple)):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from symtable import symtable
 from threading import RLock
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -109,15 +110,14 @@ def compiled(
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
     try:
         lines, first = inspect.getsourcelines(function)
-        # As it stands in a class, so that positions within a line stay right, too.
-        indented = lines[0][:1].isspace()
-        parsed = ast.parse("".join(["if True:\n" if indented else "\n", *lines])).body[0]
+        # At its place in the file, and as it stands in a class, so that all positions are right.
+        head = "\n" * (first - 2) + "if True:\n" if lines[0][:1].isspace() else "\n" * (first - 1)
+        parsed = ast.parse("".join([head, *lines])).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
     tree = parsed.body[0] if isinstance(parsed, ast.If) else parsed
     if not isinstance(tree, ast.FunctionDef):
         return None
-    ast.increment_lineno(tree, first - 2)
     tree.decorator_list = []
     return tree
 
@@ -139,18 +139,17 @@ def _imported(function: FunctionType) -> set[str]:
 
 
 def _imported_in_file(function: FunctionType) -> set[str]:
-    """The same, with everything that the file imports anywhere, under whatever condition."""
+    """The same, with every global that the file imports, under whatever condition."""
     return _imported(function) | _imports_of(function.__module__)
 
 
 @cache
 def _imports_of(module: str) -> set[str]:
     try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
+        table = symtable(inspect.getsource(sys.modules[module]), module, "exec")
     except (KeyError, OSError, TypeError, SyntaxError):
         return set()
-    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return {(alias.asname or alias.name).partition(".")[0] for node in nodes for alias in node.names}
+    return {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()}
 
 
 def _same(one: CodeType, other: CodeType) -> bool:
