@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -248,7 +249,7 @@ def free_temporaries(block: list[ast.stmt], later: frozenset[str] = frozenset())
         later: Variables that statements behind the block may read.
     """
     reads = [_names_in(statement, ast.Load) for statement in block]
-    bound = list(accumulate(map(_surely_bound, block), frozenset.union))
+    bound = list(accumulate(map(_surely_bound, block), operator.or_))
     behind = later
     for index in reversed(range(len(block))):
         statement = block[index]
