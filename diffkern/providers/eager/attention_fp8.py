@@ -40,19 +40,23 @@ class Quantized:
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
-    """Brings queries, keys and values ``[B, length, heads, D]`` into e4m3; what is not finite becomes NaN."""
+    """Brings queries, keys and values ``[B, length, heads, D]`` into e4m3; what is not finite becomes NaN.
+
+    A scale comes from the largest magnitude of a channel and its mean, and may be larger than what is left without the
+    mean asks for: a number of e4m3 keeps its digits down to 1/28672 of the largest one.
+    """
     query, key, value = (x.float() for x in (query, key, value))
-    (key, _), (value, mean) = _centred(key), _centred(value)
-    peaks = [_finite(x).abs().amax().clamp_min(SMALLEST_PEAK) for x in (query, key)]
-    value_scale = _finite(value).abs().amax(1).clamp_min(SMALLEST_PEAK) / LARGEST
+    (key_mean, key_bound), (value_mean, value_bound) = _mean_and_bound(key), _mean_and_bound(value)
+    peaks = torch.stack([_finite(query).abs().amax(), key_bound.amax()]).clamp_min(SMALLEST_PEAK)
+    value_scale = value_bound.clamp_min(SMALLEST_PEAK) / LARGEST
     rest = torch.tensor([1.0, 1 / WEIGHT_SCALE, WEIGHT_SCALE, 1.0], device=query.device)
     return Quantized(
         _round(query * (LARGEST / peaks[0])),
-        _round(key * (LARGEST / peaks[1])),
-        _round(value / value_scale[:, None]),
-        torch.cat([torch.stack(peaks) / LARGEST, rest]),
+        _round((key - key_mean[:, None]) * (LARGEST / peaks[1])),
+        _round((value - value_mean[:, None]) * (1 / value_scale)[:, None]),
+        torch.cat([peaks / LARGEST, rest]),
         value_scale,
-        mean,
+        value_mean,
     )
 
 
@@ -74,10 +78,11 @@ def dequantize(y: Tensor, x: Quantized, dtype: torch.dtype) -> Tensor:
     return torch.addcmul(mean, y.float(), scale).to(dtype)
 
 
-def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Takes the mean of each channel over the tokens from ``[B, T, G, D]``; returns it, ``[B, G, D]``, as well."""
-    mean = _finite(x).mean(1)
-    return x - mean[:, None], mean
+def _mean_and_bound(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each channel over the tokens of ``[B, T, G, D]``, and a bound of what is left without it."""
+    finite = _finite(x)
+    mean = finite.mean(1)
+    return mean, finite.abs().amax(1) + mean.abs()
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from diffkern.providers.triton.launching import Plan, device_guard, launch
 TOKENS, STEPS = 32, 4
 #: Tokens of a tile whose range is found, programs that find ranges, all at once on a large GPU, and blocks of a head
 #: that are reduced at once.
-RANGE_TOKENS, RANGE_PROGRAMS, BLOCKS = 32, 1024, 16
+RANGE_TOKENS, RANGE_PROGRAMS, BLOCKS = 16, 1056, 16
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
@@ -33,14 +33,16 @@ def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
     )
     heads = query.shape[2] + 2 * kv_heads
     blocks = _range_blocks(max(query.shape[1], keys), batch * heads)
-    parts = _numbers(query, batch, heads, 3, blocks, head_dim)
+    parts = _numbers(query, batch, heads, 2, blocks, head_dim)
     peaks, scalars = _numbers(query, 8).split([2, 6])
     means, scale = _numbers(query, batch, 2 * kv_heads, head_dim), _numbers(query, batch, kv_heads, head_dim)
-    q8, k8, v8 = (torch.empty(x.shape, dtype=E4M3, device=x.device) for x in (query, key, value))
+    rounded = torch.empty(query.numel() + 2 * key.numel(), dtype=E4M3, device=query.device)
     with device_guard(query.device):
         launch(ranges, ranges_kernel, (query, key, value, parts, peaks), query.device)
         launch(scales, scales_kernel, (parts, peaks, means, scale), query.device)
-        launch(rounds, round_kernel, (query, key, value, q8, k8, v8, peaks, means, scale, scalars), query.device)
+        launch(rounds, round_kernel, (query, key, value, rounded, peaks, means, scale, scalars), query.device)
+    q8, k8, v8 = rounded.split([query.numel(), key.numel(), key.numel()])
+    q8, k8, v8 = q8.view(query.shape), k8.view(key.shape), v8.view(key.shape)
     return Quantized(q8, k8, v8, scalars, scale, means[:, kv_heads:])
 
 
@@ -73,10 +75,12 @@ def _quantize_plans(query: tuple[int, ...], key: tuple[int, ...], *strides: int)
     ranges, rounds = _range_blocks(longest, all_heads), _blocks(longest)
     tiles = [-(-length // (RANGE_TOKENS * ranges)) for length in (queries, keys)]
     sizes, options = (heads, kv_heads, head_dim), {"num_warps": 4}
+    tokens = *strides, queries, keys
+    firsts = batch * queries * heads * head_dim, batch * (queries * heads + keys * kv_heads) * head_dim
     return (
-        Plan((ranges * all_heads,), (*strides, queries, keys, ranges, *tiles, *sizes, RANGE_TOKENS), options),
+        Plan((ranges * all_heads,), (*tokens, ranges, *tiles, *sizes, RANGE_TOKENS), options),
         Plan((all_heads,), (keys, ranges, *sizes, BLOCKS), options),
-        Plan((rounds * all_heads,), (*strides, queries, keys, rounds, WEIGHT_SCALE, *sizes, TOKENS, STEPS), options),
+        Plan((rounds * all_heads,), (*tokens, rounds, *firsts, WEIGHT_SCALE, *sizes, TOKENS, STEPS), options),
     )
 
 

@@ -13,32 +13,23 @@ import triton.language as tl
 
 
 @triton.jit
-def _range(
-    x_ptr, part_ptr, stride, first, tiles, length, blocks, MEAN: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr
-):
-    """Writes least, largest and sum of each channel over tiles of tokens of a head, of what is finite.
-
-    Without a mean to be taken away later: zeros, the largest magnitude and zeros.
-    """
-    col = tl.arange(0, D)
-    none = tl.zeros((TOKENS, D), tl.float32)
-    least, most, total = none, none, none
-    if MEAN:
-        least, most = none + float("inf"), none - float("inf")
-    for tile in range(tiles):
-        token = first + tile * TOKENS + tl.arange(0, TOKENS)
-        offsets = (token.to(tl.int64) * stride)[:, None] + col[None, :]
-        x = tl.load(x_ptr + offsets, mask=(token < length)[:, None], other=float("inf")).to(tl.float32)
-        known = tl.abs(x) < float("inf")
-        if MEAN:
-            least = tl.minimum(least, tl.where(known, x, float("inf")))
-            most = tl.maximum(most, tl.where(known, x, float("-inf")))
-            total += tl.where(known, x, 0.0)
-        else:
-            most = tl.maximum(most, tl.where(known, tl.abs(x), 0.0))
-    tl.store(part_ptr + col, tl.min(least, axis=0))
-    tl.store(part_ptr + blocks * D + col, tl.max(most, axis=0))
-    tl.store(part_ptr + 2 * blocks * D + col, tl.sum(total, axis=0))
+def _head_of(
+    pid, q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    queries, keys, blocks, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """What a program works on: the head among all, the sample, the block, and where the head's tokens are."""
+    head, rest = pid % (HEADS + 2 * KV_HEADS), pid // (HEADS + 2 * KV_HEADS)
+    block, batch = rest % blocks, (rest // blocks).to(tl.int64)
+    if head < HEADS:
+        x_ptr = q_ptr + batch * q_batch + head * q_head
+        stride, length = q_token + 0, queries + 0
+    elif head < HEADS + KV_HEADS:
+        x_ptr = k_ptr + batch * k_batch + (head - HEADS) * k_head
+        stride, length = k_token + 0, keys + 0
+    else:
+        x_ptr = v_ptr + batch * v_batch + (head - HEADS - KV_HEADS) * v_head
+        stride, length = v_token + 0, keys + 0
+    return head, batch, block, x_ptr, stride, length
 
 
 @triton.jit
@@ -47,23 +38,27 @@ def ranges_kernel(
     v_batch, v_token, v_head, queries, keys, blocks, q_tiles, k_tiles,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``part[batch, head, {least, largest, sum}, block, channel]``, and zeros to the two peaks."""
+    """Writes ``part[batch, head, {largest magnitude, sum}, block, channel]`` of what is finite; zeros the two peaks."""
     pid = tl.program_id(0)
     if pid == 0:
         tl.store(peak_ptr + tl.arange(0, 2), tl.zeros((2,), tl.float32))
-    head, rest = pid % (HEADS + 2 * KV_HEADS), pid // (HEADS + 2 * KV_HEADS)
-    block, batch = rest % blocks, (rest // blocks).to(tl.int64)
-    part_ptr += ((batch * (HEADS + 2 * KV_HEADS) + head) * 3 * blocks + block) * D
-    q_first, k_first = block * q_tiles * TOKENS, block * k_tiles * TOKENS
-    if head < HEADS:
-        q_ptr += batch * q_batch + head * q_head
-        _range(q_ptr, part_ptr, q_token, q_first, q_tiles, queries, blocks, False, D, TOKENS)
-    elif head < HEADS + KV_HEADS:
-        k_ptr += batch * k_batch + (head - HEADS) * k_head
-        _range(k_ptr, part_ptr, k_token, k_first, k_tiles, keys, blocks, True, D, TOKENS)
-    else:
-        v_ptr += batch * v_batch + (head - HEADS - KV_HEADS) * v_head
-        _range(v_ptr, part_ptr, v_token, k_first, k_tiles, keys, blocks, True, D, TOKENS)
+    head, batch, block, x_ptr, stride, length = _head_of(
+        pid, q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+        queries, keys, blocks, HEADS, KV_HEADS,
+    )  # fmt: skip
+    tiles = q_tiles if head < HEADS else k_tiles
+    col = tl.arange(0, D)
+    most, total = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
+    for tile in tl.range(tiles, loop_unroll_factor=2):
+        token = (block * tiles + tile) * TOKENS + tl.arange(0, TOKENS)
+        offsets = (token.to(tl.int64) * stride)[:, None] + col[None, :]
+        x = tl.load(x_ptr + offsets, mask=(token < length)[:, None], other=0.0).to(tl.float32)
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        most = tl.maximum(most, tl.abs(x))
+        total += x
+    part_ptr += ((batch * (HEADS + 2 * KV_HEADS) + head) * 2 * blocks + block) * D + col
+    tl.store(part_ptr, tl.max(most, axis=0))
+    tl.store(part_ptr + blocks * D, tl.sum(total, axis=0))
 
 
 @triton.jit
@@ -75,23 +70,17 @@ def scales_kernel(
     pid = tl.program_id(0)
     head, batch = pid % (HEADS + 2 * KV_HEADS), pid // (HEADS + 2 * KV_HEADS)
     col = tl.arange(0, D)
-    least, most = tl.full((D,), float("inf"), tl.float32), tl.full((D,), float("-inf"), tl.float32)
-    total = tl.zeros((D,), tl.float32)
-    part_ptr += pid * 3 * blocks * D
+    peak, mean = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
+    part_ptr += pid * 2 * blocks * D
     for first in range(0, blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         offsets, mask = block[:, None] * D + col[None, :], (block < blocks)[:, None]
-        least = tl.minimum(least, tl.min(tl.load(part_ptr + offsets, mask=mask, other=float("inf")), axis=0))
-        offsets += blocks * D
-        most = tl.maximum(most, tl.max(tl.load(part_ptr + offsets, mask=mask, other=float("-inf")), axis=0))
-        offsets += blocks * D
-        total += tl.sum(tl.load(part_ptr + offsets, mask=mask, other=0.0), axis=0)
-    mean = total / keys
-    if head < HEADS:
-        mean = tl.zeros((D,), tl.float32)
-    else:
+        peak = tl.maximum(peak, tl.max(tl.load(part_ptr + offsets, mask=mask, other=0.0), axis=0))
+        mean += tl.sum(tl.load(part_ptr + offsets + blocks * D, mask=mask, other=0.0), axis=0)
+    mean = tl.where(head < HEADS, 0.0, mean / keys)
+    peak = tl.maximum(peak + tl.abs(mean), 1e-12)
+    if head >= HEADS:
         tl.store(mean_ptr + (batch * 2 * KV_HEADS + head - HEADS) * D + col, mean)
-    peak = tl.maximum(tl.maximum(most - mean, mean - least), 1e-12)
     if head < HEADS + KV_HEADS:
         tl.atomic_max(peak_ptr + (head >= HEADS).to(tl.int32), tl.max(peak, axis=0))
     else:
@@ -99,12 +88,37 @@ def scales_kernel(
 
 
 @triton.jit
-def _round(
-    x_ptr, y_ptr, stride, y_stride, block, length, mean, factor, D: tl.constexpr, TOKENS: tl.constexpr,
-    STEPS: tl.constexpr,
+def round_kernel(
+    q_ptr, k_ptr, v_ptr, y_ptr, peak_ptr, mean_ptr, scale_ptr, scalar_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, queries, keys, blocks,
+    k_first, v_first, weight_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    col = tl.arange(0, D)
-    for step in range(STEPS):
+    """Writes queries, keys and values in e4m3, each laid out densely, one behind the other, and the six scalars."""
+    pid = tl.program_id(0)
+    if pid == 0:
+        tl.store(scalar_ptr, tl.div_rn(tl.load(peak_ptr), 448.0))
+        tl.store(scalar_ptr + 1, tl.div_rn(tl.load(peak_ptr + 1), 448.0))
+        tl.store(scalar_ptr + 2, 1.0)
+        tl.store(scalar_ptr + 3, tl.div_rn(1.0, weight_scale))
+        tl.store(scalar_ptr + 4, weight_scale)
+        tl.store(scalar_ptr + 5, 1.0)
+    head, batch, block, x_ptr, stride, length = _head_of(
+        pid, q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+        queries, keys, blocks, HEADS, KV_HEADS,
+    )  # fmt: skip
+    is_query, is_value, col = head < HEADS, head >= HEADS + KV_HEADS, tl.arange(0, D)
+    place = tl.where(is_query, head, tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS))
+    heads = tl.where(is_query, HEADS, KV_HEADS)
+    first = tl.where(is_query, 0, tl.where(is_value, v_first, k_first)) + (batch * length * heads + place) * D
+    y_ptr += tl.multiple_of(first, 16)
+    mean_ptr += (batch * 2 * KV_HEADS + head - HEADS) * D + col
+    mean = tl.load(mean_ptr, mask=head + col * 0 >= HEADS, other=0.0)
+    scale_ptr += (batch * KV_HEADS + place) * D + col
+    scale = tl.load(scale_ptr, mask=head + col * 0 >= HEADS + KV_HEADS, other=1.0)
+    peak = tl.load(peak_ptr + (head >= HEADS).to(tl.int32))
+    factor = tl.where(is_value, tl.div_rn(1.0 + 0.0 * scale, scale), tl.div_rn(448.0, peak))
+    for step in tl.static_range(STEPS):
         token = (block * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
         mask = (token < length)[:, None]
         token = token.to(tl.int64)
@@ -112,48 +126,7 @@ def _round(
         x = (x - mean[None, :]) * factor[None, :]
         known = tl.abs(x) < float("inf")
         x = tl.where(known, tl.minimum(tl.maximum(x, -448.0), 448.0), float("nan"))
-        y = x.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + (token * y_stride)[:, None] + col[None, :], y, mask=mask)
-
-
-@triton.jit
-def round_kernel(
-    q_ptr, k_ptr, v_ptr, q8_ptr, k8_ptr, v8_ptr, peak_ptr, mean_ptr, scale_ptr, scalar_ptr,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, queries, keys, blocks, weight_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Writes queries, keys and values in e4m3, laid out densely, and the six scalars."""
-    pid = tl.program_id(0)
-    head, rest = pid % (HEADS + 2 * KV_HEADS), pid // (HEADS + 2 * KV_HEADS)
-    block, batch = rest % blocks, (rest // blocks).to(tl.int64)
-    q_peak, k_peak = tl.load(peak_ptr), tl.load(peak_ptr + 1)
-    col, none = tl.arange(0, D), tl.zeros((D,), tl.float32)
-    if pid == 0:
-        tl.store(scalar_ptr, tl.div_rn(q_peak, 448.0))
-        tl.store(scalar_ptr + 1, tl.div_rn(k_peak, 448.0))
-        tl.store(scalar_ptr + 2, 1.0)
-        tl.store(scalar_ptr + 3, tl.div_rn(1.0, weight_scale))
-        tl.store(scalar_ptr + 4, weight_scale)
-        tl.store(scalar_ptr + 5, 1.0)
-    if head < HEADS:
-        q_ptr += batch * q_batch + head * q_head
-        q8_ptr += (batch * queries * HEADS + head) * D
-        factor = none + tl.div_rn(448.0, q_peak)
-        _round(q_ptr, q8_ptr, q_token, HEADS * D, block, queries, none, factor, D, TOKENS, STEPS)
-    elif head < HEADS + KV_HEADS:
-        head -= HEADS
-        k_ptr += batch * k_batch + head * k_head
-        k8_ptr += (batch * keys * KV_HEADS + head) * D
-        mean = tl.load(mean_ptr + (batch * 2 * KV_HEADS + head) * D + col)
-        factor = none + tl.div_rn(448.0, k_peak)
-        _round(k_ptr, k8_ptr, k_token, KV_HEADS * D, block, keys, mean, factor, D, TOKENS, STEPS)
-    else:
-        head -= HEADS + KV_HEADS
-        v_ptr += batch * v_batch + head * v_head
-        v8_ptr += (batch * keys * KV_HEADS + head) * D
-        mean = tl.load(mean_ptr + (batch * 2 * KV_HEADS + KV_HEADS + head) * D + col)
-        factor = tl.div_rn(none + 1.0, tl.load(scale_ptr + (batch * KV_HEADS + head) * D + col))
-        _round(v_ptr, v8_ptr, v_token, KV_HEADS * D, block, keys, mean, factor, D, TOKENS, STEPS)
+        tl.store(y_ptr + (token * (heads * D))[:, None] + col[None, :], x.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
