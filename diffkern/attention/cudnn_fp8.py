@@ -24,7 +24,7 @@ from diffkern.ops.registration import define
 from diffkern.providers.eager import attention_fp8 as eager
 from diffkern.providers.eager.fp8 import E4M3
 
-#: What is kept of plans, which are some MiB of code and data each.
+#: Plans that are kept besides those in CUDA graphs.
 PLANS = 64
 #: Operands of the graph by number; those from :data:`_SCALARS` on are one number each, in the order of ``scalars``.
 _QUERY, _KEY, _VALUE, _OUTPUT, _WEIGHT_PEAK, _OUTPUT_PEAK, _SCALARS = range(1, 8)
@@ -55,10 +55,11 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 _op = define("attention_fp8", "(Tensor query, Tensor key, Tensor value, float scale) -> Tensor", _compute, _fake)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
     graph: Any
     workspace: int
+    captured: bool = False  # in a CUDA graph, which runs its code for as long as it likes
 
 
 #: One handle of cuDNN for each device, and plans by device and shape: cuDNN wants no two threads in one handle.
@@ -77,6 +78,7 @@ def _attend(x: eager.Quantized, scale: float) -> Tensor:
             handle = _handles[device] = cudnn.create_handle()
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
         plan = _plan(cudnn, handle, device, x.query.shape, x.key.shape, scale)
+        plan.captured |= torch.cuda.is_current_stream_capturing()
         workspace = torch.empty(max(plan.workspace, 1), dtype=torch.uint8, device=device)
         # Tensors, since of an address the package finds out in Python what is there, which takes 20 us for each.
         bytes_ = (t.view(torch.uint8) for t in (x.query, x.key, x.value, y))
@@ -90,8 +92,9 @@ def _plan(cudnn: Any, handle: Any, device: torch.device, query: torch.Size, key:
     plan = _plans.get(known)
     if plan is None:
         plan = _plans[known] = _build(cudnn, handle, query, key, scale)
-        if len(_plans) > PLANS:
-            _plans.popitem(last=False)
+        free = [key for key, kept in _plans.items() if not kept.captured]
+        if len(free) > PLANS:
+            del _plans[free[0]]
     else:
         _plans.move_to_end(known)
     return plan

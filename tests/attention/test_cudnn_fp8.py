@@ -179,9 +179,9 @@ def test_plans_are_kept_for_a_bounded_number_of_shapes(monkeypatch: pytest.Monke
     monkeypatch.setattr(cudnn_fp8, "_build", build)
     monkeypatch.setattr(cudnn_fp8, "_plans", type(cudnn_fp8._plans)())
 
-    def plan(length: int) -> None:
+    def plan(length: int) -> cudnn_fp8._Plan:
         shape = torch.Size((1, length, 2, 128))
-        cudnn_fp8._plan(None, None, torch.device("cuda", 0), shape, shape, 0.1)
+        return cudnn_fp8._plan(None, None, torch.device("cuda", 0), shape, shape, 0.1)
 
     for length in range(cudnn_fp8.PLANS):
         plan(length)
@@ -191,3 +191,8 @@ def test_plans_are_kept_for_a_bounded_number_of_shapes(monkeypatch: pytest.Monke
     assert len(cudnn_fp8._plans) == cudnn_fp8.PLANS
     plan(0)  # used lately, so another one had to go
     assert len(built) == cudnn_fp8.PLANS + 1
+    captured = plan(2)
+    captured.captured = True
+    for length in range(3, 3 + 2 * cudnn_fp8.PLANS):
+        plan(length)
+    assert plan(2) is captured and len(cudnn_fp8._plans) == cudnn_fp8.PLANS + 1
