@@ -218,7 +218,7 @@ class ModuleFacts(Facts):
 
     def _is_convolution(self, path: Path) -> bool:
         child = child_of(self._module, path)
-        return type(child) in (nn.Conv2d, nn.Conv3d) and untouched(child, type(child))
+        return child is not None and type(child) in (nn.Conv2d, nn.Conv3d) and untouched(child, type(child))
 
     def _pads(self, path: Path) -> bool:
         return self._is_convolution(path) and getattr(child_of(self._module, path), "padding_mode", "") != "zeros"
