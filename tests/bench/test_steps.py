@@ -91,6 +91,31 @@ def test_half_an_autoencoder_is_timed_with_the_kernels_inside_of_it(method: str)
     assert stock.wall_ms > 0
 
 
+def test_the_command_writes_arms_and_versions_and_no_table_beside_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DENOISERS, "tiny", _TINY)
+    chosen = ["--model", "tiny", "--arm", "stock", "--arm", "fast", "--repetitions", "2", "--device", "cpu"]
+    plot = tmp_path / "bars.png"
+    printed = CliRunner().invoke(app, ["bench", "step", *chosen, "--json", "-", "--plot", str(plot)])
+    assert printed.exit_code == 0, printed.output
+    said = json.loads(printed.stdout)
+    assert [row["arm"] for row in said["models"]["tiny"]["arms"]] == ["stock", "fast"]
+    assert said["models"]["tiny"]["what"] == "tiny Sana" and "versions" in said["environment"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_the_command_for_ops_times_one_and_refuses_what_is_none(tmp_path: Path) -> None:
+    options = ["--repetitions", "5", "--json", str(tmp_path / "ops.json"), "--plot", str(tmp_path / "ops.png")]
+    result = CliRunner().invoke(app, ["bench", "ops", "--op", "rms_norm", *options])
+    assert result.exit_code == 0 and "rms_norm" in result.stdout
+    assert {row["op"] for row in json.loads((tmp_path / "ops.json").read_text())["ops"]} == {"rms_norm"}
+    assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
+    wrong = CliRunner().invoke(app, ["bench", "ops", "--op", "rmsnorm"])
+    assert wrong.exit_code == 2 and "bench ops: " in wrong.output and "rms_norm" in wrong.output
+
+
 def test_an_unknown_model_ends_the_command_with_the_names_that_are_known() -> None:
     result = CliRunner().invoke(app, ["bench", "step", "--model", "sd4"])
     assert result.exit_code == 2

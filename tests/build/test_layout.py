@@ -17,6 +17,7 @@ import torch
 
 from diffkern.build import Build, Variant, build_kernels
 from tests.build.conftest import REPOSITORY, RunPython
+from tests.package.test_cli import invoke
 
 CHECK_VALUES = """
 import torch
@@ -112,6 +113,14 @@ check(module.rms_norm, module.layer_norm)
 """
     run = run_python(code, DIFFKERN_KERNELS=str(kernels_root))
     assert run.returncode == 0, run.stderr
+
+
+def test_the_command_says_what_is_there_already(kernels_root: Path) -> None:
+    said = invoke("build", "--cpu", "--output", str(kernels_root))
+    assert said.exit_code == 0 and said.output.startswith("cpu: already there: ")
+    (built,) = json.loads(invoke("build", "--cpu", "--output", str(kernels_root), "--json").output)
+    assert built["backend"] == "cpu" and not built["fresh"] and Path(built["directory"]).is_dir()
+    assert invoke("build", "--cpu", "--output", str(kernels_root), "--quiet").output == ""
 
 
 def test_same_sources_are_not_compiled_twice(kernels_root: Path) -> None:

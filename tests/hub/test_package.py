@@ -25,6 +25,7 @@ from diffkern.hub.policy import InputError
 from diffkern.providers import triton as triton_provider
 from tests.hub.conftest import ROOT, Run, result
 from tests.hub.server import Files, LoopbackHub
+from tests.package.test_cli import invoke
 
 CPU_VARIANT = Variant("cpu", None, platform.machine()).name
 
@@ -57,6 +58,21 @@ def published(hub: LoopbackHub, repository: Package) -> LoopbackHub:
 
 
 # --- what is in it -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive  # compiles where the build on this machine is not of these sources
+def test_the_command_names_the_builds_and_how_to_publish_them(tmp_path: Path, cpu_build: Build) -> None:
+    done = invoke("hub", "package", str(tmp_path / "out"), "--repo-id", "me/diffkern", "--json")
+    assert done.exit_code == 0, done.output
+    assert {CPU_VARIANT, *TRITON_VARIANTS} <= {row["build"] for row in json.loads(done.output)}
+
+
+def test_the_command_refuses_a_folder_that_holds_something_and_what_names_no_repository(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    occupied = invoke("hub", "package", str(tmp_path), "--repo-id", "me/diffkern")
+    assert occupied.exit_code == 2 and "is not empty: name a new directory" in " ".join(occupied.output.split())
+    nameless = invoke("hub", "package", str(tmp_path / "new"), "--repo-id", "diffkern")
+    assert nameless.exit_code == 2 and "'diffkern' is no repository: write 'org/repo'" in nameless.output
 
 
 def test_the_repository_is_complete(repository: Package) -> None:

@@ -28,6 +28,7 @@ def test_doctor_fits_80_columns_and_lists_every_provider(monkeypatch: pytest.Mon
         *ORDER
     }
     assert "DIFFKERN_PROVIDER" not in result.output
+    assert invoke("doctor", "--quiet").output == ""
 
 
 def test_doctor_gives_only_reasons_that_something_can_be_done_about() -> None:

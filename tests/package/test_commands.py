@@ -59,6 +59,8 @@ def test_help_needs_neither_torch_nor_anything_slow() -> None:
         "    assert 'Exit codes: 0 done; 1 failed; 2' in result.output, command\n"
         "    assert max(map(len, result.output.splitlines())) <= 80\n"
         "    group = command in ([], ['bench'], ['hub'])\n"
+        "    assert group or all(name in result.output for name in ('--json', '--quiet')), command\n"
+        "    assert command[:1] != ['bench'] or group or '--plot' in result.output, command\n"
         "    assert group or 'Examples:\\n    diffkern ' + ' '.join(command) in result.output, result.output\n"
         "    assert 'Commands:' not in result.output or '...' not in result.output.split('Commands:')[1] or command\n"
         "print(sorted({'torch', 'diffusers', 'numpy', 'transformers'} & set(sys.modules)))"
@@ -191,6 +193,7 @@ def test_verify_proves_sites_and_the_whole_model(tmp_path: Path) -> None:
         assert said in result.output
     alone = json.loads(invoke("verify", str(tmp_path), "--dtype", "float32", "--json").output)
     assert alone["fused"] is None and "pass --inputs" in alone["remark"] and alone["broken"] == []
+    assert invoke("verify", str(tmp_path), "--dtype", "float32", "--quiet").output == ""
 
 
 def test_verify_reads_the_errors_of_the_whole_model() -> None:
