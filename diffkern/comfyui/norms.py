@@ -34,6 +34,9 @@ NORMS = {
 
 _GROUP_NORMS = frozenset({"comfy.ops.disable_weight_init.GroupNorm", "comfy.ops.manual_cast.GroupNorm"})
 
+#: Norms over channels, by exact class: what diffusers has for Wan, with a weight that is cast at every call.
+_CHANNEL_NORMS = frozenset({"comfy.ldm.wan.vae.RMS_norm", "comfy.ldm.hunyuan_video.vae_refiner.RMS_norm"})
+
 #: Class and the forwards that it had when it was probed -> the norm that it computes without weights, or None.
 _probed: dict[tuple[Any, ...], str | None] = {}
 
@@ -82,6 +85,8 @@ def norm_semantics(module: nn.Module) -> NormSemantics | None:
     """What one of these norms computes, for rules that look for norms; its weights are read by :func:`readable`."""
     if full_name(type(module)) in _GROUP_NORMS:
         return _OF_GROUPS if untouched(module, type(module)) else None
+    if full_name(type(module)) in _CHANNEL_NORMS and getattr(module, "channel_first", True):
+        return _OF_CHANNELS if untouched(module, type(module)) else None
     if not hasattr(module, "normalized_shape"):
         return None
     kind = norm_kind(module)
@@ -95,11 +100,22 @@ def readable(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None] | No
     return parameters if in_float64 or all(p is None or plain(p, x.device) for p in parameters) else None
 
 
+def _gamma_and_bias(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+    """Weight and bias of a norm over channels as it casts them; None where kernels cannot read them."""
+    found = [getattr(module, name, None) for name in ("gamma", "bias")]
+    weight, bias = [None if p is None else p.to(device=x.device, dtype=x.dtype) for p in found]
+    in_float64 = x.dtype is torch.float64
+    return (weight, bias) if in_float64 or all(p is None or plain(p, x.device) for p in (weight, bias)) else None
+
+
 _SEMANTICS = {
     _OPS[entry.op]: replace(entry, reader=readable)
     for name in ("LayerNorm", "RMSNorm")
     for entry in (TABLE[f"{_TORCH}.{name}"],)
     if isinstance(entry, NormSemantics)
 }
+_WAN = TABLE["diffusers.models.autoencoders.autoencoder_kl_wan.WanRMS_norm"]
+assert isinstance(_WAN, NormSemantics)
+_OF_CHANNELS = replace(_WAN, argument="x", dim=1, reader=_gamma_and_bias)
 _OF_GROUPS = replace(GROUP_NORM, reader=readable)
 NORM_SOURCES.append(norm_semantics)

@@ -131,6 +131,7 @@ class ComfyRewriter:
     def __init__(self, numerics: str, provider: str | None, families: frozenset[str]) -> None:
         self.patches: weakref.WeakValueDictionary[int, Patch] = weakref.WeakValueDictionary()
         off = [op for op, family in _FAMILIES.items() if family not in families]
+        off.append("add_norm_silu_pad")  # which gains in channels last, where ComfyUI keeps nothing
         self._provider = provider
         self._rewriter = Rewriter(numerics, provider, off=off, observer=self._count)
         self._verify = SiteVerifier(numerics, in_float64=plain_arithmetic)

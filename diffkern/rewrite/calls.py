@@ -155,7 +155,7 @@ def _convolution(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     if conv.padding_mode == "zeros" or "_conv_forward" in conv.__dict__:
         return conv._conv_forward(x, conv.weight, bias)  # type: ignore[no-any-return]
     x = padded(x, conv._reversed_padding_repeated_twice, conv.padding_mode)
-    compute = F.conv2d if x.ndim == 4 else F.conv3d
+    compute = F.conv2d if isinstance(conv, nn.Conv2d) else F.conv3d
     return compute(x, conv.weight, bias, conv.stride, 0, conv.dilation, conv.groups)
 
 

@@ -113,6 +113,10 @@ class Facts:
         """How many layers a sequence of torch's own class calls one after the other; 0 for what is no such sequence."""
         return self._answer("length", path, self._length)  # type: ignore[return-value]
 
+    def classes(self, path: Path) -> tuple[str, ...]:
+        """The full names of the class of the child and of what it inherits from."""
+        return self._answer("classes", path, self._classes)  # type: ignore[return-value]
+
     def is_projection(self, path: Path) -> bool:
         """Whether a call of the child returns a new tensor, whatever its class: that of a linear layer, plain or not.
 
@@ -171,6 +175,9 @@ class Facts:
     def _length(self, path: Path) -> int:
         return 0
 
+    def _classes(self, path: Path) -> tuple[str, ...]:
+        return ()
+
     def _is_projection(self, path: Path) -> bool:
         return self._is_linear(path) or re.search(r"(^|_)attn\d*(_|$)", _name_of(path)) is not None
 
@@ -192,6 +199,7 @@ _METHOD = {
     "convolution": "is_convolution",
     "pads": "pads",
     "length": "length",
+    "classes": "classes",
     "activation": "activation",
     "norms": "forward_of_norms",
 }
@@ -222,6 +230,9 @@ class ModuleFacts(Facts):
 
     def _pads(self, path: Path) -> bool:
         return self._is_convolution(path) and getattr(child_of(self._module, path), "padding_mode", "") != "zeros"
+
+    def _classes(self, path: Path) -> tuple[str, ...]:
+        return tuple(map(full_name, type(child_of(self._module, path)).__mro__))
 
     def _length(self, path: Path) -> int:
         child = child_of(self._module, path)

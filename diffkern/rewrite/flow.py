@@ -27,7 +27,7 @@ class Definition:
         source: The expression that an element of a tuple, or the value after ``x += y``, is made from.
         uses: The loads that it reaches.
         deleted: The targets of ``del`` behind it, in the list of statements that it stands in.
-        is_captured: Whether a nested function reads the name, at a time that is not known.
+        is_captured: Whether it has to stay: a nested function reads the name at a time that is not known, or ``del``.
     """
 
     name: str
@@ -79,6 +79,7 @@ class Flow:
         self._env_at: dict[ast.stmt, Env] = {}
         self._bound: dict[tuple[ast.AST, str], Definition] = {}
         self._captured: set[str] = set()
+        self._wanted: set[Definition] = set()  # by a `del` that does not go with them
         self._stack: list[ast.stmt] = []
         self._guard = 0
         arguments = tree.args
@@ -91,7 +92,7 @@ class Flow:
             for definition in reaching:
                 definition.uses.append(name)
         for definition in {*self.parameters.values(), *self._bound.values()}:
-            definition.is_captured = definition.name in self._captured
+            definition.is_captured = definition.name in self._captured or definition in self._wanted
         operations = [node for node in self.nodes if isinstance(node, (ast.BinOp, ast.Call, ast.Tuple))]
         self.roots = [node for node in reversed(operations) if node in self.statement]
 
@@ -182,7 +183,7 @@ class Flow:
         """``del x`` wants x to be there: it goes with the definition, or the definition has to stay."""
         (only,) = reaching if len(reaching) == 1 else (None,)
         if only is None or only.statement is None or self.places[only.statement].block is not block:
-            self._captured.add(target.id)
+            self._wanted.update(reaching)
         elif target not in only.deleted:
             only.deleted.append(target)
 

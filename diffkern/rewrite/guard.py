@@ -53,6 +53,8 @@ class Guard:
         #: Submodules whose forwards are part of the source, with their classes and the names of what they hold.
         read: list[tuple[Path, Any]] = [(path, child_of(module, path)) for path in paths]
         self.inlined = tuple([(path, type(child), tuple(child._modules)) for path, child in read])
+        looped = {tuple(name.split(".")[:-1]) for name in own if name.endswith(".__iter__")}
+        self._looped = tuple([(path, _classes_in(child)) for path, child in read if path in looped])
         children: dict[Path, type[nn.Module]] = {}
         self._users: dict[Path, list[int]] = {}
         for site in sites:
@@ -137,6 +139,9 @@ class Guard:
             child: Any = child_of(module, path)
             if not untouched(child, cls) or tuple(child._modules) != names:
                 return f"{'.'.join(path)} has a hook, or is another module than it was"
+        for path, classes in self._looped:
+            if _classes_in(child_of(module, path)) != classes:
+                return f"the layers of {'.'.join(path)} are others than when it was patched"
         for name, function in self._globals.items():
             if global_at(self._namespace, name) is not function:
                 return f"the function {name} was replaced"
@@ -148,3 +153,7 @@ class Guard:
     def force_original(self) -> None:
         """Makes every site run its original expression, to look for a difference."""
         self.disabled = set(range(len(self.sites)))
+
+
+def _classes_in(sequence: Any) -> tuple[type, ...]:
+    return tuple([type(layer) for layer in sequence._modules.values()])

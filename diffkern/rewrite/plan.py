@@ -143,7 +143,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     wanted: set[str] | None = set() if is_processor else None
     as_written = tree if is_processor else copy.deepcopy(tree)
     while True:
-        sequences = unroll_sequences(tree, facts, only=wanted)
+        sequences = unroll_sequences(tree, facts, function.__globals__, only=wanted)
         helpers, without = inline.inline_helpers(tree, function, facts, only=wanted)
         helpers |= sequences
         decide_branches(tree, facts)

@@ -428,6 +428,49 @@ def test_another_model_is_handed_on_and_may_use_the_kitchen(comfyui: None) -> No
     assert ["Linear has no module that diffkern knows" in note for note in report.notes] == [True]
 
 
+def test_the_vae_of_wan_decodes_and_encodes_with_its_norms_fused_in_their_loops() -> None:
+    import comfy.sd
+    from comfy.ldm.wan.vae import WanVAE
+
+    generator = torch.Generator().manual_seed(0)
+    weights = WanVAE(dim=8, z_dim=16, temperal_downsample=[False, True, True]).state_dict()
+    weights = {name: torch.randn(value.shape, generator=generator) * 0.2 for name, value in weights.items()}
+    vae = comfy.sd.VAE(sd=weights)
+    latents, video = torch.randn(1, 16, 2, 4, 4, generator=generator), torch.rand(5, 32, 32, 3, generator=generator)
+    stock = vae.decode(latents), vae.encode(video)
+    optimized, report = optimize_vae(vae)
+    assert not report.skipped and not report.failed
+    for one, expected in zip((optimized.decode(latents), optimized.encode(video)), stock, strict=True):
+        assert near(one, expected)
+    calls = report.calls()
+    assert calls.keys() >= {"encoder", "decoder", "decoder.middle.0"}
+    assert all(counts["fused"] and not counts["stock"] for counts in calls.values())
+    assert torch.equal(vae.decode(latents), stock[0])
+
+
+def test_a_block_of_the_vae_of_hunyuanvideo_15_is_fused_and_hands_on_what_the_next_frames_read() -> None:
+    from comfy.ldm.hunyuan_video.vae_refiner import RMS_norm
+    from comfy.ldm.modules.diffusionmodules.model import CarriedConv3d, ResnetBlock
+
+    from diffkern.comfyui.rewrites import FAMILIES, ComfyRewriter
+
+    block = ResnetBlock(in_channels=16, temb_channels=0, conv_op=CarriedConv3d, norm_op=RMS_norm).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    patch = ComfyRewriter("fast", None, frozenset(FAMILIES)).patch(block)
+    assert patch is not None
+    carried: list[list[Tensor]] = [[], []]
+    for seed in range(2):
+        x = torch.randn(1, 16, 3, 6, 6, generator=generator)
+        before = [None if seed == 0 else list(carry) for carry in carried]
+        carried = [[], []]
+        stock = block(x, None, before[0], carried[0])
+        assert near(patch.forward(x, None, before[1], carried[1]), stock)
+        assert len(carried[0]) == 2 and all(map(near, carried[1], carried[0]))
+    assert (patch.fused_calls, sum(patch.stock_calls.values())) == (4, 0)
+
+
 def test_a_vae_decodes_and_encodes_on_fused_kernels_and_the_one_given_stays_as_it_is() -> None:
     import comfy.sd
     from comfy.ldm.models.autoencoder import AutoencoderKL

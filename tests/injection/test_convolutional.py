@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from diffkern import InjectionReport, inject_optimized_kernels
-from diffkern.rewrite import calls
+from diffkern.rewrite import Rewriter, calls
 from diffkern.verify.measures import relative_error
 from scripts.check_models.controlnets import CONTROLNETS, runnable
 from scripts.check_models.convolutional import AUTOENCODERS, ONE_SAMPLE, UNETS, shrink_tiles
@@ -322,6 +322,72 @@ def test_a_norm_in_a_sequence_is_fused_as_long_as_the_sequence_is_what_it_was(ch
     (counts,) = report.calls().values()
     whole = change in ("nothing", "layer")
     assert counts["fused"] == (4 if whole else 2) and bool(counts["stock"]) == (not whole)
+
+
+class _Convolution(nn.Conv2d):
+    """A class that a loop asks for, and calls otherwise."""
+
+
+class _InLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.GroupNorm(4, 16), nn.SiLU(), _Convolution(16, 16, 3, padding=1)
+        self.layers = nn.Sequential(*layers, nn.GroupNorm(4, 16), nn.SiLU(), nn.Dropout())
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        y = x
+        for layer in self.layers:
+            if isinstance(layer, _Convolution) and cache is not None:
+                cache.append(x)
+                x = layer(x) ** 2
+            else:
+                x = layer(x)
+        layer = self.layers[0]
+        return x + layer(y)
+
+
+@pytest.mark.parametrize("change", ["nothing", "layer", "class", "more"])
+def test_norms_in_a_loop_over_layers_are_fused_as_long_as_the_layers_are_of_the_classes_they_were(change: str) -> None:
+    blocks = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        blocks.append(_InLoop().requires_grad_(False).eval())
+    x = _drawn(2, 16, 8, 8)
+    report = inject_optimized_kernels(blocks[1], config=EVERYWHERE)
+    text = report.source("")
+    assert "for layer" not in text and "isinstance" not in text
+    for block in blocks:
+        before = block(x)
+        if change == "layer":
+            block.layers[4] = nn.Tanh()
+        elif change == "class":
+            block.layers[2].__class__ = nn.Conv2d
+        elif change == "more":
+            block.layers.append(nn.Tanh())
+    caches: list[list[Tensor]] = [[], []]
+    stock, fused = (block(x, cache) for block, cache in zip(blocks, caches, strict=True))
+    torch.testing.assert_close(fused, stock, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(caches[1], caches[0], rtol=1e-5, atol=1e-5)
+    assert relative_error(before, stock) > 1e-2 or change == "class"
+    (counts,) = report.calls().values()
+    # The third norm is alone: a rule of its own.
+    assert (counts["fused"], counts["stock"]) == ((6, 0) if change == "nothing" else (3, 1))
+
+
+class _LastLayer(_InLoop):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return layer(x)
+
+
+def test_a_loop_that_leaves_its_last_layer_behind_stays_a_loop() -> None:
+    block = _LastLayer().requires_grad_(False).eval()
+    x = _drawn(2, 16, 8, 8)
+    stock = block(x)
+    inject_optimized_kernels(block)
+    torch.testing.assert_close(block(x), stock, rtol=1e-5, atol=1e-5)
+    assert isinstance(Rewriter().rewrite(block), str)
 
 
 class _Summed(nn.Module):
