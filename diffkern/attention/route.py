@@ -28,6 +28,8 @@ RATIO = 1.05
 SLACK = 1e-6
 #: Numbers from which on the ratio means something.
 ENOUGH = 4096
+#: Keys from which on a call is of another kind.
+MANY_KEYS = 1024
 #: What ``"auto"`` must gain to leave the stock attention, and the share of its time that is left then.
 GAIN = 0.97
 
@@ -103,14 +105,14 @@ class Route:
     stock_pieces: Counter[str] = field(default_factory=Counter)
     chosen: Counter[str] = field(default_factory=Counter)
     _trials: dict[Hashable, Trial] = field(default_factory=dict)
-    _choices: dict[Hashable, tuple[Backend | None, str]] = field(default_factory=dict)
+    _choices: dict[tuple[Hashable, ...], tuple[Backend | None, str]] = field(default_factory=dict)
 
     def __call__(self, call: AttentionCall, stock: Compute) -> Tensor:
         """Computes a call; ``stock`` is how it was computed before. Programs that are exported hold that."""
         if is_exporting() or torch._C._get_tracing_state() is not None:
             return stock(call)
         if torch.compiler.is_compiling():
-            backend = None if call.unfit() else self._choices.get(call.signature(), (None, ""))[0]
+            backend = None if call.unfit() else self._choices.get(_kind(call), (None, ""))[0]
             return stock(call) if backend is None else backend.compute(call)
         reason = call.unfit()
         if reason is not None:
@@ -153,9 +155,9 @@ class Route:
 
     def _choose(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
         """The backend of a call, or None and why; an empty reason if the stock attention is simply the fastest."""
-        kind = call.signature()
+        kind = _kind(call)
         timed = self.auto or any(backend.timed for backend in self.backends)
-        key: Hashable = (kind, _size(call)) if timed else kind
+        key = (*kind, _size(call)) if timed else kind
         if key not in self._choices:
             if call.query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None, "not tried yet, and not to be tried while a CUDA graph is captured: run one call before"
@@ -163,7 +165,7 @@ class Route:
                 return None, "not tried yet, and not to be tried under a transform: run one call before"
             with preserved(call.query.device):
                 choice = self._measure(call, stock) if timed else self._first(call, stock)
-            # Graphs do not know how long sequences are, and take the last choice.
+            # Graphs of the compiler do not know how long sequences are, and take the last choice of the kind.
             self._choices[key] = self._choices[kind] = choice
             if timed and self.observer is not None:
                 self.observer.chose(call, "the stock attention" if choice[0] is None else choice[0].name)
@@ -200,8 +202,8 @@ class Route:
         """Keeps a backend that raised from calls of this kind; returns the reason."""
         signature, none = call.signature(), float("nan")
         trial = Trial(backend.name, signature, none, none, False, f"failed: {summary(error)}")
-        self._trials[_kind(backend, call)] = trial
-        for key in [key for key in self._choices if key == signature or (isinstance(key, tuple) and signature in key)]:
+        self._trials[_trial(backend, call)] = trial
+        for key in [key for key in self._choices if key[0] == signature]:
             del self._choices[key]
         if self.observer is not None:
             self.observer.tried(trial, auto=False)
@@ -211,7 +213,7 @@ class Route:
         """Why a backend cannot serve calls of this kind, or None."""
         signature = call.signature()
         refusal = backend.refusal(signature)
-        key = _kind(backend, call)
+        key = _trial(backend, call)
         if refusal is not None or (not self.verify and key not in self._trials):
             return refusal
         if key not in self._trials:
@@ -311,7 +313,12 @@ _STOCK_IS_BEST = "measured to be the best"
 REPLACED = "the stock attention was replaced after the injection"
 
 
-def _kind(backend: Backend, call: AttentionCall) -> Hashable:
+def _kind(call: AttentionCall) -> tuple[Hashable, ...]:
+    """What a choice is made for: few keys, as those of a text, are another kind than those of an image."""
+    return call.signature(), call.key.shape[1] >= MANY_KEYS
+
+
+def _trial(backend: Backend, call: AttentionCall) -> Hashable:
     """What a backend is tried once for: with its lengths where the choice depends on them."""
     return backend.name, call.signature(), _size(call) if backend.timed else None
 

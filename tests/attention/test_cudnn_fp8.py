@@ -84,16 +84,41 @@ def test_a_route_serves_within_the_stated_error_and_steps_aside_beyond(call: Att
     assert "and states one of up to 0.1" in next(iter(route.stock_calls))
 
 
+def gains_from(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the backend take half of the time where there are that many keys, and twice the time elsewhere."""
+
+    def seconds(compute: object, call: AttentionCall) -> float:
+        return 2.0 if (compute is stock) == (call.key.shape[1] >= keys) else 1.0
+
+    monkeypatch.setenv("DIFFKERN_CHOICES", "0")
+    monkeypatch.setattr(routes, "seconds", seconds)
+
+
+def test_a_compiled_graph_takes_the_choice_for_images_and_for_texts(
+    make_call: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both differ in their number of keys alone, and the text comes last."""
+    gains_from(1024, monkeypatch)
+    images = make_call(batch=1, queries=9, keys=1024, heads=1, kv_heads=1, head_dim=128, dtype=torch.bfloat16)
+    text = replace(images, key=images.key[:, :20], value=images.value[:, :20])
+    route = Route([replace(HERE, timed=True)])
+
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return route(AttentionCall(query, key, value), stock)
+
+    with torch.no_grad():
+        for call in (images, text):
+            route(call, stock)
+        compiled = torch.compile(compute, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(images.query, images.key, images.value), cudnn_fp8.attend(images))
+        assert torch.equal(compiled(text.query, text.key, text.value), stock(text))
+
+
 def test_it_serves_only_where_it_gains(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKENDS["cudnn_fp8"].timed
-    monkeypatch.setenv("DIFFKERN_CHOICES", "0")
-    costs = {"long": {"fp8": 1.0, "stock": 2.0}, "short": {"fp8": 2.0, "stock": 1.0}}
+    gains_from(300, monkeypatch)
     short = replace(call, key=call.key[:, :9], value=call.value[:, :9])
 
-    def seconds(compute: object, given: AttentionCall) -> float:
-        return costs["long" if given.key.shape[1] > 9 else "short"]["stock" if compute is stock else "fp8"]
-
-    monkeypatch.setattr(routes, "seconds", seconds)
     route = Route([replace(HERE, timed=True)], strict=True)
     with torch.no_grad():
         for _ in range(2):
