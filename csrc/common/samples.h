@@ -17,9 +17,14 @@ struct Steps {
 struct SampleShape {
   int64_t samples;
   int64_t frames;  // samples that lie `frame` apart, before the next `batch`; 1 where a sample has all frames
-  Divisor by_frames;
   int64_t channels;
   int64_t positions;
+  Divisor by_frames;
+
+  SampleShape() = default;
+  SampleShape(int64_t samples, int64_t frames, int64_t channels, int64_t positions)
+      : samples(samples), frames(frames), channels(channels), positions(positions),
+        by_frames(make_divisor(frames > 0 ? static_cast<uint32_t>(frames) : 1)) {}
 };
 
 namespace {  // internal linkage: the same header is compiled for several instruction sets

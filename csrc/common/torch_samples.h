@@ -52,11 +52,8 @@ struct Parameter {
       map.dims > 1) {
     return false;
   }
-  shape->frames = per_frame ? sizes[2] : 1;
-  shape->by_frames = make_divisor(static_cast<uint32_t>(shape->frames));
-  shape->samples = sizes[0] * shape->frames;
-  shape->channels = sizes[1];
-  shape->positions = map.rows;
+  const int64_t frames = per_frame ? sizes[2] : 1;
+  *shape = {sizes[0] * frames, frames, sizes[1], map.rows};
   // A single element may carry any stride. 1 suits the channels of a single position, whose own stride is then
   // that of the next sample or anything else.
   const auto steps = [&](const auto& strides, int operand) {
