@@ -24,6 +24,12 @@ MODELS = AUTOENCODERS | UNETS
 WITH_SITES, CONFIG = KernelConfig({"*": "eager"}, measure=True), KernelConfig({"*": None}, measure=True)
 
 
+@pytest.fixture(autouse=True)
+def calls_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is."""
+    monkeypatch.setattr(layout_fusion, "_LONGEST", float("inf"))
+
+
 @pytest.fixture
 def gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Channels last is faster here, whatever this machine's clock says."""
@@ -136,6 +142,16 @@ def test_weights_that_were_made_in_inference_mode_keep_their_layout_and_serve_af
             assert torch.equal(_call(model, "kl"), stock)
             assert any("was made in inference mode" in note for note in report.notes)
             report.restore()
+
+
+def test_a_model_whose_second_call_takes_too_long_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_fusion, "_LONGEST", -1.0)
+    model = MODELS["kl"].build()
+    report = _inject(model)
+    stock = _call(model, "kl")
+    assert not any("layout" in note for note in report.notes), "the first call may have proven and compiled"
+    assert torch.equal(_call(model, "kl"), stock)
+    assert any("too long to be timed in both layouts" in note for note in report.notes)
 
 
 def test_a_model_without_a_gain_keeps_its_layout_and_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
