@@ -31,8 +31,9 @@ class Unit:
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 
-# No fused multiply-add of the compiler's own making: it would change results that are promised to the bit.
-COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
+# No fused multiply-add of the compiler's own making: it would change results that are promised to the bit. And a list
+# of numbers for a struct that has got another member is an error: it would fill that one.
+COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Werror=narrowing")
 #: The oldest torch whose stable ABI is used, as its headers want to be told.
 TORCH_FLAGS = (f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI[0]:02x}{TORCH_ABI[1]:02x}000000000000",)
 

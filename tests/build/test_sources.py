@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 from diffkern.build import compiling
 from diffkern.build.archs import CUDA_ARCHS, ROCM_ARCHS
 from diffkern.build.sources import COMMON_FLAGS, FAMILIES, source_directory, source_hash, units
-from diffkern.build.toolchain import Tool
+from diffkern.build.toolchain import Tool, find_cxx
+from tests.build.conftest import require_tool
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,6 +59,17 @@ def test_no_build_makes_fused_multiply_adds_by_itself(manifest: dict, backend: s
     assert len(sections) >= len(FAMILIES)
     tool = Tool("hipcc" if backend == "rocm" else "g++", ("compiler",), (6, 0))
     assert "-ffp-contract=off" in (compiling._device_flags(tool, 1) if backend == "rocm" else COMMON_FLAGS)
+
+
+def test_a_list_of_numbers_for_a_struct_with_a_member_more_stops_the_build(tmp_path: Path) -> None:
+    compiler = require_tool("g++", find_cxx)
+    (tmp_path / "shape.cpp").write_text(
+        "struct Divisor { unsigned value; };\nstruct Shape { long frames; Divisor by_frames; long positions; };\n"
+        "Shape shape(long frames, long positions) { return {frames, positions}; }\n"
+    )
+    command = [*compiler.command, *COMMON_FLAGS, "-fsyntax-only", str(tmp_path / "shape.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "narrow" in done.stderr
 
 
 def test_every_exact_product_and_sum_forbids_contraction_under_hip() -> None:
