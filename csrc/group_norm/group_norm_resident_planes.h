@@ -99,7 +99,7 @@ struct ResidentPlanes {
                                           const uint4& packet) {
       float values[kCount];
       unpack<T>(packet, values);
-      pivot = values[0] + shift(p, plan, task, 0);
+      pivot = values[0];
     }
 
     __device__ __forceinline__ void add(const GroupNormParams& p, const Plan& plan, const ResidentPlanes& task,
@@ -111,7 +111,7 @@ struct ResidentPlanes {
       float packet_squares = 0.0f;
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        const float value = (values[j] + more) - pivot;
+        const float value = (values[j] - pivot) + more;  // in this order: a mean far from zero costs nothing
         packet_sum += value;
         packet_squares = fmaf(value, value, packet_squares);
       }
