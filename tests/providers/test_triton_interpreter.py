@@ -39,7 +39,8 @@ _FAMILIES = {
     ),
     "rope": Selection(
         ("rope_values", "every_kernel", "attention_fp8"),
-        "triton and (also_on_nothing or different_pairings or own_table or fail_where_it_does or finite)",
+        "triton and not and_fp8"
+        " and (also_on_nothing or different_pairings or own_table or fail_where_it_does or finite)",
         16,
     ),
 }
