@@ -1,7 +1,7 @@
 // CUDA and HIP kernels for group_norm_silu.
 //
-// One pass, where the shared memory of the multiprocessors is large enough to keep what has been read until all of it
-// has been read (group_norm_resident.h). Else two, each over enough blocks to fill the GPU even for one sample of a few
+// One kernel where a multiprocessor has the shared memory that it asks for: it keeps what it has read last, and reads
+// only the rest again (group_norm_resident.h). Else two, each over enough blocks to fill the GPU even for one sample of a few
 // groups: the first leaves statistics for each part of a group, the second normalises. Which of them depends on what is
 // next to what in memory: the positions of a channel (planes), or the channels of a position (pixels).
 #include <algorithm>

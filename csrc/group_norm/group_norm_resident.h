@@ -1,8 +1,8 @@
-// One kernel that reads its input once, where the input fits into the shared memory of all multiprocessors.
+// One kernel, which reads again only what the shared memory of all multiprocessors could not hold.
 //
 // Each block, one for a multiprocessor, streams its parts through a ring of packets in shared memory, leaves their
 // statistics, waits for all other blocks, and normalises backwards: what the ring still holds is not read again, and
-// what has to be was read last. A thread waits for its own packets alone, which nobody else touches.
+// what has to be was read last. A thread waits for its own packets alone: no other thread reads or writes them.
 #pragma once
 
 #include "../common/gpu.h"

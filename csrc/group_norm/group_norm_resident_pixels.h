@@ -1,4 +1,4 @@
-// What a thread of the kernel that reads once does of a part, where the channels of a position are neighbours in memory.
+// What a thread of the kernel that keeps what it reads does of a part, where the channels of a position are neighbours in memory.
 //
 // A thread sums up around the first value that it sees of each channel; its block merges that by channels, then by
 // groups.

@@ -1,4 +1,4 @@
-// What a thread of the kernel that reads once does of a part, where the positions of a channel are neighbours in memory.
+// What a thread of the kernel that keeps what it reads does of a part, where the positions of a channel are neighbours in memory.
 #pragma once
 
 #include <algorithm>

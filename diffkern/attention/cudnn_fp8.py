@@ -125,7 +125,7 @@ def _build(cudnn: Any, handle: Any, query: torch.Size, key: torch.Size, scale: f
     batch, length, heads, channels = query
     output.set_uid(_OUTPUT).set_output(True).set_dim((batch, heads, length, channels))
     output.set_stride(_heads_second(query)).set_data_type(e4m3)
-    # Nobody reads the peaks, but without them cuDNN's own engines do not serve on Hopper.
+    # The peaks are not read, but without them cuDNN's own engines do not serve on Hopper.
     for uid, peak in zip((_WEIGHT_PEAK, _OUTPUT_PEAK), peaks, strict=True):
         peak.set_uid(uid).set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(f32)
     graph.validate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -159,10 +158,12 @@ CONTROLNETS |= {
 }
 
 
-def runnable(models: Mapping[str, Denoiser]) -> dict[str, Denoiser]:
-    """The models that run here: one resizes masks with torchvision, which may be missing, or be for another torch."""
+def missing_for(name: str) -> str | None:
+    """Why a model cannot run here: one asks for torchvision, which may be missing, or be for another torch."""
+    if name != "controlnet_cosmos":
+        return None
     try:
         importlib.import_module("torchvision")
-    except (ImportError, RuntimeError):
-        return {name: model for name, model in models.items() if name != "controlnet_cosmos"}
-    return dict(models)
+    except (ImportError, RuntimeError) as error:
+        return f"it needs torchvision: {error}"
+    return None

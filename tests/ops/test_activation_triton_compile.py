@@ -13,11 +13,11 @@ from tests.ops.triton_compile import (
     MAIN_TARGETS,
     OTHER_TARGETS,
     Launch,
-    Recorder,
     Target,
     compile_launch,
     compiles,
     name_of,
+    record_launches,
 )
 
 pytest.importorskip("triton")
@@ -61,13 +61,9 @@ def launches(
     triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> list[Launch]:
     """All launches of the calls above, which compute nothing here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     from diffkern.providers.triton import activation, group_norm
 
-    recorded: list[Launch] = []
-    for module in (activation, group_norm):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Recorder(getattr(module, name), recorded))
+    recorded = record_launches(monkeypatch, tmp_path_factory, activation, group_norm)
     _call_activation(activation)
     _call_group_norm(group_norm)
     _call_channel_rms(group_norm)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffkern.providers.eager import attention_fp8 as eager
-from tests.ops.triton_compile import Launch, Recorder, Target, compiles, name_of
+from tests.ops.triton_compile import Launch, Target, compiles, name_of, record_launches
 
 TARGETS: list[Target] = [("cuda", 90, 32), ("cuda", 120, 32)]
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -79,12 +79,9 @@ def launches(
     triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> list[Launch]:
     """The launches around an attention, which compute nothing here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     from diffkern.providers.triton import attention_fp8
 
-    recorded: list[Launch] = []
-    for name in ("ranges_kernel", "scales_kernel", "round_kernel", "dequantize_kernel"):
-        monkeypatch.setattr(attention_fp8, name, Recorder(getattr(attention_fp8, name), recorded))
+    recorded = record_launches(monkeypatch, tmp_path_factory, attention_fp8)
     query = torch.empty(1, 4608, 24, 128, dtype=torch.bfloat16)
     x = attention_fp8.quantize(query, query[:, :1], query[:, :1])
     attention_fp8.dequantize(x.query, x, query.dtype)

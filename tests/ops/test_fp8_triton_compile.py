@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.ops.triton_compile import Launch, Recorder, Target, compiles, name_of
+from tests.ops.triton_compile import Launch, Target, compiles, name_of, record_launches
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
@@ -22,13 +22,10 @@ def launches(
     triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> list[Launch]:
     """Launches for typical inputs, which compute nothing here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     from diffkern.providers.eager.modulate import LAYER, RMS
     from diffkern.providers.triton import fp8, modulate
 
-    recorded: list[Launch] = []
-    monkeypatch.setattr(modulate, "modulate_kernel", Recorder(modulate.modulate_kernel, recorded))
-    monkeypatch.setattr(fp8, "activation_fp8_kernel", Recorder(fp8.activation_fp8_kernel, recorded))
+    recorded = record_launches(monkeypatch, tmp_path_factory, modulate, fp8)
     x, row = torch.empty(2, 64, 2048, dtype=torch.bfloat16), torch.empty(2, 1, 2048, dtype=torch.bfloat16)
     modulate.norm_modulate_fp8(x, row, row, None, None, 1e-6, RMS)
     modulate.gate_residual_norm_modulate_fp8(x, x, row, row, row, row[0, 0], row[0, 0], 1e-6, LAYER)

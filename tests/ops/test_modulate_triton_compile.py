@@ -12,11 +12,11 @@ from tests.ops.triton_compile import (
     MAIN_TARGETS,
     OTHER_TARGETS,
     Launch,
-    Recorder,
     Target,
     compile_launch,
     compiles,
     name_of,
+    record_launches,
 )
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -28,12 +28,10 @@ def launches(
     triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> list[Launch]:
     """Launches for typical inputs, which compute nothing here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
     from diffkern.providers.eager.modulate import LAYER, NO_NORM, RMS, SIGMOID, TANH
     from diffkern.providers.triton import modulate
 
-    recorded: list[Launch] = []
-    monkeypatch.setattr(modulate, "modulate_kernel", Recorder(modulate.modulate_kernel, recorded))
+    recorded = record_launches(monkeypatch, tmp_path_factory, modulate)
     x = torch.empty(2, 64, 2048, dtype=torch.bfloat16)
     table = torch.empty(2, 64, 6, 2048, dtype=torch.bfloat16)
     shift, scale, gate, *_ = table.unbind(2)

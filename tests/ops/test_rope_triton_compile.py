@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,11 +12,11 @@ from tests.ops.triton_compile import (
     MAIN_TARGETS,
     OTHER_TARGETS,
     Launch,
-    Recorder,
     Target,
     compile_launch,
     compiles,
     name_of,
+    record_launches,
 )
 
 pytest.importorskip("triton")
@@ -26,15 +25,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 
 @pytest.fixture
-def launches(triton: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+def launches(
+    triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> list[Launch]:
     """Launches for typical inputs, which compute nothing here."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from diffkern.providers.eager.modulate import LAYER, RMS
     from diffkern.providers.eager.rope import FLOAT32, FLOAT64, INPUT
     from diffkern.providers.triton import rope
 
-    recorded: list[Launch] = []
-    monkeypatch.setattr(rope, "rope_kernel", Recorder(rope.rope_kernel, recorded))
+    recorded = record_launches(monkeypatch, tmp_path_factory, rope)
     half, none = torch.bfloat16, (None, None, None, None)
     x = torch.empty(1, 256, 24, 128, dtype=half)
     cos, sin = torch.empty(2, 256, 1, 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,6 +42,18 @@ class Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: self._launches.append((self._kernel, args, options))
+
+
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch, cache: pytest.TempPathFactory, *modules: ModuleType
+) -> list[Launch]:
+    """Has the kernels of modules compute nothing; returns the list to which their launches are added from here on."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache.getbasetemp() / "triton"))
+    launches: list[Launch] = []
+    for module in modules:
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
+    return launches
 
 
 def name_of(target: Target) -> str:
