@@ -74,9 +74,8 @@ def _clock(run: Callable[[], None], device: torch.device) -> float:
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(device):
-            torch.cuda._sleep(
-                SLEEP
-            )  # meanwhile the host gets ahead: in a model, or a graph, the GPU seldom waits for it
+            # Meanwhile the host gets ahead: in a model, or a graph, the GPU seldom waits for it.
+            torch.cuda._sleep(SLEEP)
         start.record(torch.cuda.current_stream(device))
         run()
         end.record(torch.cuda.current_stream(device))
