@@ -1,16 +1,15 @@
 """Padding of images and videos with pixels of their own, as shapes; and padding that keeps the order of memory.
 
-On a GPU torch copies what lies in channels last into row-major order before it repeats or mirrors the outer pixels, and
-the convolution behind that copies the result back: three passes, in which neighbours in memory are read far apart. Here
-whole pixels are gathered in one.
+On a GPU torch looks up where each number of the result comes from, at a fifth of the speed of memory, and copies what
+lies in channels last into row-major order before, which the convolution behind it copies back. Here one copy of the
+image and one of each of its sides, which are small, do the same.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,29 +74,56 @@ class RepeatedFrames:
 
 
 def padded(x: Tensor, padding: Sequence[int], mode: str) -> Tensor:
-    """``F.pad(x, padding, mode)``, but in channels last where ``x`` is, on every device."""
-    followed = mode in _PLACES and len(padding) == 2 * x.ndim - 4 and min(padding) >= 0
-    if not followed or not is_last(x) or not reorders(x) or (torch.is_grad_enabled() and x.requires_grad):
+    """``F.pad(x, padding, mode)``, but laid out as ``x`` is: a copy of the image, then copies of its sides."""
+    followed = mode in _PLACES and len(padding) == 2 * x.ndim - 4 and min(padding) >= 0 and x.numel()
+    if not followed or not reorders(x) or (torch.is_grad_enabled() and x.requires_grad):
         return F.pad(x, padding, mode)
-    places = torch.arange(x.shape[0], device=x.device)
-    for dim, size in enumerate(x.shape[2:], 3 - x.ndim):
-        before, behind = padding[2 * -dim :][:2]
-        if mode != "replicate" and max(before, behind) > size - (mode == "reflect"):
-            return F.pad(x, padding, mode)  # which says what is wrong
-        at = _PLACES[mode](torch.arange(-before, size + behind, device=x.device), size)
-        places = places[..., None] * size + at
-    pixels = x.movedim(1, -1).flatten(0, -2)  # a view
-    return pixels[places.flatten()].view(*places.shape, -1).movedim(-1, 1)
+    sides = list(zip(x.shape[2:], padding[-2::-2], padding[::-2], strict=True))
+    if mode != "replicate" and any(max(sizes) > size - (mode == "reflect") for size, *sizes in sides):
+        return F.pad(x, padding, mode)  # which says what is wrong
+    shape = *x.shape[:2], *(size + before + behind for size, before, behind in sides)
+    last = is_last(x)
+    y = torch.empty(
+        shape, dtype=x.dtype, device=x.device, memory_format=_LAST[x.ndim] if last else torch.contiguous_format
+    )
+    pixels, result = _in_pixels(x, y) if last else (x, y)
+    inner = result
+    for dim, (size, before, _) in enumerate(sides, 1 if last else 2):
+        inner = inner.narrow(dim, before, size)
+    inner.copy_(pixels)
+    for dim, (size, before, behind) in enumerate(sides, 1 if last else 2):
+        _copy_sides(result, dim, size, before, behind, mode)
+    return y
 
 
-#: Which pixel of a row is at a place beside it, by the mode.
-_PLACES: dict[str, Any] = {
-    "replicate": lambda at, size: at.clamp_(0, size - 1),
-    "reflect": lambda at, size: size - 1 - (size - 1 - at.abs_()).abs_(),
-    "circular": lambda at, size: at.remainder_(size),
+def _copy_sides(y: Tensor, dim: int, size: int, before: int, behind: int, mode: str) -> None:
+    """Fills what lies before and behind ``size`` places of one dimension."""
+    if mode == "replicate":
+        for place, count, outer in ((0, before, before), (before + size, behind, before + size - 1)):
+            if count:
+                y.narrow(dim, place, count).copy_(y.narrow(dim, outer, 1))
+        return
+    for at in (*range(-before, 0), *range(size, size + behind)):
+        y.select(dim, before + at).copy_(y.select(dim, before + _PLACES[mode](at, size)))
+
+
+def _in_pixels(*images: Tensor) -> list[Tensor]:
+    """What lies in channels last with channels as its last dimension, 16 bytes taken as one number where they fit."""
+    pixels = [x.movedim(1, -1) for x in images]
+    places = [(x.data_ptr(), x.storage_offset() * x.element_size(), x.shape[-1] * x.element_size()) for x in pixels]
+    fit = all(place % 16 == 0 for each in places for place in each)
+    return [x.view(torch.complex128) for x in pixels] if fit else pixels
+
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+#: Which place of a row of so many is also the one at a place beside it, by the mode.
+_PLACES: dict[str, Callable[[int, int], int]] = {
+    "replicate": lambda at, size: min(max(at, 0), size - 1),
+    "reflect": lambda at, size: size - 1 - abs(size - 1 - abs(at)),
+    "circular": lambda at, size: at % size,
 }
 
 
 def reorders(x: Tensor) -> bool:
-    """Whether torch brings what it pads into row-major order."""
+    """Whether torch pads in row-major order alone, and slowly."""
     return x.is_cuda and not torch.compiler.is_compiling()
