@@ -1,7 +1,10 @@
 """Attention on e4m3 in plain PyTorch: how queries, keys and values come into fp8, and what cuDNN makes of them.
 
 Scores do not change if one vector is taken from all keys, and the output moves by what is taken from all values:
-both lose the mean of each channel, which would use up the four digits of e4m3 where it is large.
+both lose a mean of each channel, which would use up the four digits of e4m3 where it is large. Any vector serves for
+keys. That of values is exact: the output is rounded, too, and near their mean where weights are smooth.
+
+e4m3 keeps its digits over 2 ** 15, so that scales of queries and keys need not be tight: a sample of tokens will do.
 """
 
 from __future__ import annotations
@@ -15,6 +18,11 @@ from diffkern.providers.eager.fp8 import E4M3, LARGEST, SMALLEST_PEAK
 
 #: What attention weights, at most 1, are multiplied by before they become e4m3, whose least number is 2 ** -9.
 WEIGHT_SCALE = 256.0
+
+#: Tokens of each head, at most, that say the range of queries and keys, and the mean of keys; a power of two.
+SAMPLE = 128
+#: What the largest magnitude in a sample becomes: 28 times as much fits above, digits are kept down to 1/1024 of it.
+SAMPLE_PEAK = 16.0
 
 
 @dataclass(frozen=True)
@@ -42,19 +50,23 @@ class Quantized:
 def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
     """Brings queries, keys and values ``[B, length, heads, D]`` into e4m3; what is not finite becomes NaN.
 
-    A scale comes from the largest magnitude of a channel and its mean, and may be larger than what is left without the
-    mean asks for: a number of e4m3 keeps its digits down to 1/28672 of the largest one.
+    The largest magnitude among some queries, and some keys without their mean, becomes :data:`SAMPLE_PEAK`; a number
+    more than 28 times as large becomes 448. The scale of values comes from the largest magnitude of a channel and its
+    mean, and may be larger than what is left without the mean asks for.
     """
     query, key, value = (x.float() for x in (query, key, value))
-    (key_mean, key_bound), (value_mean, value_bound) = _mean_and_bound(key), _mean_and_bound(value)
-    peaks = torch.stack([_finite(query).abs().amax(), key_bound.amax()]).clamp_min(SMALLEST_PEAK)
+    some_queries, some_keys = _finite(_sample(query)), _finite(_sample(key))
+    (key_mean, key_bound), (value_mean, value_bound) = _mean_and_bound(some_keys), _mean_and_bound(_finite(value))
+    peaks = torch.stack([some_queries.abs().amax(), key_bound.amax()])
+    # A sample of zeros says nothing of the others.
+    scales = torch.where(peaks > 0, peaks.clamp_min(SMALLEST_PEAK), SAMPLE_PEAK) / SAMPLE_PEAK
     value_scale = value_bound.clamp_min(SMALLEST_PEAK) / LARGEST
     rest = torch.tensor([1.0, 1 / WEIGHT_SCALE, WEIGHT_SCALE, 1.0], device=query.device)
     return Quantized(
-        _round(query * (LARGEST / peaks[0])),
-        _round((key - key_mean[:, None]) * (LARGEST / peaks[1])),
+        _round(query * (1 / scales[0])),
+        _round((key - key_mean[:, None]) * (1 / scales[1])),
         _round((value - value_mean[:, None]) * (1 / value_scale)[:, None]),
-        torch.cat([peaks / LARGEST, rest]),
+        torch.cat([scales, rest]),
         value_scale,
         value_mean,
     )
@@ -78,11 +90,16 @@ def dequantize(y: Tensor, x: Quantized, dtype: torch.dtype) -> Tensor:
     return torch.addcmul(mean, y.float(), scale).to(dtype)
 
 
+def _sample(x: Tensor) -> Tensor:
+    """Up to :data:`SAMPLE` of the tokens of ``[B, T, G, D]``, spread over all of them without a period."""
+    length, i = x.shape[1], torch.arange(min(x.shape[1], SAMPLE), device=x.device)
+    return x if length <= SAMPLE else x[:, (i * SAMPLE + i * 79 % SAMPLE) * length // SAMPLE**2]
+
+
 def _mean_and_bound(x: Tensor) -> tuple[Tensor, Tensor]:
     """The mean of each channel over the tokens of ``[B, T, G, D]``, and a bound of what is left without it."""
-    finite = _finite(x)
-    mean = finite.mean(1)
-    return mean, finite.abs().amax(1) + mean.abs()
+    mean = x.mean(1)
+    return mean, x.abs().amax(1) + mean.abs()
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from diffkern.providers.eager.attention_fp8 import WEIGHT_SCALE, Quantized
+from diffkern.providers.eager.attention_fp8 import SAMPLE, SAMPLE_PEAK, WEIGHT_SCALE, Quantized
 from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.triton.attention_fp8_kernels import (
     dequantize_kernel,
@@ -19,8 +19,8 @@ from diffkern.providers.triton.launching import Plan, device_guard, launch
 
 #: Tokens of a tile and tiles of a program that rounds.
 TOKENS, STEPS = 32, 4
-#: Tokens of a tile whose range is found, programs that find ranges, all at once on a large GPU, and blocks of a head
-#: that are reduced at once.
+#: Tokens of a tile whose range is found, programs that find ranges of values, all at once on a large GPU, and blocks
+#: of a head that are reduced at once.
 RANGE_TOKENS, RANGE_PROGRAMS, BLOCKS = 16, 1056, 16
 
 
@@ -31,16 +31,15 @@ def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
     ranges, scales, rounds = _quantize_plans(
         query.shape, key.shape, *(s for x in (query, key, value) for s in x.stride()[:3])
     )
-    heads = query.shape[2] + 2 * kv_heads
-    blocks = _range_blocks(max(query.shape[1], keys), batch * heads)
-    parts = _numbers(query, batch, heads, 2, blocks, head_dim)
-    peaks, scalars = _numbers(query, 8).split([2, 6])
+    blocks = _range_blocks(keys, batch * kv_heads)
+    parts = _numbers(query, batch, kv_heads, 2, blocks, head_dim)
+    peaks, scalars = _numbers(query, batch * (query.shape[2] + kv_heads)), _numbers(query, 6)
     means, scale = _numbers(query, batch, 2 * kv_heads, head_dim), _numbers(query, batch, kv_heads, head_dim)
     rounded = torch.empty(query.numel() + 2 * key.numel(), dtype=E4M3, device=query.device)
     with device_guard(query.device):
-        launch(ranges, ranges_kernel, (query, key, value, parts, peaks), query.device)
-        launch(scales, scales_kernel, (parts, peaks, means, scale), query.device)
-        launch(rounds, round_kernel, (query, key, value, rounded, peaks, means, scale, scalars), query.device)
+        launch(ranges, ranges_kernel, (query, key, value, parts, peaks, means), query.device)
+        launch(scales, scales_kernel, (parts, peaks, means, scale, scalars), query.device)
+        launch(rounds, round_kernel, (query, key, value, rounded, means, scale, scalars), query.device)
     q8, k8, v8 = rounded.split([query.numel(), key.numel(), key.numel()])
     q8, k8, v8 = q8.view(query.shape), k8.view(key.shape), v8.view(key.shape)
     return Quantized(q8, k8, v8, scalars, scale, means[:, kv_heads:])
@@ -71,16 +70,19 @@ def _range_blocks(length: int, heads: int) -> int:
 def _quantize_plans(query: tuple[int, ...], key: tuple[int, ...], *strides: int) -> tuple[Plan, Plan, Plan]:
     batch, keys, kv_heads, head_dim = key
     queries, heads = query[1:3]
-    longest, all_heads = max(queries, keys), batch * (heads + 2 * kv_heads)
-    ranges, rounds = _range_blocks(longest, all_heads), _blocks(longest)
-    tiles = [-(-length // (RANGE_TOKENS * ranges)) for length in (queries, keys)]
+    v_heads, qk_heads = batch * kv_heads, batch * (heads + kv_heads)
+    ranges, v_rounds, rounds = _range_blocks(keys, v_heads), _blocks(keys), _blocks(max(queries, keys))
+    tiles = -(-keys // (RANGE_TOKENS * ranges))
     sizes, options = (heads, kv_heads, head_dim), {"num_warps": 4}
     tokens = *strides, queries, keys
     firsts = batch * queries * heads * head_dim, batch * (queries * heads + keys * kv_heads) * head_dim
+    found = (*tokens, ranges * v_heads, ranges, tiles, batch * heads, *sizes, RANGE_TOKENS, SAMPLE)
+    reduced = (keys, ranges, batch * heads, v_heads, WEIGHT_SCALE, kv_heads, head_dim, BLOCKS, SAMPLE_PEAK)
+    rounded = (*tokens, v_rounds * v_heads, v_rounds, rounds, *firsts, *sizes, TOKENS, STEPS)
     return (
-        Plan((ranges * all_heads,), (*tokens, ranges, *tiles, *sizes, RANGE_TOKENS), options),
-        Plan((all_heads,), (keys, ranges, *sizes, BLOCKS), options),
-        Plan((rounds * all_heads,), (*tokens, rounds, *firsts, WEIGHT_SCALE, *sizes, TOKENS, STEPS), options),
+        Plan((ranges * v_heads + qk_heads,), found, options),
+        Plan((1 + v_heads,), reduced, options),
+        Plan((v_rounds * v_heads + rounds * qk_heads,), rounded, options),
     )
 
 

@@ -1,7 +1,7 @@
-"""The Triton kernels around an attention on e4m3: ranges of channels, their means and scales, rounding, and back.
+"""The Triton kernels around an attention on e4m3: ranges of channels, means and scales, rounding, and back.
 
-Heads of queries, keys and values are numbered in this order in one launch, and programs of one block of tokens follow
-each other. Sums are added up in a fixed order: a call has the same bits every time.
+In a launch heads of values come first, for what was read last is read again at once. Sums are added up in a fixed
+order: a call has the same bits every time.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -15,11 +15,18 @@ import triton.language as tl
 @triton.jit
 def _head_of(
     pid, q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    queries, keys, blocks, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    queries, keys, values, v_blocks, blocks, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """What a program works on: the head among all, the sample, the block, and where the head's tokens are."""
-    head, rest = pid % (HEADS + 2 * KV_HEADS), pid // (HEADS + 2 * KV_HEADS)
-    block, batch = rest % blocks, (rest // blocks).to(tl.int64)
+    """What a program works on: the head among all, the sample, the block, and where the head's tokens are.
+
+    ``values`` programs have ``v_blocks`` of each head of the values; after them ``blocks`` of each other head follow.
+    """
+    if pid < values:
+        head, rest, parts = HEADS + KV_HEADS + pid % KV_HEADS, pid // KV_HEADS, v_blocks + 0
+    else:
+        pid -= values
+        head, rest, parts = pid % (HEADS + KV_HEADS), pid // (HEADS + KV_HEADS), blocks + 0
+    block, batch = rest % parts, (rest // parts).to(tl.int64)
     if head < HEADS:
         x_ptr = q_ptr + batch * q_batch + head * q_head
         stride, length = q_token + 0, queries + 0
@@ -34,78 +41,95 @@ def _head_of(
 
 @triton.jit
 def ranges_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
-    v_batch, v_token, v_head, queries, keys, blocks, q_tiles, k_tiles,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, mean_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
+    v_batch, v_token, v_head, queries, keys, values, blocks, v_tiles, q_peaks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``part[batch, head, {largest magnitude, sum}, block, channel]`` of what is finite; zeros the two peaks."""
-    pid = tl.program_id(0)
-    if pid == 0:
-        tl.store(peak_ptr + tl.arange(0, 2), tl.zeros((2,), tl.float32))
+    """Writes what the finite numbers of values and of a sample of queries and keys say.
+
+    That is ``part[batch, head of values, {largest magnitude, sum}, block, channel]``, the means of keys, and a peak for
+    each head of queries, then of keys, without them.
+    """
     head, batch, block, x_ptr, stride, length = _head_of(
-        pid, q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-        queries, keys, blocks, HEADS, KV_HEADS,
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
+        v_batch, v_token, v_head, queries, keys, values, blocks, 1, HEADS, KV_HEADS,
     )  # fmt: skip
-    tiles = q_tiles if head < HEADS else k_tiles
-    col = tl.arange(0, D)
-    most, total = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
+    is_value, col = head >= HEADS + KV_HEADS, tl.arange(0, D)
+    count = tl.where(is_value, length, tl.minimum(length, SAMPLE))
+    tiles = v_tiles if is_value else SAMPLE // TOKENS
+    highs, sums = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
     for tile in tl.range(tiles, loop_unroll_factor=2):
-        token = (block * tiles + tile) * TOKENS + tl.arange(0, TOKENS)
-        offsets = (token.to(tl.int64) * stride)[:, None] + col[None, :]
-        x = tl.load(x_ptr + offsets, mask=(token < length)[:, None], other=0.0).to(tl.float32)
+        i = (block * tiles + tile) * TOKENS + tl.arange(0, TOKENS)
+        token = i.to(tl.int64)
+        if count < length:
+            token = (token * SAMPLE + token * 79 % SAMPLE) * length // (SAMPLE * SAMPLE)
+        offsets = (token * stride)[:, None] + col[None, :]
+        x = tl.load(x_ptr + offsets, mask=(i < count)[:, None], other=0.0).to(tl.float32)
         x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        most = tl.maximum(most, tl.abs(x))
-        total += x
-    part_ptr += ((batch * (HEADS + 2 * KV_HEADS) + head) * 2 * blocks + block) * D + col
-    tl.store(part_ptr, tl.max(most, axis=0))
-    tl.store(part_ptr + blocks * D, tl.sum(total, axis=0))
+        highs = tl.maximum(highs, tl.abs(x))
+        sums += x
+    peak, total = tl.max(highs, axis=0), tl.sum(sums, axis=0)
+    if is_value:
+        offsets = ((batch * KV_HEADS + head - HEADS - KV_HEADS) * 2 * blocks + block) * D + col
+        tl.store(part_ptr + offsets, peak)
+        tl.store(part_ptr + offsets + blocks * D, total)
+    elif head >= HEADS:
+        mean = total / count
+        tl.store(mean_ptr + (batch * 2 * KV_HEADS + head - HEADS) * D + col, mean)
+        tl.store(peak_ptr + q_peaks + batch * KV_HEADS + head - HEADS, tl.max(peak + tl.abs(mean), axis=0))
+    else:
+        tl.store(peak_ptr + batch * HEADS + head, tl.max(peak, axis=0))
+
+
+@triton.jit
+def _sampled_scale(peak_ptr, count, SAMPLE_PEAK: tl.constexpr):
+    """What one of ``count`` peaks that is the largest asks for; peaks of zero say nothing."""
+    peak = tl.zeros((128,), tl.float32)
+    for first in range(0, count, 128):
+        i = first + tl.arange(0, 128)
+        peak = tl.maximum(peak, tl.load(peak_ptr + i, mask=i < count, other=0.0))
+    peak = tl.max(peak, axis=0)
+    return tl.where(peak > 0.0, tl.maximum(peak, 1e-12), SAMPLE_PEAK) * (1.0 / SAMPLE_PEAK)
 
 
 @triton.jit
 def scales_kernel(
-    part_ptr, peak_ptr, mean_ptr, scale_ptr, keys, blocks,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr,
+    part_ptr, peak_ptr, mean_ptr, scale_ptr, scalar_ptr, keys, blocks, q_peaks, k_peaks, weight_scale,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE_PEAK: tl.constexpr,
 ):  # fmt: skip
-    """Reduces the blocks of one head: means of keys and values, scales of values, peaks of all queries and all keys."""
-    pid = tl.program_id(0)
-    head, batch = pid % (HEADS + 2 * KV_HEADS), pid // (HEADS + 2 * KV_HEADS)
-    col = tl.arange(0, D)
-    peak, mean = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
-    part_ptr += pid * 2 * blocks * D
-    for first in range(0, blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)
-        offsets, mask = block[:, None] * D + col[None, :], (block < blocks)[:, None]
-        peak = tl.maximum(peak, tl.max(tl.load(part_ptr + offsets, mask=mask, other=0.0), axis=0))
-        mean += tl.sum(tl.load(part_ptr + offsets + blocks * D, mask=mask, other=0.0), axis=0)
-    mean = tl.where(head < HEADS, 0.0, mean / keys)
-    peak = tl.maximum(peak + tl.abs(mean), 1e-12)
-    if head >= HEADS:
-        tl.store(mean_ptr + (batch * 2 * KV_HEADS + head - HEADS) * D + col, mean)
-    if head < HEADS + KV_HEADS:
-        tl.atomic_max(peak_ptr + (head >= HEADS).to(tl.int32), tl.max(peak, axis=0))
-    else:
-        tl.store(scale_ptr + (batch * KV_HEADS + head - HEADS - KV_HEADS) * D + col, tl.div_rn(peak, 448.0))
-
-
-@triton.jit
-def round_kernel(
-    q_ptr, k_ptr, v_ptr, y_ptr, peak_ptr, mean_ptr, scale_ptr, scalar_ptr,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, queries, keys, blocks,
-    k_first, v_first, weight_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Writes queries, keys and values in e4m3, each laid out densely, one behind the other, and the six scalars."""
-    pid = tl.program_id(0)
-    if pid == 0:
-        tl.store(scalar_ptr, tl.div_rn(tl.load(peak_ptr), 448.0))
-        tl.store(scalar_ptr + 1, tl.div_rn(tl.load(peak_ptr + 1), 448.0))
+    """Reduces the blocks of one head of the values to its means and scales; the first program writes the six scalars."""
+    pid = tl.program_id(0) - 1
+    if pid < 0:
+        tl.store(scalar_ptr, _sampled_scale(peak_ptr, q_peaks, SAMPLE_PEAK))
+        tl.store(scalar_ptr + 1, _sampled_scale(peak_ptr + q_peaks, k_peaks, SAMPLE_PEAK))
         tl.store(scalar_ptr + 2, 1.0)
         tl.store(scalar_ptr + 3, tl.div_rn(1.0, weight_scale))
         tl.store(scalar_ptr + 4, weight_scale)
         tl.store(scalar_ptr + 5, 1.0)
+    else:
+        head, batch, col = pid % KV_HEADS, pid // KV_HEADS, tl.arange(0, D)
+        peak, mean = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
+        for first in range(0, blocks, BLOCKS):
+            block = first + tl.arange(0, BLOCKS)
+            offsets, mask = (pid * 2 * blocks + block)[:, None] * D + col[None, :], (block < blocks)[:, None]
+            peak = tl.maximum(peak, tl.max(tl.load(part_ptr + offsets, mask=mask, other=0.0), axis=0))
+            mean += tl.sum(tl.load(part_ptr + offsets + blocks * D, mask=mask, other=0.0), axis=0)
+        mean = mean / keys
+        tl.store(mean_ptr + ((batch * 2 + 1) * KV_HEADS + head) * D + col, mean)
+        tl.store(scale_ptr + pid * D + col, tl.div_rn(tl.maximum(peak + tl.abs(mean), 1e-12), 448.0))
+
+
+@triton.jit
+def round_kernel(
+    q_ptr, k_ptr, v_ptr, y_ptr, mean_ptr, scale_ptr, scalar_ptr,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, queries, keys, values, v_blocks,
+    blocks, k_first, v_first,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Writes queries, keys and values in e4m3, each laid out densely, one behind the other."""
     head, batch, block, x_ptr, stride, length = _head_of(
-        pid, q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-        queries, keys, blocks, HEADS, KV_HEADS,
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
+        v_batch, v_token, v_head, queries, keys, values, v_blocks, blocks, HEADS, KV_HEADS,
     )  # fmt: skip
     is_query, is_value, col = head < HEADS, head >= HEADS + KV_HEADS, tl.arange(0, D)
     place = tl.where(is_query, head, tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS))
@@ -116,8 +140,8 @@ def round_kernel(
     mean = tl.load(mean_ptr, mask=head + col * 0 >= HEADS, other=0.0)
     scale_ptr += (batch * KV_HEADS + place) * D + col
     scale = tl.load(scale_ptr, mask=head + col * 0 >= HEADS + KV_HEADS, other=1.0)
-    peak = tl.load(peak_ptr + (head >= HEADS).to(tl.int32))
-    factor = tl.where(is_value, tl.div_rn(1.0 + 0.0 * scale, scale), tl.div_rn(448.0, peak))
+    scale *= tl.load(scalar_ptr + tl.where(is_value, 2, tl.where(is_query, 0, 1)))
+    factor = tl.div_rn(1.0 + 0.0 * scale, scale)
     for step in tl.static_range(STEPS):
         token = (block * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
         mask = (token < length)[:, None]
