@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diffkern.bench.environment import dtype_argument
-from diffkern.bench.models import DENOISERS
+from diffkern.bench.models import DENOISERS, NO_DOWNLOAD
 from diffkern.bench.steps import first_tensor
 from diffkern.hub.config import KernelConfig
 from diffkern.injection import InjectionReport, inject_optimized_kernels
@@ -63,11 +63,12 @@ def load_model(
         return denoiser.build(device, dtype)
     if not path.exists():
         raise ModelError(
-            f"{name}: not found. It is no file or folder, and none of {', '.join(DENOISERS)}. Nothing is downloaded: "
-            "for a model of the Hub, run `hf download` and pass the folder"
+            f"{name}: not found. It is no file or folder, and none of {', '.join(DENOISERS)}. {NO_DOWNLOAD}"
         )
     index = path / "model_index.json"
     if not index.is_file():
+        if path.is_dir() and not (path / "config.json").exists():
+            raise ModelError(f"{path}: config.json not found, nor a pipeline's model_index.json: name another folder")
         return _build(path / "config.json" if path.is_dir() else path, device, dtype, layers)
     folders = [folder for folder in _read(index) if (path / folder / "config.json").is_file()]
     if not folders:

@@ -63,7 +63,9 @@ def bench_ops(
     device = torch.device("cuda", torch.cuda.current_device())
     card = torch.cuda.get_device_name(device)
     try:
-        results = ops.run(device, only or (), repetitions, say=lambda case: typer.echo(case, err=True))
+        results = ops.run(
+            device, only or (), repetitions, say=lambda case: None if quiet else typer.echo(case, err=True)
+        )
     except ValueError as error:
         fail("bench ops", error, 2)
     _console(output, 200).print(ops.table(results, f"{card}, bfloat16, us (times the floor)"))
@@ -107,6 +109,9 @@ def bench_step(
     rows: dict[str, object] = {}
     for name in model or DENOISERS:
         denoiser = known[name]
+        if not quiet:
+            slow = ", where a step at full width takes minutes" if where.type == "cpu" else ""
+            typer.echo(f"{name} on {where}{slow}: {', '.join(each.name for each in chosen)}", err=True)
         results = steps.run(denoiser, chosen, where, repetitions)
         layers = ", ".join(f"{key}={value}" for key, value in denoiser.layers.items())
         title = f"{denoiser.what} {layers}, bfloat16, {describe_device(where)}"

@@ -201,6 +201,8 @@ def _unet(side: int, width: int, **more: tuple[int, ...]) -> Callable[[Randn], M
     return inputs
 
 
+#: How a model of the Hub reaches a command, as its messages say.
+NO_DOWNLOAD = "Nothing is downloaded: for a model of the Hub, run `hf download` and pass the folder"
 #: What ``diffkern bench step --model`` knows, by name.
 DENOISERS: Mapping[str, Denoiser] = {
     "flux": Denoiser("FluxTransformer2DModel", "Flux.1-dev, 1024x1024", _flux, {"guidance_embeds": True}),

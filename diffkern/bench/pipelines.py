@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from diffkern.bench.arms import Arm, ArmUnavailableError, applied, unavailable_reason
 from diffkern.bench.environment import dtype_argument
 from diffkern.bench.measure import peak_memory, psnr, relative_error, reset_peak_memory, ssim, wall_clock
+from diffkern.bench.models import NO_DOWNLOAD
 from diffkern.bench.results import ArmResult, Difference
 from diffkern.bench.steps import sharing_weights
 
@@ -23,11 +24,11 @@ def load(folder: Path, device: torch.device) -> Any:
     """Loads a saved pipeline, in bfloat16 on a GPU and in float32 on a CPU; nothing is downloaded.
 
     Raises:
-        FileNotFoundError: it is no folder with a ``model_index.json``.
+        ValueError: it is no folder with a ``model_index.json``.
     """
     index = folder / "model_index.json"
     if not index.is_file():
-        raise FileNotFoundError(2, "no such file", str(index))
+        raise ValueError(f"{index}: not found: name the folder of a saved pipeline. {NO_DOWNLOAD}")
     from diffusers import DiffusionPipeline
     from diffusers.utils.logging import disable_progress_bar
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled

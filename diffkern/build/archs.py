@@ -105,7 +105,8 @@ def _notes(tool: Tool, known: Sequence[str], unknown: Sequence[str], named: bool
 def _capability(name: str) -> str:
     match = re.fullmatch(r"(?:sm_|compute_)?(\d{1,2})\.?(\d)(?:\+PTX)?", name)
     if match is None:
-        raise ArchError(f"{name!r} is no CUDA architecture: write sm_90, 90 or 9.0")
+        other = ", or build for ROCm alone (--rocm)" if name.startswith("gfx") else ""
+        raise ArchError(f"{name!r} is no CUDA architecture: write sm_90, 90 or 9.0{other}")
     return f"{match[1]}.{match[2]}"
 
 

@@ -71,7 +71,10 @@ def lock(
     _show(as_json, [_row(kernel, builds=list(kernel.variants)) for kernel in found], [*lines, f"wrote {path}"])
 
 
-@app.command(epilog=epilog("hub download", "hub download --all-variants"))
+@app.command(
+    short_help="Fetch the builds of what is locked.",
+    epilog=epilog("hub download", "hub download --all-variants"),
+)
 def download(
     path: _LockOption = Path(LOCK_FILE), all_variants: _AllOption = False, as_json: Json = False, quiet: Quiet = False
 ) -> None:
@@ -89,7 +92,9 @@ def download(
     _show(as_json, rows, [])
 
 
-@app.command("list", epilog=epilog("hub list", "hub list --json"))
+@app.command(
+    "list", short_help="Show what is locked, and what of it is here.", epilog=epilog("hub list", "hub list --json")
+)
 def list_kernels(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, quiet: Quiet = False) -> None:
     """Show the kernels in the lock file: commit, publisher, the build for this machine, and whether it is here."""
     from diffkern.hub import client
@@ -108,7 +113,10 @@ def list_kernels(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, qui
     _show(as_json, rows, lines)
 
 
-@app.command(epilog=epilog("hub verify", "hub verify --lock my.lock --json"))
+@app.command(
+    short_help="Compare downloads with their locked digests.",
+    epilog=epilog("hub verify", "hub verify --lock my.lock --json"),
+)
 def verify(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, quiet: Quiet = False) -> None:
     """Compare every downloaded build with the digests in the lock file; signatures are `kernels verify-signature`'s."""
     from diffkern.hub import client, digests
@@ -129,7 +137,11 @@ def verify(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, quiet: Qu
         raise typer.Exit(1)
 
 
-@app.command("package", epilog=epilog("hub package ./out --repo-id me/diffkern"))
+@app.command(
+    "package",
+    short_help="Write diffkern's kernels as a kernel repository.",
+    epilog=epilog("hub package ./out --repo-id me/diffkern"),
+)
 def write_package(
     output: Annotated[Path, typer.Argument(help="A new directory.")],
     repo_id: Annotated[str, typer.Option("--repo-id", help="The repository it is for: org/repo.")],

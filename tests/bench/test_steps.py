@@ -103,6 +103,8 @@ def test_the_command_writes_arms_and_versions_and_no_table_beside_json(
     assert [row["arm"] for row in said["models"]["tiny"]["arms"]] == ["stock", "fast"]
     assert said["models"]["tiny"]["what"] == "tiny Sana" and "versions" in said["environment"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "tiny on cpu, where a step at full width takes minutes: stock, fast" in printed.stderr
+    assert CliRunner().invoke(app, ["bench", "step", *chosen, "--quiet"]).output == ""
 
 
 @pytest.mark.gpu

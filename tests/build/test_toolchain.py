@@ -134,6 +134,11 @@ def test_what_is_no_cuda_architecture_is_refused(fake_tool: FakeTool, name: str)
         cuda_archs(fake_nvcc(fake_tool, "sm_90"), [name])
 
 
+def test_a_target_of_rocm_is_sent_there(fake_tool: FakeTool) -> None:
+    with pytest.raises(ToolchainError, match=r"or build for ROCm alone \(--rocm\)$"):
+        cuda_archs(fake_nvcc(fake_tool, "sm_90"), ["gfx942"])
+
+
 def test_no_architecture_left_is_an_error(fake_tool: FakeTool) -> None:
     with pytest.raises(ToolchainError, match=r"nvcc 12\.4 knows none of sm_75, .*sm_120: install a newer toolkit"):
         cuda_archs(fake_nvcc(fake_tool, "sm_50"), None)
