@@ -74,7 +74,8 @@ class SiteVerifier:
     def __call__(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
         """Proves a site for leaves of one signature, and remembers how its op is called for them."""
         signature = site.signature(module, leaves)
-        with LOCK, torch.no_grad(), refusals_raise(), uncounted():
+        # In inference mode casts reach no dispatch mode as such, and the reference would have the casts of stock.
+        with LOCK, torch.inference_mode(False), torch.no_grad(), refusals_raise(), uncounted():
             if signature not in site.ways:
                 found = self._prove(site, module, leaves)
                 if isinstance(found, str):

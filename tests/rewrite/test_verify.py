@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from diffkern import KernelConfig, inject_optimized_kernels
 from diffkern.rewrite import Rewriter, Rewritten
+from tests.pipelines import tiny
 from tests.rewrite.modules import SIZE, block, leaves, rewritten, written
 
 NAMES = "x, scale, shift"
@@ -139,3 +141,16 @@ def test_the_dtype_of_a_result_is_passed_only_where_the_op_would_choose_another(
     (way,) = found.sites[0].ways.values()
     assert found.sites[0].fused_calls == 1 and result.dtype == stock.dtype
     assert way.options.get("out_dtype") == passed
+
+
+@pytest.mark.parametrize("name", ["flux", "cogvideox"])
+def test_sites_are_proven_in_inference_mode_as_without_it(name: str) -> None:
+    calls = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        pipe, call = tiny.build(name)
+        with mode():
+            report = inject_optimized_kernels(pipe, config=KernelConfig(measure=False))
+            pipe(**call)
+        calls.append(report.calls())
+    assert calls[0] == calls[1]
+    assert sum(each["fused"] for each in calls[1].values()) > 40
