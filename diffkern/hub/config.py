@@ -96,7 +96,7 @@ class KernelConfig:
         if not isinstance(self.rules, Mapping):
             raise ValueError(
                 f"config={self.rules!r}: pass a dict from an op, a class name or a path to a provider, "
-                "such as {'rms_norm': 'eager'}, or {'*': 'eager'} for every module"
+                "such as {'rms_norm': 'eager'}, or {'*': 'eager'} for every module; KernelConfig.from_file reads a file"
             )
         rules = {key: normalised(value, f"config[{key!r}]") for key, value in self.rules.items() if _check_key(key)}
         object.__setattr__(self, "rules", rules)

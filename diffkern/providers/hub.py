@@ -37,7 +37,7 @@ WITH_HUB = "auto+hub"
 _TAG = "\0"
 
 #: Why the Hub does not serve unasked.
-NOT_ASKED = "not asked for: name a kernel in the configuration, such as 'org/repo:Layer', or say hub='auto'"
+NOT_ASKED = "not asked for: pass config={'rms_norm': 'org/repo:Layer'}, say, or config=KernelConfig(hub='auto')"
 
 _refusals_raise: contextvars.ContextVar[bool] = contextvars.ContextVar("diffkern_refusals_raise", default=False)
 

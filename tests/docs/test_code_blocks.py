@@ -1,4 +1,6 @@
-"""Every block of Python and shell in the pages runs, or says above itself why it does not; those are parsed at least.
+"""Every block of Python and every ``diffkern`` command in the pages runs, or says above itself why it does not.
+
+Those are parsed at least. Of other commands (make, pip, scripts) the files, options, extras and targets must be there.
 
 The Python blocks of a page run in one namespace, in their order, which begins with what such pages take for granted: a
 tiny ``pipe`` and ``model``, their ``report``, and the public functions.
@@ -63,6 +65,16 @@ COMMANDS = sorted(
 
 def test_blocks_are_of_known_kinds() -> None:
     assert {block.kind for block in BLOCKS} <= {"python", "console", "text", "mermaid"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_block_is_overlooked(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"(?m)^[ >]*(?:```|~~~)", text)
+    assert len(fences) == 2 * sum(block.page == page for block in BLOCKS)
+    examples = [block for block in BLOCKS if block.page == page and block.mark.startswith("example")]
+    assert not examples or page.name in ("README.md", "hub.md"), "test_readme and tests/hub/test_docs.py run examples"
+    assert re.findall(r"(?m)^(?: {4}|\t)[^ ]", re.sub(r"(?s)```.*?```", "", text)) == []
 
 
 @pytest.mark.parametrize("page", [p for p, b in PYTHON.items() if b], ids=lambda page: str(page.relative_to(ROOT)))
