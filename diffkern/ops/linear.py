@@ -18,6 +18,7 @@ from torch import Tensor
 
 from diffkern.ops.activation import gelu_name
 from diffkern.ops.contract import ContractRow
+from diffkern.ops.copying import copy_rows
 from diffkern.ops.registration import Op
 from diffkern.providers import cublaslt
 from diffkern.providers.cublaslt.layers import as_matrix, linear_gelu_into
@@ -106,7 +107,7 @@ def concatenate(front: Tensor, x: Tensor, dim: int) -> Tensor:
     place = memory[..., : memory.shape[-1] - x.shape[-1]]
     if front.shape != place.shape or front.dtype != x.dtype or front.device != x.device:
         return torch.cat([front, x], dim)
-    place.copy_(front)
+    copy_rows(place, front)
     return memory  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from diffkern.ops.copying import copy_rows
+
 
 def memory_order(x: Tensor) -> tuple[int, ...]:
     """The dimensions of a tensor from the outermost to the innermost in memory."""
@@ -62,5 +64,5 @@ def concatenate(streams: Sequence[Tensor], dim: int, in_order: bool) -> Tensor:
     shape[dim] = sum(sizes)
     joint = streams[0].new_empty(shape)
     for part, x in zip(joint.split(sizes, dim), streams, strict=True):
-        part.copy_(x)
+        copy_rows(part, x)
     return joint

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern.blocks.layout import is_last
+from diffkern.ops.copying import in_words
 from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, peel
 from diffkern.rewrite.query_key import concatenated
 
@@ -86,7 +87,7 @@ def padded(x: Tensor, padding: Sequence[int], mode: str) -> Tensor:
     y = torch.empty(
         shape, dtype=x.dtype, device=x.device, memory_format=_LAST[x.ndim] if last else torch.contiguous_format
     )
-    pixels, result = _in_pixels(x, y) if last else (x, y)
+    pixels, result = in_words(x.movedim(1, -1), y.movedim(1, -1)) if last else (x, y)
     inner = result
     for dim, (size, before, _) in enumerate(sides, 1 if last else 2):
         inner = inner.narrow(dim, before, size)
@@ -105,14 +106,6 @@ def _copy_sides(y: Tensor, dim: int, size: int, before: int, behind: int, mode: 
         return
     for at in (*range(-before, 0), *range(size, size + behind)):
         y.select(dim, before + at).copy_(y.select(dim, before + _PLACES[mode](at, size)))
-
-
-def _in_pixels(*images: Tensor) -> list[Tensor]:
-    """What lies in channels last with channels as its last dimension, 16 bytes taken as one number where they fit."""
-    pixels = [x.movedim(1, -1) for x in images]
-    places = [(x.data_ptr(), x.storage_offset() * x.element_size(), x.shape[-1] * x.element_size()) for x in pixels]
-    fit = all(place % 16 == 0 for each in places for place in each)
-    return [x.view(torch.complex128) for x in pixels] if fit else pixels
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

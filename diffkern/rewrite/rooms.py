@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from diffkern.blocks.pieces import has_plain_parameters, runs_fused
+from diffkern.ops.copying import copy_rows
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.site import FusedSite
@@ -160,5 +161,5 @@ def _join(streams: Sequence[Any], dim: int) -> Tensor | None:
     whole: Tensor = x.as_strided(shape, x.stride(), 0)
     for i, part in enumerate(whole.split(sizes, dim)):
         if i != host:
-            part.copy_(streams[i])
+            copy_rows(part, streams[i])
     return whole
