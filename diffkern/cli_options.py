@@ -24,9 +24,9 @@ NAMES = (
     "flux, flux2, chroma, qwen, sd3, sana, z_image, lumina2, wan, hunyuan_video, cogvideox, sdxl, sd15, ltx, ltx_long"
 )
 #: The autoencoders that ``bench step`` decodes or encodes with.
-VAES = (
-    "sdxl_vae, sdxl_vae_encode, sd15_vae, flux_vae, wan_vae, wan_vae_encode, qwen_vae, hunyuan_video_vae, "
-    "cogvideox_vae, ltx_vae, ltx2_vae"
+VAES = ", ".join(
+    f"{name}_vae, {name}_vae_encode"
+    for name in ("sdxl", "sd15", "flux", "wan", "qwen", "hunyuan_video", "cogvideox", "ltx", "ltx2")
 )
 EXIT_CODES = "Exit codes: 0 done; 1 failed; 2 the command line is wrong, or a file that it names."
 

@@ -65,40 +65,37 @@ _KL: Mapping[str, Any] = {
 }
 _FLUX: Mapping[str, Any] = {**_KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
 
+_COGVIDEOX: Mapping[str, Any] = {
+    "block_out_channels": (128, 256, 256, 512),
+    "layers_per_block": 3,
+    "latent_channels": 16,
+    "down_block_types": ("CogVideoXDownBlock3D",) * 4,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+}
+
+
+def _both(
+    name: str, class_name: str, what: str, latents: tuple[int, ...], pixels: tuple[int, ...], config: Mapping[str, Any]
+) -> dict[str, Autoencoder]:
+    """The decode of latents and the encode of pixels of one size."""
+    size = "x".join(map(str, pixels[-2:])) + (f", {pixels[2]} frames" if len(pixels) == 5 and pixels[2] > 1 else "")
+    return {
+        f"{name}_vae": Autoencoder(class_name, f"VAE of {what}, decode {size}", _sample(*latents), config),
+        f"{name}_vae_encode": Autoencoder(
+            class_name, f"VAE of {what}, encode {size}", _sample(*pixels), config, method="encode"
+        ),
+    }
+
+
 #: What ``diffkern bench step --model`` knows beyond denoisers, by name.
 AUTOENCODERS: Mapping[str, Autoencoder] = {
-    "sdxl_vae": Autoencoder("AutoencoderKL", "VAE of SDXL, decode 1024x1024", _sample(1, 4, 128, 128), _KL),
-    "sdxl_vae_encode": Autoencoder(
-        "AutoencoderKL", "VAE of SDXL, encode 1024x1024", _sample(1, 3, 1024, 1024), _KL, method="encode"
-    ),
-    "sd15_vae": Autoencoder("AutoencoderKL", "VAE of Stable Diffusion 1.5, decode 512x512", _sample(1, 4, 64, 64), _KL),
-    "flux_vae": Autoencoder("AutoencoderKL", "VAE of Flux.1, decode 1024x1024", _sample(1, 16, 128, 128), _FLUX),
-    "wan_vae": Autoencoder("AutoencoderKLWan", "VAE of Wan 2.1, decode 480x832, 17 frames", _sample(1, 16, 5, 60, 104)),
-    "wan_vae_encode": Autoencoder(
-        "AutoencoderKLWan", "VAE of Wan 2.1, encode 480x832, 17 frames", _sample(1, 3, 17, 480, 832), method="encode"
-    ),
-    "qwen_vae": Autoencoder(
-        "AutoencoderKLQwenImage", "VAE of Qwen-Image, decode 1024x1024", _sample(1, 16, 1, 128, 128)
-    ),
-    "hunyuan_video_vae": Autoencoder(
-        "AutoencoderKLHunyuanVideo", "VAE of HunyuanVideo, decode 256x256, 17 frames", _sample(1, 16, 5, 32, 32)
-    ),
-    "cogvideox_vae": Autoencoder(
-        "AutoencoderKLCogVideoX",
-        "VAE of CogVideoX, decode 480x720, 9 frames",
-        _sample(1, 16, 3, 60, 90),
-        {
-            "block_out_channels": (128, 256, 256, 512),
-            "layers_per_block": 3,
-            "latent_channels": 16,
-            "down_block_types": ("CogVideoXDownBlock3D",) * 4,
-            "up_block_types": ("CogVideoXUpBlock3D",) * 4,
-        },
-    ),
-    "ltx_vae": Autoencoder(
-        "AutoencoderKLLTXVideo", "VAE of LTX-Video, decode 512x768, 49 frames", _sample(1, 128, 7, 16, 24)
-    ),
-    "ltx2_vae": Autoencoder(
-        "AutoencoderKLLTX2Video", "VAE of LTX-2, decode 512x768, 17 frames", _sample(1, 128, 3, 16, 24)
-    ),
+    **_both("sdxl", "AutoencoderKL", "SDXL", (1, 4, 128, 128), (1, 3, 1024, 1024), _KL),
+    **_both("sd15", "AutoencoderKL", "Stable Diffusion 1.5", (1, 4, 64, 64), (1, 3, 512, 512), _KL),
+    **_both("flux", "AutoencoderKL", "Flux.1", (1, 16, 128, 128), (1, 3, 1024, 1024), _FLUX),
+    **_both("wan", "AutoencoderKLWan", "Wan 2.1", (1, 16, 5, 60, 104), (1, 3, 17, 480, 832), {}),
+    **_both("qwen", "AutoencoderKLQwenImage", "Qwen-Image", (1, 16, 1, 128, 128), (1, 3, 1, 1024, 1024), {}),
+    **_both("hunyuan_video", "AutoencoderKLHunyuanVideo", "HunyuanVideo", (1, 16, 5, 32, 32), (1, 3, 17, 256, 256), {}),
+    **_both("cogvideox", "AutoencoderKLCogVideoX", "CogVideoX", (1, 16, 3, 60, 90), (1, 3, 9, 480, 720), _COGVIDEOX),
+    **_both("ltx", "AutoencoderKLLTXVideo", "LTX-Video", (1, 128, 7, 16, 24), (1, 3, 49, 512, 768), {}),
+    **_both("ltx2", "AutoencoderKLLTX2Video", "LTX-2", (1, 128, 3, 16, 24), (1, 3, 17, 512, 768), {}),
 }
