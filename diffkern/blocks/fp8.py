@@ -1,8 +1,9 @@
 """Linear layers in fp8: the fp8 copies of their weights, and inputs that are quantised once for all their readers.
 
 A weight is quantised at its first use, and the copy is kept beside its module (a block, or the layer itself) for as
-long as it is valid (:mod:`diffkern.cache.derived`). In a block, layers that read the same rows share one copy, and are
-one product; layers that are called as modules share the rows (:func:`shared_rows`).
+long as it is valid (:mod:`diffkern.cache.derived`). One that its library holds in fp8 is used as it is. In a block,
+layers that read the same rows share one copy, and are one product; layers that are called as modules share the rows
+(:func:`shared_rows`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.pieces import has_plain_parameters, run_layer, runs_fused, untouched
+from diffkern.blocks.pieces import has_plain_parameters, plain, run_layer, runs_fused, untouched
+from diffkern.blocks.stored_fp8 import stored_weight
 from diffkern.cache import UNDO, DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import layers
@@ -40,21 +42,34 @@ class RowwiseFp8(NamedTuple):
 
 
 def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a linear layer can be computed in fp8: torch's own, with sides that tensor cores take."""
-    return layer is not None and untouched(layer, nn.Linear) and unfit_weights(layer, device, dtype) is None
+    """Whether a weight of a linear layer can be quantised beside others: torch's own, with sides for tensor cores."""
+    if layer is None or not untouched(layer, nn.Linear) or stored_weight(layer._parameters.get("weight")) is not None:
+        return False
+    return unfit_weights(layer, device, dtype) is None
 
 
 def unfit_weights(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the weights of a linear layer cannot be quantised for inputs of ``dtype`` on ``device``, or None."""
+    """Why a linear layer cannot be computed in fp8 for inputs of ``dtype`` on ``device``, or None."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    stored = stored_weight(weight)
+    if weight is not None and stored is not None:
+        here = stored.values.device == stored.scales.device == device and weight.dtype is dtype
+        if here and (bias is None or (bias.dtype is dtype and plain(bias, device))):
+            return _unfit_sides(stored.values)
+        return "its weights are elsewhere, or of another dtype than its input"
     replaced = not torch.compiler.is_compiling() and home_of(layer._parameters.get("weight")) == device
     if not has_plain_parameters(layer, device, dtype, STORE if replaced else None):
         return "its weights are quantised, elsewhere, or of another dtype than its input"
-    weight: Any = layer._parameters["weight"]
+    assert weight is not None
+    if not torch.compiler.is_compiling() and version(weight) is None:  # in a graph nothing is kept
+        return "its weight is an inference tensor, whose writes PyTorch does not count"
+    return _unfit_sides(weight)
+
+
+def _unfit_sides(weight: Tensor) -> str | None:
     rows, columns = weight.shape
     if rows % MULTIPLE or columns % MULTIPLE:
         return f"tensor cores take sides that are multiples of {MULTIPLE}, and it has {columns} x {rows}"
-    if not torch.compiler.is_compiling() and version(weight) is None:  # in a graph nothing is kept
-        return "its weight is an inference tensor, whose writes PyTorch does not count"
     return None
 
 
@@ -241,7 +256,7 @@ class Fp8Weights(DerivedCache):
             return run_layer(layer, x)
         parameters: Any = layer._parameters
         weight = parameters["weight"]
-        copy = self._copy(name, [weight], [], x.values.device)
+        copy = stored_weight(weight) or self._copy(name, [weight], [], x.values.device)
         # Not the op, whose checks take half as long as the rest: nothing here has a gradient or is traced.
         # The tensor cores make bfloat16 of such products.
         dtype = torch.bfloat16 if x.values.is_cuda else weight.dtype

@@ -28,6 +28,7 @@ from diffkern.blocks.fp8 import (
     weights_of,
 )
 from diffkern.blocks.pieces import are_silent, runs_fused, unfit, untouched
+from diffkern.blocks.stored_fp8 import dequantized, stored_weight
 from diffkern.cache import memory
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
@@ -40,7 +41,7 @@ from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.verify import gradients
 from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO, ROWS
 from diffkern.verify.gain import kept_costs, reason_without_gain
-from diffkern.verify.samples import clone_leaf, clone_tree, random_input
+from diffkern.verify.samples import bare, clone_leaf, clone_tree, random_input
 
 #: The names under which configurations and reports know such layers, and two of them with a GELU between.
 OPS = OP, FEED_FORWARD_OP = "linear_fp8", "feed_forward_fp8"
@@ -104,7 +105,8 @@ class Fp8Layers:
         if type(module) is not nn.Linear:
             return f"a {type(module).__name__} is left to the library that it is of"
         weight = module._parameters.get("weight")
-        if weight is None or type(weight) not in (nn.Parameter, Tensor):
+        stored = stored_weight(weight)
+        if weight is None or (stored is None and type(weight) not in (nn.Parameter, Tensor)):
             return f"its weight is a {type(weight).__name__}, which its own library computes with"
         if weight.dtype not in _HALF:
             return f"its weight is {str(weight.dtype).removeprefix('torch.')}; float16 and bfloat16 are quantised"
@@ -228,6 +230,8 @@ class Fp8Fusion(OneTensorFusion):
         if reason is not None:
             return reason
         if torch.compiler.is_compiling():
+            if stored_weight(module._parameters.get("weight")) is not None:
+                return "a graph of torch.compile holds the product of the library that its weight is of"
             # Its graph holds the product as it is written, see compute.
             return "a graph of torch.compile has no room for copies" if self.replaces else None
         if x.dtype not in _HALF:
@@ -284,7 +288,8 @@ class Fp8Fusion(OneTensorFusion):
     @override
     def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
         """Moves the weight away, if its copy shall take its place."""
-        if self.replaces and STOCK not in providers:  # where a layer stays stock, somewhere, it needs its weight
+        stored = stored_weight(module._parameters.get("weight"))
+        if self.replaces and stored is None and STOCK not in providers:  # one that stays stock needs its weight
             replace_weight(module)
 
     @override
@@ -318,7 +323,8 @@ class Fp8Fusion(OneTensorFusion):
 
     @override
     def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        return clone_leaf(module, device)
+        stored = stored_weight(module._parameters.get("weight"))
+        return clone_leaf(module, device) if stored is None else bare(module)
 
     @override
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Tensor]:
@@ -327,7 +333,8 @@ class Fp8Fusion(OneTensorFusion):
 
     @override
     def reference(self, module: nn.Module, call: Tensor) -> Tensor:
-        return self.stock(clone_leaf(module, call.device, torch.float64), call.double())
+        wide = dequantized(module, torch.float64) or clone_leaf(module, call.device, torch.float64)
+        return self.stock(wide, call.double())
 
 
 def _gelu_of(feed_forward: Any) -> str | None:

@@ -15,6 +15,7 @@ from torch import nn
 from diffkern.blocks import OPS as BLOCK_OPS
 from diffkern.blocks import fingerprint, recipe_for
 from diffkern.blocks.layout import is_convolutional
+from diffkern.blocks.stored_fp8 import stored_weight
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
@@ -178,7 +179,10 @@ def plan_modules(
             _say_that_nothing_is_fp8(fp8.why_none(linears), report)
         once = ", ".join(name for name in modules if name and not is_denoiser(name))
         report.notes += [f"{once}: in their dtype, since they run once for an image: fp8 is for denoisers"] * bool(once)
-    copied = [next(c.module.parameters()) for c in candidates if c.fusion.op == LINEAR_FP8]
+    weights = [next(c.module.parameters()) for c in candidates if c.fusion.op == LINEAR_FP8]
+    copied = [weight for weight in weights if stored_weight(weight) is None]
+    if stored := len(weights) - len(copied):
+        report.notes.append(f"layers whose weights are in fp8 already: {stored}; their bytes are used as they are")
     if copied:
         size = sum(weight.numel() for weight in copied) / 2**30
         if config.fp8_weights == "replace":
