@@ -100,6 +100,10 @@ class BlockRecipe(ABC):
     def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         """Says why a call must run the stock forward altogether, or None. Never looks at data."""
 
+    def allowed_in_strict(self, module: nn.Module, call: tuple[Any, ...]) -> bool:
+        """Whether a call is declined since it would gain nothing, so that a strict injection lets it be."""
+        return False
+
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
         """Names the pieces that must go through their child; those a call that is not declined can have."""
         return ()

@@ -69,6 +69,10 @@ def _project(module: Any, caption: Tensor) -> Tensor:
 _LEAST_ROWS = 4
 
 
+def _is_short(caption: Tensor) -> bool:
+    return caption.numel() < _LEAST_ROWS * caption.shape[-1]
+
+
 class TextProjection(BlockRecipe):
     """``PixArtAlphaTextProjection``."""
 
@@ -94,13 +98,18 @@ class TextProjection(BlockRecipe):
         reason = unfit_surroundings()
         if reason is not None:
             return reason
-        if caption.numel() < _LEAST_ROWS * caption.shape[-1]:
+        if _is_short(caption):
             return f"it has fewer than {_LEAST_ROWS} rows: to see that no weight has changed takes as long"
         first = module._modules["linear_1"]
         weight = first._parameters.get("weight") if untouched(first, nn.Linear) else None  # type: ignore[union-attr]
         if weight is not None and weight.dtype != caption.dtype:
             return "its layers are of another dtype than the caption"
         return None
+
+    @override
+    def allowed_in_strict(self, module: nn.Module, call: tuple[Any, ...]) -> bool:
+        (caption,) = call
+        return type(caption) is Tensor and caption.ndim > 0 and _is_short(caption)
 
     @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:

@@ -82,6 +82,10 @@ class BlockFusion(Fusion):
         return self.recipe.declines(module, call)
 
     @override
+    def allowed_in_strict(self, module: nn.Module, call: tuple[Any, ...] | None) -> bool:
+        return call is not None and self.recipe.allowed_in_strict(module, call)
+
+    @override
     def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
         return self.recipe.stock_pieces(module, call)
 

@@ -26,6 +26,7 @@ from diffkern import (
 from diffkern.providers import registry
 from diffkern.providers.base import mark_file_errors
 from tests.injection.models import all_fused, ltx_inputs, randomise, run, tiny_ltx
+from tests.pipelines import tiny
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, dict[str, object], list[str]]]:
@@ -250,6 +251,15 @@ def test_strict_refuses_a_fallback_and_changes_nothing() -> None:
     with pytest.raises(InjectionError, match="triton"):
         inject_optimized_kernels(model, strict=True, config={"layer_norm": "triton"})
     assert snapshot(model) == before
+
+
+def test_a_strict_injection_lets_a_text_of_one_row_be() -> None:
+    pipe, call = tiny.build("flux")
+    report = inject_optimized_kernels(pipe, strict=True)
+    tiny.run(pipe, call)
+    [reason] = report.calls()["transformer.time_text_embed.text_embedder"]["stock_reasons"]
+    assert "fewer than 4 rows" in reason
+    assert report.calls()["transformer.transformer_blocks.0"]["fused"] > 0
 
 
 def test_a_forward_that_is_put_in_the_place_of_a_class_s_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
