@@ -72,6 +72,57 @@ def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
     )
 
 
+@dataclass(frozen=True)
+class Unrotated:
+    r"""Queries and keys before their RMS norm over each head and their rotation, of one stream of tokens or of two.
+
+    Streams follow each other in the result. Neighbours in a head are a pair, as in :func:`diffkern.ops.qk_norm_rope`
+    with one table for queries and keys.
+
+    Attributes:
+        queries: ``[B, S, H, D]`` of each stream.
+        keys: ``[B, S, G, D]`` of each.
+        q_weights: Weight of the norm, ``[D]``, of each.
+        k_weights: The same of the keys.
+        cos: Cosines ``[S, D]`` of each, contiguous, in float32.
+        sin: Sines.
+        eps: :math:`\varepsilon` of the norms.
+    """
+
+    queries: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]
+    q_weights: tuple[Tensor, ...]
+    k_weights: tuple[Tensor, ...]
+    cos: tuple[Tensor, ...]
+    sin: tuple[Tensor, ...]
+    eps: float
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """The shapes of all queries and of all keys."""
+        lengths = sum([x.shape[1] for x in self.queries])
+        return [torch.Size((x.shape[0], lengths, *x.shape[2:])) for x in (self.queries[0], self.keys[0])]
+
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys as attention reads them, in float32."""
+        tables = self.cos, self.sin
+        sides = (self.queries, self.q_weights), (self.keys, self.k_weights)
+        q, k = (torch.cat([_rotate(*one, self.eps) for one in zip(*side, *tables, strict=True)], 1) for side in sides)
+        return q, k
+
+
+def _rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return x * cos[:, None] + torch.stack([-b, a], -1).flatten(-2) * sin[:, None]
+
+
+def quantize_unrotated(x: Unrotated, value: Tensor) -> Quantized:
+    """:func:`quantize` of what :meth:`Unrotated.rotated` returns, without a rounding in between."""
+    return quantize(*x.rotated(), value)
+
+
 def attend(x: Quantized, scale: float) -> Tensor:
     """Computes what cuDNN computes of it, ``[B, S, H, D]`` in e4m3: weights are rounded before they are normalised."""
     groups = x.query.shape[2] // x.key.shape[2]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffkern.providers.eager.attention_fp8 import SAMPLE, SAMPLE_PEAK, WEIGHT_SCALE, Quantized
+from diffkern.providers.eager.attention_fp8 import SAMPLE, SAMPLE_PEAK, WEIGHT_SCALE, Quantized, Unrotated
 from diffkern.providers.eager.fp8 import E4M3
 from diffkern.providers.triton.attention_fp8_kernels import (
     dequantize_kernel,
@@ -15,6 +16,7 @@ from diffkern.providers.triton.attention_fp8_kernels import (
     round_kernel,
     scales_kernel,
 )
+from diffkern.providers.triton.attention_fp8_rotated_kernels import rotated_ranges_kernel, rotated_round_kernel
 from diffkern.providers.triton.launching import Plan, device_guard, launch
 
 #: Tokens of a tile and tiles of a program that rounds.
@@ -22,27 +24,47 @@ TOKENS, STEPS = 32, 4
 #: Tokens of a tile whose range is found, programs that find ranges of values, all at once on a large GPU, and blocks
 #: of a head that are reduced at once.
 RANGE_TOKENS, RANGE_PROGRAMS, BLOCKS = 16, 1056, 16
+#: Tokens and heads of a program that rotates.
+ROTATED_TOKENS, TOGETHER = 16, 8
 
 
 def quantize(query: Tensor, key: Tensor, value: Tensor) -> Quantized:
     """Computes :func:`diffkern.providers.eager.attention_fp8.quantize`; heads must have a power of two of channels."""
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    batch, keys, kv_heads, head_dim = key.shape
-    ranges, scales, rounds = _quantize_plans(
-        query.shape, key.shape, *(s for x in (query, key, value) for s in x.stride()[:3])
-    )
-    blocks = _range_blocks(keys, batch * kv_heads)
-    parts = _numbers(query, batch, kv_heads, 2, blocks, head_dim)
-    peaks, scalars = _numbers(query, batch * (query.shape[2] + kv_heads)), _numbers(query, 6)
-    means, scale = _numbers(query, batch, 2 * kv_heads, head_dim), _numbers(query, batch, kv_heads, head_dim)
-    rounded = torch.empty(query.numel() + 2 * key.numel(), dtype=E4M3, device=query.device)
-    with device_guard(query.device):
-        launch(ranges, ranges_kernel, (query, key, value, parts, peaks, means), query.device)
-        launch(scales, scales_kernel, (parts, peaks, means, scale, scalars), query.device)
-        launch(rounds, round_kernel, (query, key, value, rounded, means, scale, scalars), query.device)
-    q8, k8, v8 = rounded.split([query.numel(), key.numel(), key.numel()])
-    q8, k8, v8 = q8.view(query.shape), k8.view(key.shape), v8.view(key.shape)
-    return Quantized(q8, k8, v8, scalars, scale, means[:, kv_heads:])
+    given = tuple([x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)])
+    plans = _quantize_plans(query.shape, key.shape, *(s for x in given for s in x.stride()[:3]))
+    return _launched(plans, (ranges_kernel, round_kernel), given, query.shape, key.shape)
+
+
+def quantize_unrotated(x: Unrotated, value: Tensor) -> Quantized:
+    """Computes :func:`diffkern.providers.eager.attention_fp8.quantize_unrotated`."""
+    sides = [y for side in (x.queries, x.keys) for y in (side[0], side[-1])]  # one stream is both
+    sides = [y if y.stride(-1) == 1 else y.contiguous() for y in (*sides, value)]
+    parameters = [y for side in (x.q_weights, x.k_weights, x.cos, x.sin) for y in (side[0], side[-1])]
+    first = sum(y.shape[1] for y in x.queries[:-1])
+    strides = (s for y in sides for s in y.stride()[:3])
+    plans = _unrotated_plans(x.queries[0].shape[2], value.shape, first, x.eps, *strides)
+    query = torch.Size((*value.shape[:2], *x.queries[0].shape[2:]))
+    kernels, given = (rotated_ranges_kernel, rotated_round_kernel), (*sides[:-1], *parameters, sides[-1])
+    return _launched(plans, kernels, given, query, value.shape)
+
+
+def _launched(
+    plans: tuple[Plan, Plan, Plan], kernels: tuple[Any, Any], given: tuple[Tensor, ...], query: torch.Size,
+    key: torch.Size,
+) -> Quantized:  # fmt: skip
+    """Has the tensors given brought into e4m3: their ranges, their scales, and the rounding."""
+    x, (batch, keys, kv_heads, head_dim) = given[-1], key
+    parts = _numbers(x, batch, kv_heads, 2, _range_blocks(keys, batch * kv_heads), head_dim)
+    peaks, scalars = _numbers(x, batch * (query[2] + kv_heads)), _numbers(x, 6)
+    means, scale = _numbers(x, batch, 2 * kv_heads, head_dim), _numbers(x, batch, kv_heads, head_dim)
+    sizes = [query.numel(), key.numel(), key.numel()]
+    rounded = torch.empty(sum(sizes), dtype=E4M3, device=x.device)
+    with device_guard(x.device):
+        launch(plans[0], kernels[0], (*given, parts, peaks, means), x.device)
+        launch(plans[1], scales_kernel, (parts, peaks, means, scale, scalars), x.device)
+        launch(plans[2], kernels[1], (*given, rounded, means, scale, scalars), x.device)
+    q8, k8, v8 = rounded.split(sizes)
+    return Quantized(q8.view(query), k8.view(key), v8.view(key), scalars, scale, means[:, kv_heads:])
 
 
 def dequantize(y: Tensor, x: Quantized, dtype: torch.dtype) -> Tensor:
@@ -68,21 +90,40 @@ def _range_blocks(length: int, heads: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _quantize_plans(query: tuple[int, ...], key: tuple[int, ...], *strides: int) -> tuple[Plan, Plan, Plan]:
-    batch, keys, kv_heads, head_dim = key
     queries, heads = query[1:3]
+    rounds = _blocks(max(queries, key[1]))
+    return _plans((*strides, queries, key[1]), heads, queries, key, rounds, rounds * key[0] * (heads + key[2]), ())
+
+
+@lru_cache(maxsize=1024)
+def _unrotated_plans(
+    heads: int, key: tuple[int, ...], first: int, eps: float, *strides: int
+) -> tuple[Plan, Plan, Plan]:  # fmt: skip
+    batch, length, kv_heads, _ = key
+    blocks = -(-length // ROTATED_TOKENS)
+    programs = -(-(heads + kv_heads) // TOGETHER) * blocks * batch
+    tokens = *strides, first, length, eps
+    return _plans(tokens, heads, length, key, blocks, programs, (ROTATED_TOKENS, TOGETHER))
+
+
+def _plans(
+    tokens: tuple[Any, ...], heads: int, queries: int, key: tuple[int, ...], blocks: int, programs: int,
+    tiles: tuple[int, ...],
+) -> tuple[Plan, Plan, Plan]:  # fmt: skip
+    """Three launches; of the last one ``programs`` round queries and keys, with ``blocks`` of a head."""
+    batch, keys, kv_heads, head_dim = key
     v_heads, qk_heads = batch * kv_heads, batch * (heads + kv_heads)
-    ranges, v_rounds, rounds = _range_blocks(keys, v_heads), _blocks(keys), _blocks(max(queries, keys))
-    tiles = -(-keys // (RANGE_TOKENS * ranges))
+    ranges, v_rounds = _range_blocks(keys, v_heads), _blocks(keys)
     sizes, options = (heads, kv_heads, head_dim), {"num_warps": 4}
-    tokens = *strides, queries, keys
     firsts = batch * queries * heads * head_dim, batch * (queries * heads + keys * kv_heads) * head_dim
-    found = (*tokens, ranges * v_heads, ranges, tiles, batch * heads, *sizes, RANGE_TOKENS, SAMPLE)
+    v_tiles = -(-keys // (RANGE_TOKENS * ranges))
+    found = (*tokens, ranges * v_heads, ranges, v_tiles, batch * heads, *sizes, RANGE_TOKENS, SAMPLE)
     reduced = (keys, ranges, batch * heads, v_heads, WEIGHT_SCALE, kv_heads, head_dim, BLOCKS, SAMPLE_PEAK)
-    rounded = (*tokens, v_rounds * v_heads, v_rounds, rounds, *firsts, *sizes, TOKENS, STEPS)
+    rounded = (*tokens, v_rounds * v_heads, v_rounds, blocks, *firsts, *sizes, TOKENS, STEPS, *tiles)
     return (
         Plan((ranges * v_heads + qk_heads,), found, options),
         Plan((1 + v_heads,), reduced, options),
-        Plan((v_rounds * v_heads + rounds * qk_heads,), rounded, options),
+        Plan((v_rounds * v_heads + programs,), rounded, options),
     )
 
 

@@ -1,7 +1,6 @@
 """The Triton kernels around an attention on e4m3: ranges of channels, means and scales, rounding, and back.
 
-In a launch heads of values come first, for what was read last is read again at once. Sums are added up in a fixed
-order: a call has the same bits every time.
+Sums are added up in a fixed order: a call has the same bits every time.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -13,30 +12,54 @@ import triton.language as tl
 
 
 @triton.jit
-def _head_of(
-    pid, q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    queries, keys, values, v_blocks, blocks, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+def value_ranges(
+    pid, v_ptr, part_ptr, v_batch, v_token, v_head, keys, blocks, tiles,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What a program works on: the head among all, the sample, the block, and where the head's tokens are.
+    """Writes ``part[batch, head, {largest magnitude, sum}, block, channel]`` of what is finite in the values."""
+    head, block, batch = pid % KV_HEADS, pid // KV_HEADS % blocks, pid // KV_HEADS // blocks
+    col = tl.arange(0, D)
+    x_ptr = v_ptr + batch.to(tl.int64) * v_batch + head * v_head
+    highs, sums = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
+    for tile in tl.range(tiles, loop_unroll_factor=2):
+        token = (block * tiles + tile) * TOKENS + tl.arange(0, TOKENS)
+        offsets = (token.to(tl.int64) * v_token)[:, None] + col[None, :]
+        x = tl.load(x_ptr + offsets, mask=(token < keys)[:, None], other=0.0).to(tl.float32)
+        highs, sums = add_range(x, highs, sums)
+    part_ptr += ((batch * KV_HEADS + head) * 2 * blocks + block) * D + col
+    tl.store(part_ptr, tl.max(highs, axis=0))
+    tl.store(part_ptr + blocks * D, tl.sum(sums, axis=0))
 
-    ``values`` programs have ``v_blocks`` of each head of the values; after them ``blocks`` of each other head follow.
-    """
-    if pid < values:
-        head, rest, parts = HEADS + KV_HEADS + pid % KV_HEADS, pid // KV_HEADS, v_blocks + 0
-    else:
-        pid -= values
-        head, rest, parts = pid % (HEADS + KV_HEADS), pid // (HEADS + KV_HEADS), blocks + 0
-    block, batch = rest % parts, (rest // parts).to(tl.int64)
+
+@triton.jit
+def add_range(x, highs, sums):
+    """Largest magnitudes and sums with one tile more, of what is finite."""
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    return tl.maximum(highs, tl.abs(x)), sums + x
+
+
+@triton.jit
+def sampled(i, length, SAMPLE: tl.constexpr):
+    """Number ``i`` of the tokens of a sample."""
+    token = i.to(tl.int64)
+    if length > SAMPLE:
+        token = (token * SAMPLE + token * 79 % SAMPLE) * length // (SAMPLE * SAMPLE)
+    return token
+
+
+@triton.jit
+def write_sample(
+    highs, sums, head, batch, count, mean_ptr, peak_ptr, q_peaks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Writes what the sample of a head says: a peak, of heads of queries, then of keys, and the mean of keys."""
+    peak = tl.max(highs, axis=0)
     if head < HEADS:
-        x_ptr = q_ptr + batch * q_batch + head * q_head
-        stride, length = q_token + 0, queries + 0
-    elif head < HEADS + KV_HEADS:
-        x_ptr = k_ptr + batch * k_batch + (head - HEADS) * k_head
-        stride, length = k_token + 0, keys + 0
+        tl.store(peak_ptr + batch * HEADS + head, tl.max(peak, axis=0))
     else:
-        x_ptr = v_ptr + batch * v_batch + (head - HEADS - KV_HEADS) * v_head
-        stride, length = v_token + 0, keys + 0
-    return head, batch, block, x_ptr, stride, length
+        mean = tl.sum(sums, axis=0) / count
+        tl.store(mean_ptr + (batch * 2 * KV_HEADS + head - HEADS) * D + tl.arange(0, D), mean)
+        tl.store(peak_ptr + q_peaks + batch * KV_HEADS + head - HEADS, tl.max(peak + tl.abs(mean), axis=0))
 
 
 @triton.jit
@@ -45,40 +68,26 @@ def ranges_kernel(
     v_batch, v_token, v_head, queries, keys, values, blocks, v_tiles, q_peaks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Writes what the finite numbers of values and of a sample of queries and keys say.
-
-    That is ``part[batch, head of values, {largest magnitude, sum}, block, channel]``, the means of keys, and a peak for
-    each head of queries, then of keys, without them.
-    """
-    head, batch, block, x_ptr, stride, length = _head_of(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
-        v_batch, v_token, v_head, queries, keys, values, blocks, 1, HEADS, KV_HEADS,
-    )  # fmt: skip
-    is_value, col = head >= HEADS + KV_HEADS, tl.arange(0, D)
-    count = tl.where(is_value, length, tl.minimum(length, SAMPLE))
-    tiles = v_tiles if is_value else SAMPLE // TOKENS
-    highs, sums = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
-    for tile in tl.range(tiles, loop_unroll_factor=2):
-        i = (block * tiles + tile) * TOKENS + tl.arange(0, TOKENS)
-        token = i.to(tl.int64)
-        if count < length:
-            token = (token * SAMPLE + token * 79 % SAMPLE) * length // (SAMPLE * SAMPLE)
-        offsets = (token * stride)[:, None] + col[None, :]
-        x = tl.load(x_ptr + offsets, mask=(i < count)[:, None], other=0.0).to(tl.float32)
-        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-        highs = tl.maximum(highs, tl.abs(x))
-        sums += x
-    peak, total = tl.max(highs, axis=0), tl.sum(sums, axis=0)
-    if is_value:
-        offsets = ((batch * KV_HEADS + head - HEADS - KV_HEADS) * 2 * blocks + block) * D + col
-        tl.store(part_ptr + offsets, peak)
-        tl.store(part_ptr + offsets + blocks * D, total)
-    elif head >= HEADS:
-        mean = total / count
-        tl.store(mean_ptr + (batch * 2 * KV_HEADS + head - HEADS) * D + col, mean)
-        tl.store(peak_ptr + q_peaks + batch * KV_HEADS + head - HEADS, tl.max(peak + tl.abs(mean), axis=0))
+    """Ranges of the values by ``values`` programs; after them one for each head of queries and keys has its sample."""
+    pid = tl.program_id(0)
+    if pid < values:
+        value_ranges(pid, v_ptr, part_ptr, v_batch, v_token, v_head, keys, blocks, v_tiles, KV_HEADS, D, TOKENS)
     else:
-        tl.store(peak_ptr + batch * HEADS + head, tl.max(peak, axis=0))
+        head, batch = (pid - values) % (HEADS + KV_HEADS), (pid - values) // (HEADS + KV_HEADS)
+        if head < HEADS:
+            x_ptr = q_ptr + batch.to(tl.int64) * q_batch + head * q_head
+            stride, length = q_token + 0, queries + 0
+        else:
+            x_ptr = k_ptr + batch.to(tl.int64) * k_batch + (head - HEADS) * k_head
+            stride, length = k_token + 0, keys + 0
+        count = tl.minimum(length, SAMPLE)
+        highs, sums = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
+        for tile in tl.range(SAMPLE // TOKENS, loop_unroll_factor=2):
+            i = tile * TOKENS + tl.arange(0, TOKENS)
+            offsets = (sampled(i, length, SAMPLE) * stride)[:, None] + tl.arange(0, D)[None, :]
+            x = tl.load(x_ptr + offsets, mask=(i < count)[:, None], other=0.0).to(tl.float32)
+            highs, sums = add_range(x, highs, sums)
+        write_sample(highs, sums, head, batch, count, mean_ptr, peak_ptr, q_peaks, HEADS, KV_HEADS, D)
 
 
 @triton.jit
@@ -120,37 +129,86 @@ def scales_kernel(
 
 
 @triton.jit
+def rounded(x, mean, factor):
+    """What becomes e4m3: clamped to its largest number, NaN where it is not finite."""
+    x = (x - mean[None, :]) * factor[None, :]
+    known = tl.abs(x) < float("inf")
+    return tl.where(known, tl.minimum(tl.maximum(x, -448.0), 448.0), float("nan"))
+
+
+@triton.jit
+def _round_tokens(
+    x_ptr, y_ptr, mean, factor, block, stride, length, heads,
+    D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Rounds some tokens of a head, which ends up in a dense tensor of so many heads."""
+    col = tl.arange(0, D)
+    for step in tl.static_range(STEPS):
+        token = (block * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
+        mask = (token < length)[:, None]
+        token = token.to(tl.int64)
+        x = tl.load(x_ptr + (token * stride)[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+        y = rounded(x, mean, factor).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + (token * (heads * D))[:, None] + col[None, :], y, mask=mask)
+
+
+@triton.jit
+def round_values(
+    pid, v_ptr, y_ptr, mean_ptr, scale_ptr, v_batch, v_token, v_head, keys, blocks, v_first,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Writes some tokens of a head of the values in e4m3."""
+    head, block, batch = pid % KV_HEADS, pid // KV_HEADS % blocks, (pid // KV_HEADS // blocks).to(tl.int64)
+    col = tl.arange(0, D)
+    mean = tl.load(mean_ptr + ((batch * 2 + 1) * KV_HEADS + head) * D + col)
+    scale = tl.load(scale_ptr + (batch * KV_HEADS + head) * D + col)
+    first = tl.multiple_of(v_first + (batch * keys * KV_HEADS + head) * D, 16)
+    _round_tokens(
+        v_ptr + batch * v_batch + head * v_head, y_ptr + first, mean, tl.div_rn(1.0 + 0.0 * scale, scale), block,
+        v_token, keys, KV_HEADS, D, TOKENS, STEPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def mean_and_factor(head, batch, mean_ptr, scalar_ptr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr):
+    """What is taken from a head of queries (nothing) or keys, and what it is multiplied by."""
+    mean_ptr += (batch * 2 * KV_HEADS + head - HEADS) * D + tl.arange(0, D)
+    mean = tl.load(mean_ptr, mask=head + tl.arange(0, D) * 0 >= HEADS, other=0.0)
+    scale = tl.load(scalar_ptr + (head >= HEADS).to(tl.int32))
+    return mean, tl.div_rn(tl.zeros((D,), tl.float32) + 1.0, scale)
+
+
+@triton.jit
 def round_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr, mean_ptr, scale_ptr, scalar_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, queries, keys, values, v_blocks,
     blocks, k_first, v_first,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes queries, keys and values in e4m3, each laid out densely, one behind the other."""
-    head, batch, block, x_ptr, stride, length = _head_of(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
-        v_batch, v_token, v_head, queries, keys, values, v_blocks, blocks, HEADS, KV_HEADS,
-    )  # fmt: skip
-    is_query, is_value, col = head < HEADS, head >= HEADS + KV_HEADS, tl.arange(0, D)
-    place = tl.where(is_query, head, tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS))
-    heads = tl.where(is_query, HEADS, KV_HEADS)
-    first = tl.where(is_query, 0, tl.where(is_value, v_first, k_first)) + (batch * length * heads + place) * D
-    y_ptr += tl.multiple_of(first, 16)
-    mean_ptr += (batch * 2 * KV_HEADS + head - HEADS) * D + col
-    mean = tl.load(mean_ptr, mask=head + col * 0 >= HEADS, other=0.0)
-    scale_ptr += (batch * KV_HEADS + place) * D + col
-    scale = tl.load(scale_ptr, mask=head + col * 0 >= HEADS + KV_HEADS, other=1.0)
-    scale *= tl.load(scalar_ptr + tl.where(is_value, 2, tl.where(is_query, 0, 1)))
-    factor = tl.div_rn(1.0 + 0.0 * scale, scale)
-    for step in tl.static_range(STEPS):
-        token = (block * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
-        mask = (token < length)[:, None]
-        token = token.to(tl.int64)
-        x = tl.load(x_ptr + (token * stride)[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = (x - mean[None, :]) * factor[None, :]
-        known = tl.abs(x) < float("inf")
-        x = tl.where(known, tl.minimum(tl.maximum(x, -448.0), 448.0), float("nan"))
-        tl.store(y_ptr + (token * (heads * D))[:, None] + col[None, :], x.to(y_ptr.dtype.element_ty), mask=mask)
+    """Writes queries, keys and values in e4m3, each laid out densely, one behind the other.
+
+    Values come first, in ``values`` programs, for what was read last is still in a cache.
+    """
+    pid = tl.program_id(0)
+    if pid < values:
+        round_values(
+            pid, v_ptr, y_ptr, mean_ptr, scale_ptr, v_batch, v_token, v_head, keys, v_blocks, v_first,
+            KV_HEADS, D, TOKENS, STEPS,
+        )  # fmt: skip
+    else:
+        head, rest = (pid - values) % (HEADS + KV_HEADS), (pid - values) // (HEADS + KV_HEADS)
+        block, batch = rest % blocks, (rest // blocks).to(tl.int64)
+        mean, factor = mean_and_factor(head, batch, mean_ptr, scalar_ptr, HEADS, KV_HEADS, D)
+        if head < HEADS:
+            x_ptr = q_ptr + batch * q_batch + head * q_head
+            first = (batch * queries * HEADS + head) * D
+            stride, length, heads = q_token + 0, queries + 0, HEADS + 0 * head
+        else:
+            x_ptr = k_ptr + batch * k_batch + (head - HEADS) * k_head
+            first = k_first + (batch * keys * KV_HEADS + head - HEADS) * D
+            stride, length, heads = k_token + 0, keys + 0, KV_HEADS + 0 * head
+        y_ptr += tl.multiple_of(first, 16)
+        _round_tokens(x_ptr, y_ptr, mean, factor, block, stride, length, heads, D, TOKENS, STEPS)
 
 
 @triton.jit

@@ -1,0 +1,134 @@
+"""The Triton kernels that bring queries and keys into e4m3 from before their norm and rotation, and values as they are.
+
+A program that rounds has some tokens of several heads, which are rotated by the same angles. Tokens before ``first``
+belong to the first of two streams; of one stream all belong to the second.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# The arguments of a kernel have the types that Triton gives them, which mypy does not know.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from diffkern.providers.triton.attention_fp8_kernels import (
+    add_range,
+    mean_and_factor,
+    round_values,
+    rounded,
+    sampled,
+    value_ranges,
+    write_sample,
+)
+
+
+@triton.jit
+def _both_streams(one_ptr, one_token, other_ptr, other_token, token, inside, first, D: tl.constexpr):
+    """Rows of some tokens in float32, of which those before ``first`` are in the first of two tensors."""
+    col = tl.arange(0, D)[None, :]
+    early, late = inside & (token < first), inside & (token >= first)
+    x = tl.load(one_ptr + (token * one_token)[:, None] + col, mask=early[:, None], other=0.0).to(tl.float32)
+    other_ptr += ((token - first) * other_token)[:, None] + col
+    return x + tl.load(other_ptr, mask=late[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _angles(cos_0, sin_0, cos_1, sin_1, token, inside, first, D: tl.constexpr, TOKENS: tl.constexpr):
+    """Cosines and sines of the first elements of the pairs of some tokens, and those of the second ones."""
+    cos = _both_streams(cos_0, D, cos_1, D, token, inside, first, D)
+    sin = _both_streams(sin_0, D, sin_1, D, token, inside, first, D)
+    cos_a, cos_b = tl.split(tl.reshape(cos, (TOKENS, D // 2, 2)))
+    sin_a, sin_b = tl.split(tl.reshape(sin, (TOKENS, D // 2, 2)))
+    return cos_a, sin_a, cos_b, sin_b
+
+
+@triton.jit
+def _rotated(
+    head, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head, q1_batch, q1_token, q1_head,
+    k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head, token, inside, first, eps, cos_a, sin_a, cos_b, sin_b,
+    HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one head of the queries, or of the keys behind them, normed and rotated."""
+    if head < HEADS:
+        x_0, token_0 = q_0 + batch * q0_batch + head * q0_head, q0_token + 0
+        x_1, token_1 = q_1 + batch * q1_batch + head * q1_head, q1_token + 0
+        w_0, w_1 = qw_0, qw_1
+    else:
+        x_0, token_0 = k_0 + batch * k0_batch + (head - HEADS) * k0_head, k0_token + 0
+        x_1, token_1 = k_1 + batch * k1_batch + (head - HEADS) * k1_head, k1_token + 0
+        w_0, w_1 = kw_0, kw_1
+    x = _both_streams(x_0, token_0, x_1, token_1, token, inside, first, D)
+    x *= tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps))[:, None]
+    w_0, w_1 = tl.load(w_0 + tl.arange(0, D)).to(tl.float32), tl.load(w_1 + tl.arange(0, D)).to(tl.float32)
+    x *= tl.where((token < first)[:, None], w_0[None, :], w_1[None, :])
+    a, b = tl.split(tl.reshape(x, (TOKENS, D // 2, 2)))
+    return tl.interleave(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+
+
+@triton.jit
+def rotated_ranges_kernel(
+    q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, cos_0, cos_1, sin_0, sin_1, v_ptr, part_ptr, peak_ptr, mean_ptr,
+    q0_batch, q0_token, q0_head, q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
+    v_batch, v_token, v_head, first, length, eps, values, blocks, v_tiles, q_peaks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, SAMPLE: tl.constexpr,
+):  # fmt: skip
+    """What :func:`~diffkern.providers.triton.attention_fp8_kernels.ranges_kernel` does, of rotated samples."""
+    pid = tl.program_id(0)
+    if pid < values:
+        value_ranges(pid, v_ptr, part_ptr, v_batch, v_token, v_head, length, blocks, v_tiles, KV_HEADS, D, TOKENS)
+    else:
+        head, batch = (pid - values) % (HEADS + KV_HEADS), ((pid - values) // (HEADS + KV_HEADS)).to(tl.int64)
+        count = tl.minimum(length, SAMPLE)
+        highs, sums = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
+        for tile in range(SAMPLE // TOKENS):
+            i = tile * TOKENS + tl.arange(0, TOKENS)
+            token, inside = sampled(i, length, SAMPLE), i < count
+            cos_a, sin_a, cos_b, sin_b = _angles(cos_0, sin_0, cos_1, sin_1, token, inside, first, D, TOKENS)
+            x = _rotated(
+                head, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head,
+                q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
+                token, inside, first, eps, cos_a, sin_a, cos_b, sin_b, HEADS, D, TOKENS,
+            )  # fmt: skip
+            highs, sums = add_range(x, highs, sums)
+        write_sample(highs, sums, head, batch, count, mean_ptr, peak_ptr, q_peaks, HEADS, KV_HEADS, D)
+
+
+@triton.jit
+def rotated_round_kernel(
+    q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, cos_0, cos_1, sin_0, sin_1, v_ptr, y_ptr, mean_ptr, scale_ptr,
+    scalar_ptr,
+    q0_batch, q0_token, q0_head, q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
+    v_batch, v_token, v_head, first, length, eps, values, v_blocks, blocks, k_first, v_first,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, V_TOKENS: tl.constexpr, STEPS: tl.constexpr,
+    TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """What :func:`~diffkern.providers.triton.attention_fp8_kernels.round_kernel` does; a program has some heads."""
+    pid = tl.program_id(0)
+    if pid < values:
+        round_values(
+            pid, v_ptr, y_ptr, mean_ptr, scale_ptr, v_batch, v_token, v_head, length, v_blocks, v_first,
+            KV_HEADS, D, V_TOKENS, STEPS,
+        )  # fmt: skip
+    else:
+        groups = (HEADS + KV_HEADS + TOGETHER - 1) // TOGETHER
+        group, rest = (pid - values) % groups, (pid - values) // groups
+        block, batch = rest % blocks, (rest // blocks).to(tl.int64)
+        token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        inside = token < length
+        cos_a, sin_a, cos_b, sin_b = _angles(cos_0, sin_0, cos_1, sin_1, token, inside, first, D, TOKENS)
+        for step in tl.static_range(TOGETHER):
+            head = group * TOGETHER + step
+            here = token < tl.where(head < HEADS + KV_HEADS, length, 0)
+            head = tl.minimum(head, HEADS + KV_HEADS - 1)
+            x = _rotated(
+                head, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head,
+                q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
+                token, here, first, eps, cos_a, sin_a, cos_b, sin_b, HEADS, D, TOKENS,
+            )  # fmt: skip
+            mean, factor = mean_and_factor(head, batch, mean_ptr, scalar_ptr, HEADS, KV_HEADS, D)
+            if head < HEADS:
+                place, row = (batch * length * HEADS + head) * D, HEADS * D + 0 * head
+            else:
+                place, row = k_first + (batch * length * KV_HEADS + head - HEADS) * D, KV_HEADS * D + 0 * head
+            offsets = place + (token * row)[:, None] + tl.arange(0, D)[None, :]
+            tl.store(y_ptr + offsets, rounded(x, mean, factor).to(y_ptr.dtype.element_ty), mask=here[:, None])
