@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffkern.attention.call import AttentionCall, MaskKind, Signature
 from diffkern.hub.policy import switched_off
+from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import summary
 
 Compute = Callable[[AttentionCall], Tensor]
@@ -62,6 +63,7 @@ class Backend:
         package: The Python package that it needs besides torch, or "".
         extra: The extra of diffkern that installs that package, or "".
         candidate: Whether ``"auto"`` tries it, if it is installed. Nothing that is downloaded is.
+        unrotated: Computes queries and keys from before their norm and rotation, values and a scale; None if it cannot.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Backend:
     package: str = ""
     extra: str = ""
     candidate: bool = False
+    unrotated: Callable[[Unrotated, Tensor, float | None], Tensor] | None = None
 
     @property
     def downloads(self) -> bool:
@@ -227,6 +230,12 @@ def _load_from_diffusers(name: str) -> Compute:
     return compute
 
 
+def _unrotated_cudnn_fp8(x: Unrotated, value: Tensor, scale: float | None) -> Tensor:
+    from diffkern.attention.cudnn_fp8 import attend_unrotated
+
+    return attend_unrotated(x, value, scale)
+
+
 def _load_cudnn_fp8() -> Compute:
     try:
         importlib.import_module("cudnn")
@@ -316,6 +325,7 @@ BACKENDS: Mapping[str, Backend] = {
             lossy="computes in e4m3: queries, keys, values, weights and output",
             max_error=0.1,
             timed=True,
+            unrotated=_unrotated_cudnn_fp8,
             package="cudnn",
             extra="cudnn",
         ),

@@ -37,15 +37,26 @@ def attend(call: AttentionCall) -> Tensor:
     return y
 
 
+def attend_unrotated(x: eager.Unrotated, value: Tensor, scale: float | None) -> Tensor:
+    """Computes what :func:`attend` does from before the norm and rotation of queries and keys; inference only."""
+    quantized = _kernels(value).quantize_unrotated(x, value)
+    return _attended(quantized, value.shape[3] ** -0.5 if scale is None else scale, value.dtype)
+
+
 def _compute(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    kernels: Any = eager
-    on_gpu = query.device.type == "cuda" and torch.version.hip is None
-    if on_gpu:
-        kernels = import_module("diffkern.providers.triton.attention_fp8")
-    x = kernels.quantize(query, key, value)
-    y = _attend(x, scale) if on_gpu else eager.attend(x, scale)
-    result: Tensor = kernels.dequantize(y, x, query.dtype)
+    return _attended(_kernels(value).quantize(query, key, value), scale, query.dtype)
+
+
+def _attended(x: eager.Quantized, scale: float, dtype: torch.dtype) -> Tensor:
+    kernels = _kernels(x.value)
+    y = (eager.attend if kernels is eager else _attend)(x, scale)
+    result: Tensor = kernels.dequantize(y, x, dtype)
     return result
+
+
+def _kernels(x: Tensor) -> Any:
+    on_gpu = x.device.type == "cuda" and torch.version.hip is None
+    return import_module("diffkern.providers.triton.attention_fp8") if on_gpu else eager
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from diffkern.attention.call import AttentionCall
 from diffkern.attention.route import REPLACED, Route
+from diffkern.providers.eager.attention_fp8 import Unrotated
 
 ATTRIBUTE = "_attention_backend"
 
@@ -133,10 +134,22 @@ def _register(route: Route, before: Any) -> Any:
             return route.decline(f"the call has a {foreign.strip('_')}", call, stock)
         return route(call, stock)
 
+    def attend_unrotated(
+        called: Any, x: Unrotated, value: Tensor, *masks: Any, backend: Any = None, scale: float | None = None,
+        **arguments: Any,
+    ) -> Tensor | None:  # fmt: skip
+        """``called(query, key, value, *masks, ...)`` of what becomes both, if it is a plain call; or None."""
+        name = registry._active_backend if before is _MISSING or before is None else names(before)
+        same = registry._backends[name] is at_injection.get(name.value) and backend == member_name
+        watched = getattr(called, "__globals__", None) is not vars(dispatch) or hasattr(called, "__wrapped__")
+        given = [value for value in (*masks, *arguments.values()) if isinstance(value, Tensor) or value]
+        return route.attend_unrotated(x, value, scale) if same and not watched and not given else None
+
     with _lock:
         value = _free.pop() if _free else f"diffkern_{next(_numbers)}"
     member = str.__new__(names, value)
     member._name_, member._value_ = value, value
+    member_name, member.attend_unrotated = value, attend_unrotated
     member.__deepcopy__ = _returns(weakref.ref(member))
     member.__reduce_ex__ = _reduces_to(before)
     registry.register(value)(attention)

@@ -17,6 +17,7 @@ from diffkern.attention.backends import Backend
 from diffkern.attention.call import AttentionCall, Signature
 from diffkern.attention.measure import runner, seconds
 from diffkern.providers.dispatch_modes import is_exporting, transforms_active
+from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import call_twice, identical, is_of_user, preserved, summary
 from diffkern.verify import choices
 
@@ -106,6 +107,7 @@ class Route:
     chosen: Counter[str] = field(default_factory=Counter)
     _trials: dict[Hashable, Trial] = field(default_factory=dict)
     _choices: dict[tuple[Hashable, ...], tuple[Backend | None, str]] = field(default_factory=dict)
+    _unrotated: dict[Hashable, bool] = field(default_factory=dict)
 
     def __call__(self, call: AttentionCall, stock: Compute) -> Tensor:
         """Computes a call; ``stock`` is how it was computed before. Programs that are exported hold that."""
@@ -137,6 +139,47 @@ class Route:
         self.stock_calls[reason] += 1
         return result
 
+    def attend_unrotated(self, x: Unrotated, value: Tensor, scale: float | None) -> Tensor | None:
+        """Computes a call from before the norm and rotation of queries and keys; None if that is not to be had.
+
+        That is the case of calls of a kind that a backend serves which can: the first one of a kind is compared with
+        float64, within the error that the backend states.
+        """
+        like = [value.new_empty(1).expand(shape) for shape in x.shapes]
+        call = AttentionCall(like[0], like[1], value, scale=scale)
+        backend = None if call.unfit() else self._choices.get(self._key(call), (None, ""))[0]
+        if backend is None or backend.unrotated is None or self.exact:
+            return None
+        key = len(x.queries), _trial(backend, call)
+        if self.verify and key not in self._unrotated:
+            if transforms_active() or (value.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return None
+            self._unrotated[key] = self._keeps_error(backend, x, value, scale)
+        if not self._unrotated.get(key, True):
+            return None
+        try:
+            y = backend.unrotated(x, value, scale)
+        except Exception as error:
+            if is_of_user(error):
+                raise
+            self._unrotated[key] = False
+            return None
+        self.fused_calls += 1
+        self.chosen[backend.name] += 1
+        return y
+
+    def _keeps_error(self, backend: Backend, x: Unrotated, value: Tensor, scale: float | None) -> bool:
+        assert backend.unrotated is not None
+        query, key = (side.to(value.dtype) for side in x.rotated())
+        call = AttentionCall(query, key, value, scale=scale)
+        try:
+            y = backend.unrotated(x, value, scale)
+            return accuracy.errors(call, (lambda call: y,))[0] <= backend.max_error
+        except Exception as error:  # as above
+            if is_of_user(error):
+                raise
+            return False
+
     def decline(self, reason: str, call: AttentionCall, stock: Compute) -> Tensor:
         """Computes a call as it was before, and counts the reason; an empty one if that is simply the fastest."""
         if not torch.compiler.is_compiling():
@@ -155,9 +198,8 @@ class Route:
 
     def _choose(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
         """The backend of a call, or None and why; an empty reason if the stock attention is simply the fastest."""
-        kind = _kind(call)
-        timed = self.auto or any(backend.timed for backend in self.backends)
-        key = (*kind, _size(call)) if timed else kind
+        kind, key = _kind(call), self._key(call)
+        timed = key != kind
         if key not in self._choices:
             if call.query.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None, "not tried yet, and not to be tried while a CUDA graph is captured: run one call before"
@@ -170,6 +212,11 @@ class Route:
             if timed and self.observer is not None:
                 self.observer.chose(call, "the stock attention" if choice[0] is None else choice[0].name)
         return self._choices[key]
+
+    def _key(self, call: AttentionCall) -> tuple[Hashable, ...]:
+        """What a call has its choice by: its kind, and its lengths where times decide."""
+        timed = self.auto or any(backend.timed for backend in self.backends)
+        return (*_kind(call), _size(call)) if timed else _kind(call)
 
     def _first(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
         reasons = []

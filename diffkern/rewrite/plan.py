@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -36,8 +38,10 @@ from diffkern.rewrite.variants import (
 )
 
 #: Names in rewritten functions: what decides which sites are on, what runs if none may, what concatenates behind a
-#: site's result, and what calls the layer that reads that.
-ENTER, STOCK, JOIN, READ = "_enter", "_stock", "_join", "_read"
+#: site's result, what calls the layer that reads that, and what calls the attention that reads a site's results.
+ENTER, STOCK, JOIN, READ, ATTEND = NAMES = "_enter", "_stock", "_join", "_read", "_attend"
+#: What calls attention in diffusers, and what of queries and keys may be read before they are there.
+_DISPATCH, _KNOWN = "dispatch_attention_fn", frozenset({"dtype", "device", "shape", "ndim"})
 #: What fails, or answers something else, with a tensor whose dimensions lie in another order in memory.
 _OF_ORDER = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous", "data_ptr"})
 
@@ -62,6 +66,7 @@ class SitePlan:
         moves_calls: Whether a module would be called in another order than in the source.
         halves: The names of operands that are the parts of one tensor, in their order there; empty if none are.
         read_by: Path of the linear layer that alone reads the result, behind something else; empty if none does.
+        attended: Whether the results are queries and keys that a call of attention alone reads.
     """
 
     index: int
@@ -79,10 +84,11 @@ class SitePlan:
     moves_calls: bool
     halves: tuple[str, ...] = ()
     read_by: Path = ()
+    attended: bool = False
 
     def computes_what(self, other: SitePlan) -> bool:
         """Whether another site is the same place of the source, in another branch of the rewritten function."""
-        code = {"index", "original", "operands", "read_by"}
+        code = {"index", "original", "operands", "read_by", "attended"}
         return all(getattr(self, one.name) == getattr(other, one.name) for one in fields(self) if one.name not in code)
 
 
@@ -92,7 +98,7 @@ class Plan:
 
     Attributes:
         sites: The sites, in the order of their numbers.
-        code: The rewritten function; it reads :data:`ENTER`, :data:`STOCK`, :data:`JOIN` and :data:`READ`.
+        code: The rewritten function; it reads :data:`NAMES`.
         text: Its source.
         facts: What was assumed about modules.
         helpers: Functions whose bodies were taken into it, or that an op computes in the place of: (path or global
@@ -129,7 +135,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     """
     tree, function = source.tree, source.function
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if taken & {SITES, ENTER, STOCK, JOIN, READ}:
+    if taken & {SITES, *NAMES}:
         return "it is rewritten already"
     is_processor = tree.args.args[0].arg != facts.receiver
     if is_processor:
@@ -163,10 +169,11 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     if not planner.sites:
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
     _join_in_place(tree, planner.sites, facts)
+    _attend_unrotated(tree, planner.sites)
     free_temporaries(tree.body)
     _add_entry(tree, facts.receiver, options, without)
     ast.fix_missing_locations(tree)
-    names = (*function.__code__.co_freevars, ENTER, STOCK, JOIN, READ)
+    names = (*function.__code__.co_freevars, *NAMES)
     code = compiled(tree, function, names, _imported_in_file(function))
     assert code is not None
     functions = {**helpers, **planner.replaced}
@@ -383,6 +390,48 @@ def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan], facts: Facts) -
                 node.args.append(copy.deepcopy(reader.func))
                 reader.args = [reader.func, *reader.args]
                 reader.func = ast.copy_location(ast.Name(READ, ast.Load()), reader)
+
+
+def _attend_unrotated(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
+    """Lets attention read queries and keys before their rotation, where the statement behind a site calls it."""
+    flow, calls, attended = Flow(tree), Counter[int](), dict[int, list[ast.Call]]()
+    for node in ast.walk(tree):
+        calls[_site_called(node)] += 1
+        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            for made, read in pairwise(block if isinstance(block, list) else ()):
+                if isinstance(made, ast.Assign) and isinstance(read, ast.Assign) and _goes_into(flow, made, read.value):
+                    attended.setdefault(_site_called(made.value), []).append(read.value)  # type: ignore[arg-type]
+    for index, found in attended.items():
+        if index >= 0 and len(found) == calls[index] and sites[index].rule.op == "qk_norm_rope":
+            sites[index] = replace(sites[index], attended=True)
+            for attention in found:
+                attention.args.insert(0, attention.func)
+                attention.func = ast.copy_location(ast.Name(ATTEND, ast.Load()), attention)
+
+
+def _site_called(node: ast.AST) -> int:
+    """The number of the site that an expression calls, or -1."""
+    func = node.func if isinstance(node, ast.Call) else None
+    made = isinstance(func, ast.Subscript) and ast.unparse(func.value) == SITES
+    return func.slice.value if made else -1  # type: ignore[union-attr]
+
+
+def _goes_into(flow: Flow, made: ast.Assign, attention: ast.expr) -> bool:
+    """Whether two values that a statement makes go into an attention as queries and keys, and nowhere else."""
+    both = made.targets[0].elts if isinstance(made.targets[0], ast.Tuple) else ()
+    if not isinstance(attention, ast.Call) or len(both) != 2 or len(attention.args) < 3:
+        return False
+    if not isinstance(attention.func, ast.Name) or attention.func.id != _DISPATCH or flow.is_local(attention.func):
+        return False
+    known = {node.value for node in flow.nodes if isinstance(node, ast.Attribute) and node.attr in _KNOWN}
+    for target, argument in zip(both, attention.args, strict=False):
+        definition = flow.bound(target) if isinstance(target, ast.Name) else None
+        if definition is None or definition.is_captured or argument not in definition.uses:
+            return False
+        others = known | {argument}
+        if any(use not in others or flow.definitions[use] != {definition} for use in definition.uses):
+            return False
+    return True
 
 
 def _only_reader(flow: Flow, node: ast.expr, facts: Facts) -> ast.Call | None:

@@ -18,7 +18,7 @@ from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masks import PairMask
-from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
+from diffkern.rewrite.plan import ATTEND, ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature
 from diffkern.rewrite.rooms import JoinSite, StreamSite, needs_room
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
@@ -26,6 +26,7 @@ from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.streams import Joined, LinearOfStream
 from diffkern.rewrite.texts import OfText
+from diffkern.rewrite.unrotated import UnrotatedSite, attend
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
 #: With this set to 0 in the environment nothing is rewritten.
@@ -149,6 +150,8 @@ class Rewriter:
             op, kind = plan.rule.op, _SITES.get(type(plan.rule.shape), FusedSite)
             if self._for_fp8 and plan.read_by and op in self._off:  # since its layer computes in fp8
                 kind = SingleStreamSite
+            if plan.attended:
+                kind = UnrotatedSite
             provider = self._providers.get(op, self._provider)
             return kind(plan, function, module, provider, self._trained.get(op), self._for_fp8)
 
@@ -168,7 +171,7 @@ class Rewriter:
         if self._replayed is not None:
             for site in sites:
                 site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed, guard=guard)
-        names = {ENTER: guard, STOCK: function, JOIN: join, READ: read}
+        names = {ENTER: guard, STOCK: function, JOIN: join, READ: read, ATTEND: attend}
         if any(site.plan.moves_calls and "convolution" in site.plan.modules for site in sites):
             guard.stock, names[STOCK] = function, guard.otherwise
 

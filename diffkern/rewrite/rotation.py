@@ -141,9 +141,9 @@ def part_of(table: Tensor | None, like: Tensor, dim: int, start: int) -> Tensor 
 
 
 def call_qk_norm_rope(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None, op: Any = ops
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Calls the op of queries and keys: of two streams the one that joins them, where it can.
+    """Calls the op of queries and keys, a member of ``op``: of two streams the one that joins them, where it can.
 
     Of streams that are joined as they are there is one result.
     """
@@ -200,7 +200,7 @@ def call_qk_norm_rope(
             queries, keys, cos, sin = [
                 [None if x is None else permuted(x, order) for x in both] for both in (queries, keys, cos, sin)
             ]
-        joint = ops.joint_qk_norm_rope(
+        joint = op.joint_qk_norm_rope(
             (queries[0], queries[1]), (keys[0], keys[1]), cos=(cos[0], cos[1]), sin=(sin[0], sin[1]), dim=dim,
             **kinds[0], **parameters, **options, provider=provider,
         )  # fmt: skip
@@ -209,7 +209,7 @@ def call_qk_norm_rope(
     for q, k, ((cos, sin), (cos_k, sin_k)), norm in zip(queries, keys, tables, norms, strict=True):
         of_k: dict[str, Any] = {} if shared else {"cos_k": cos_k, "sin_k": sin_k}
         flat = [x.flatten(-2) if heads else x for x in (q, k)]
-        both = ops.qk_norm_rope(
+        both = op.qk_norm_rope(
             flat[0], flat[1], cos=cos, sin=sin, **of_k, **norm, across_heads=heads, **options, provider=provider
         )
         by_head = [y.view_as(x) for y, x in zip(both, (q, k), strict=True)]
