@@ -54,15 +54,16 @@ def _launched(
 ) -> Quantized:  # fmt: skip
     """Has the tensors given brought into e4m3: their ranges, their scales, and the rounding."""
     x, (batch, keys, kv_heads, head_dim) = given[-1], key
-    parts = _numbers(x, batch, kv_heads, 2, _range_blocks(keys, batch * kv_heads), head_dim)
-    peaks, scalars = _numbers(x, batch * (query[2] + kv_heads)), _numbers(x, 6)
+    samples = SAMPLE // RANGE_TOKENS * batch * (query[2] + kv_heads)
+    blocks = _range_blocks(keys, batch * kv_heads) * batch * kv_heads
+    parts, peaks, scalars = _numbers(x, (samples + blocks) * 2 * head_dim), _numbers(x, 2), _numbers(x, 6)
     means, scale = _numbers(x, batch, 2 * kv_heads, head_dim), _numbers(x, batch, kv_heads, head_dim)
     sizes = [query.numel(), key.numel(), key.numel()]
     rounded = torch.empty(sum(sizes), dtype=E4M3, device=x.device)
     with device_guard(x.device):
-        launch(plans[0], kernels[0], (*given, parts, peaks, means), x.device)
-        launch(plans[1], scales_kernel, (parts, peaks, means, scale, scalars), x.device)
-        launch(plans[2], kernels[1], (*given, rounded, means, scale, scalars), x.device)
+        launch(plans[0], kernels[0], (*given, parts, peaks), x.device)
+        launch(plans[1], scales_kernel, (parts, peaks, means, scale), x.device)
+        launch(plans[2], kernels[1], (*given, rounded, means, scale, peaks, scalars), x.device)
     q8, k8, v8 = rounded.split(sizes)
     return Quantized(q8.view(query), k8.view(key), v8.view(key), scalars, scale, means[:, kv_heads:])
 
@@ -117,13 +118,15 @@ def _plans(
     sizes, options = (heads, kv_heads, head_dim), {"num_warps": 4}
     firsts = batch * queries * heads * head_dim, batch * (queries * heads + keys * kv_heads) * head_dim
     v_tiles = -(-keys // (RANGE_TOKENS * ranges))
-    found = (*tokens, ranges * v_heads, ranges, v_tiles, batch * heads, *sizes, RANGE_TOKENS, SAMPLE)
-    reduced = (keys, ranges, batch * heads, v_heads, WEIGHT_SCALE, kv_heads, head_dim, BLOCKS, SAMPLE_PEAK)
-    rounded = (*tokens, v_rounds * v_heads, v_rounds, blocks, *firsts, *sizes, TOKENS, STEPS, *tiles)
+    s_blocks = SAMPLE // RANGE_TOKENS
+    samples, v_part = s_blocks * qk_heads, s_blocks * qk_heads * 2 * head_dim
+    found = (*tokens, samples, v_part, ranges, v_tiles, *sizes, RANGE_TOKENS, SAMPLE)
+    reduced = (keys, qk_heads, v_part, ranges, s_blocks, *sizes, BLOCKS, SAMPLE)
+    rounded = (*tokens, v_rounds * v_heads, v_rounds, blocks, *firsts, WEIGHT_SCALE, *sizes, SAMPLE_PEAK, TOKENS, STEPS)
     return (
-        Plan((ranges * v_heads + qk_heads,), found, options),
-        Plan((1 + v_heads,), reduced, options),
-        Plan((v_rounds * v_heads + programs,), rounded, options),
+        Plan((samples + ranges * v_heads,), found, options),
+        Plan((qk_heads + v_heads,), reduced, options),
+        Plan((v_rounds * v_heads + programs,), (*rounded, *tiles), options),
     )
 
 

@@ -16,116 +16,103 @@ def value_ranges(
     pid, v_ptr, part_ptr, v_batch, v_token, v_head, keys, blocks, tiles,
     KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``part[batch, head, {largest magnitude, sum}, block, channel]`` of what is finite in the values."""
+    """The part of one block of the values of a head."""
     head, block, batch = pid % KV_HEADS, pid // KV_HEADS % blocks, pid // KV_HEADS // blocks
-    col = tl.arange(0, D)
     x_ptr = v_ptr + batch.to(tl.int64) * v_batch + head * v_head
     highs, sums = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
     for tile in tl.range(tiles, loop_unroll_factor=2):
         token = (block * tiles + tile) * TOKENS + tl.arange(0, TOKENS)
-        offsets = (token.to(tl.int64) * v_token)[:, None] + col[None, :]
+        offsets = (token.to(tl.int64) * v_token)[:, None] + tl.arange(0, D)[None, :]
         x = tl.load(x_ptr + offsets, mask=(token < keys)[:, None], other=0.0).to(tl.float32)
-        highs, sums = add_range(x, highs, sums)
-    part_ptr += ((batch * KV_HEADS + head) * 2 * blocks + block) * D + col
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        highs, sums = tl.maximum(highs, tl.abs(x)), sums + x
+    _write_part(part_ptr, batch * KV_HEADS + head, block, blocks, highs, sums, D)
+
+
+@triton.jit
+def sampled(block, length, SAMPLE: tl.constexpr, TOKENS: tl.constexpr):
+    """The tokens of one block of a sample, and which of them there are."""
+    i = block * TOKENS + tl.arange(0, TOKENS)
+    token = i.to(tl.int64)
+    if length > SAMPLE:
+        token = (token * SAMPLE + token * 79 % SAMPLE) * length // (SAMPLE * SAMPLE)
+    return token, i < tl.minimum(length, SAMPLE)
+
+
+@triton.jit
+def sample_range(x, part_ptr, index, block, blocks, peak_ptr, D: tl.constexpr):
+    """The part of one block of the sample of a head; the first one of all zeros the two peaks."""
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    _write_part(part_ptr, index, block, blocks, tl.abs(x), x, D)
+    tl.store(peak_ptr + tl.arange(0, 2), tl.zeros((2,), tl.float32), mask=index + block + tl.arange(0, 2) * 0 == 0)
+
+
+@triton.jit
+def _write_part(part_ptr, index, block, blocks, highs, sums, D: tl.constexpr):
+    """Writes ``part[head, {largest magnitude, sum}, block, channel]``."""
+    part_ptr += (index * 2 * blocks + block) * D + tl.arange(0, D)
     tl.store(part_ptr, tl.max(highs, axis=0))
     tl.store(part_ptr + blocks * D, tl.sum(sums, axis=0))
 
 
 @triton.jit
-def add_range(x, highs, sums):
-    """Largest magnitudes and sums with one tile more, of what is finite."""
-    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-    return tl.maximum(highs, tl.abs(x)), sums + x
-
-
-@triton.jit
-def sampled(i, length, SAMPLE: tl.constexpr):
-    """Number ``i`` of the tokens of a sample."""
-    token = i.to(tl.int64)
-    if length > SAMPLE:
-        token = (token * SAMPLE + token * 79 % SAMPLE) * length // (SAMPLE * SAMPLE)
-    return token
-
-
-@triton.jit
-def write_sample(
-    highs, sums, head, batch, count, mean_ptr, peak_ptr, q_peaks,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Writes what the sample of a head says: a peak, of heads of queries, then of keys, and the mean of keys."""
-    peak = tl.max(highs, axis=0)
-    if head < HEADS:
-        tl.store(peak_ptr + batch * HEADS + head, tl.max(peak, axis=0))
-    else:
-        mean = tl.sum(sums, axis=0) / count
-        tl.store(mean_ptr + (batch * 2 * KV_HEADS + head - HEADS) * D + tl.arange(0, D), mean)
-        tl.store(peak_ptr + q_peaks + batch * KV_HEADS + head - HEADS, tl.max(peak + tl.abs(mean), axis=0))
-
-
-@triton.jit
 def ranges_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, mean_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
-    v_batch, v_token, v_head, queries, keys, values, blocks, v_tiles, q_peaks,
+    q_ptr, k_ptr, v_ptr, part_ptr, peak_ptr, q_batch, q_token, q_head, k_batch, k_token, k_head,
+    v_batch, v_token, v_head, queries, keys, samples, v_part, blocks, v_tiles,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Ranges of the values by ``values`` programs; after them one for each head of queries and keys has its sample."""
+    """Parts of ``samples`` blocks of samples, of all heads of queries and keys, and of the values from ``v_part`` on."""
     pid = tl.program_id(0)
-    if pid < values:
-        value_ranges(pid, v_ptr, part_ptr, v_batch, v_token, v_head, keys, blocks, v_tiles, KV_HEADS, D, TOKENS)
+    if pid >= samples:
+        value_ranges(
+            pid - samples, v_ptr, part_ptr + v_part, v_batch, v_token, v_head, keys, blocks, v_tiles,
+            KV_HEADS, D, TOKENS,
+        )  # fmt: skip
     else:
-        head, batch = (pid - values) % (HEADS + KV_HEADS), (pid - values) // (HEADS + KV_HEADS)
+        index, block = pid // (SAMPLE // TOKENS), pid % (SAMPLE // TOKENS)
+        head, batch = index % (HEADS + KV_HEADS), (index // (HEADS + KV_HEADS)).to(tl.int64)
         if head < HEADS:
-            x_ptr = q_ptr + batch.to(tl.int64) * q_batch + head * q_head
+            x_ptr = q_ptr + batch * q_batch + head * q_head
             stride, length = q_token + 0, queries + 0
         else:
-            x_ptr = k_ptr + batch.to(tl.int64) * k_batch + (head - HEADS) * k_head
+            x_ptr = k_ptr + batch * k_batch + (head - HEADS) * k_head
             stride, length = k_token + 0, keys + 0
-        count = tl.minimum(length, SAMPLE)
-        highs, sums = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
-        for tile in tl.range(SAMPLE // TOKENS, loop_unroll_factor=2):
-            i = tile * TOKENS + tl.arange(0, TOKENS)
-            offsets = (sampled(i, length, SAMPLE) * stride)[:, None] + tl.arange(0, D)[None, :]
-            x = tl.load(x_ptr + offsets, mask=(i < count)[:, None], other=0.0).to(tl.float32)
-            highs, sums = add_range(x, highs, sums)
-        write_sample(highs, sums, head, batch, count, mean_ptr, peak_ptr, q_peaks, HEADS, KV_HEADS, D)
-
-
-@triton.jit
-def _sampled_scale(peak_ptr, count, SAMPLE_PEAK: tl.constexpr):
-    """What one of ``count`` peaks that is the largest asks for; peaks of zero say nothing."""
-    peak = tl.zeros((128,), tl.float32)
-    for first in range(0, count, 128):
-        i = first + tl.arange(0, 128)
-        peak = tl.maximum(peak, tl.load(peak_ptr + i, mask=i < count, other=0.0))
-    peak = tl.max(peak, axis=0)
-    return tl.where(peak > 0.0, tl.maximum(peak, 1e-12), SAMPLE_PEAK) * (1.0 / SAMPLE_PEAK)
+        token, inside = sampled(block, length, SAMPLE, TOKENS)
+        offsets = (token * stride)[:, None] + tl.arange(0, D)[None, :]
+        x = tl.load(x_ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
+        sample_range(x, part_ptr, index, block, SAMPLE // TOKENS, peak_ptr, D)
 
 
 @triton.jit
 def scales_kernel(
-    part_ptr, peak_ptr, mean_ptr, scale_ptr, scalar_ptr, keys, blocks, q_peaks, k_peaks, weight_scale,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE_PEAK: tl.constexpr,
+    part_ptr, peak_ptr, mean_ptr, scale_ptr, keys, heads, v_part, v_blocks, s_blocks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Reduces the blocks of one head of the values to its means and scales; the first program writes the six scalars."""
-    pid = tl.program_id(0) - 1
-    if pid < 0:
-        tl.store(scalar_ptr, _sampled_scale(peak_ptr, q_peaks, SAMPLE_PEAK))
-        tl.store(scalar_ptr + 1, _sampled_scale(peak_ptr + q_peaks, k_peaks, SAMPLE_PEAK))
-        tl.store(scalar_ptr + 2, 1.0)
-        tl.store(scalar_ptr + 3, tl.div_rn(1.0, weight_scale))
-        tl.store(scalar_ptr + 4, weight_scale)
-        tl.store(scalar_ptr + 5, 1.0)
+    """Reduces the blocks of a head: the first ``heads`` are those of queries and keys, then those of values come."""
+    pid, col = tl.program_id(0), tl.arange(0, D)
+    if pid < heads:
+        head, batch, blocks = pid % (HEADS + KV_HEADS), pid // (HEADS + KV_HEADS), s_blocks + 0
+        count = tl.minimum(keys, SAMPLE)
+        first = pid * 2 * blocks * D
     else:
-        head, batch, col = pid % KV_HEADS, pid // KV_HEADS, tl.arange(0, D)
-        peak, mean = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
-        for first in range(0, blocks, BLOCKS):
-            block = first + tl.arange(0, BLOCKS)
-            offsets, mask = (pid * 2 * blocks + block)[:, None] * D + col[None, :], (block < blocks)[:, None]
-            peak = tl.maximum(peak, tl.max(tl.load(part_ptr + offsets, mask=mask, other=0.0), axis=0))
-            mean += tl.sum(tl.load(part_ptr + offsets + blocks * D, mask=mask, other=0.0), axis=0)
-        mean = mean / keys
-        tl.store(mean_ptr + ((batch * 2 + 1) * KV_HEADS + head) * D + col, mean)
-        tl.store(scale_ptr + pid * D + col, tl.div_rn(tl.maximum(peak + tl.abs(mean), 1e-12), 448.0))
+        head, batch, blocks = HEADS + KV_HEADS + (pid - heads) % KV_HEADS, (pid - heads) // KV_HEADS, v_blocks + 0
+        count = keys + 0
+        first = v_part + (pid - heads) * 2 * blocks * D
+    peak, mean = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        offsets, mask = first + block[:, None] * D + col[None, :], (block < blocks)[:, None]
+        peak = tl.maximum(peak, tl.max(tl.load(part_ptr + offsets, mask=mask, other=0.0), axis=0))
+        mean += tl.sum(tl.load(part_ptr + offsets + blocks * D, mask=mask, other=0.0), axis=0)
+    mean = tl.where(head < HEADS, 0.0, mean / count)
+    peak = peak + tl.abs(mean)
+    if head >= HEADS:
+        tl.store(mean_ptr + (batch * 2 * KV_HEADS + head - HEADS) * D + col, mean)
+    if head < HEADS + KV_HEADS:
+        tl.atomic_max(peak_ptr + (head >= HEADS).to(tl.int32), tl.max(peak, axis=0))
+    else:
+        scale = tl.div_rn(tl.maximum(peak, 1e-12), 448.0)
+        tl.store(scale_ptr + (batch * KV_HEADS + head - HEADS - KV_HEADS) * D + col, scale)
 
 
 @triton.jit
@@ -170,26 +157,49 @@ def round_values(
 
 
 @triton.jit
-def mean_and_factor(head, batch, mean_ptr, scalar_ptr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr):
+def mean_and_factor(
+    head, batch, mean_ptr, peak_ptr, SAMPLE_PEAK: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """What is taken from a head of queries (nothing) or keys, and what it is multiplied by."""
     mean_ptr += (batch * 2 * KV_HEADS + head - HEADS) * D + tl.arange(0, D)
     mean = tl.load(mean_ptr, mask=head + tl.arange(0, D) * 0 >= HEADS, other=0.0)
-    scale = tl.load(scalar_ptr + (head >= HEADS).to(tl.int32))
+    scale = _sampled_scale(tl.load(peak_ptr + (head >= HEADS).to(tl.int32)), SAMPLE_PEAK)
     return mean, tl.div_rn(tl.zeros((D,), tl.float32) + 1.0, scale)
 
 
 @triton.jit
+def _sampled_scale(peak, SAMPLE_PEAK: tl.constexpr):
+    """What the peak of a sample asks for; that of zeros says nothing."""
+    return tl.where(peak > 0.0, tl.maximum(peak, 1e-12), SAMPLE_PEAK) * (1.0 / SAMPLE_PEAK)
+
+
+@triton.jit
+def write_scalars(pid, scalar_ptr, peak_ptr, weight_scale, SAMPLE_PEAK: tl.constexpr):
+    """Has the first program write the six scalars."""
+    if pid == 0:
+        tl.store(scalar_ptr, _sampled_scale(tl.load(peak_ptr), SAMPLE_PEAK))
+        tl.store(scalar_ptr + 1, _sampled_scale(tl.load(peak_ptr + 1), SAMPLE_PEAK))
+        tl.store(scalar_ptr + 2, 1.0)
+        tl.store(scalar_ptr + 3, tl.div_rn(1.0, weight_scale))
+        tl.store(scalar_ptr + 4, weight_scale)
+        tl.store(scalar_ptr + 5, 1.0)
+
+
+@triton.jit
 def round_kernel(
-    q_ptr, k_ptr, v_ptr, y_ptr, mean_ptr, scale_ptr, scalar_ptr,
+    q_ptr, k_ptr, v_ptr, y_ptr, mean_ptr, scale_ptr, peak_ptr, scalar_ptr,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, queries, keys, values, v_blocks,
-    blocks, k_first, v_first,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
+    blocks, k_first, v_first, weight_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, SAMPLE_PEAK: tl.constexpr,
+    TOKENS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes queries, keys and values in e4m3, each laid out densely, one behind the other.
+    """Writes the six scalars and queries, keys and values in e4m3, each laid out densely, one behind the other.
 
     Values come first, in ``values`` programs, for what was read last is still in a cache.
     """
     pid = tl.program_id(0)
+    write_scalars(pid, scalar_ptr, peak_ptr, weight_scale, SAMPLE_PEAK)
     if pid < values:
         round_values(
             pid, v_ptr, y_ptr, mean_ptr, scale_ptr, v_batch, v_token, v_head, keys, v_blocks, v_first,
@@ -198,7 +208,7 @@ def round_kernel(
     else:
         head, rest = (pid - values) % (HEADS + KV_HEADS), (pid - values) // (HEADS + KV_HEADS)
         block, batch = rest % blocks, (rest // blocks).to(tl.int64)
-        mean, factor = mean_and_factor(head, batch, mean_ptr, scalar_ptr, HEADS, KV_HEADS, D)
+        mean, factor = mean_and_factor(head, batch, mean_ptr, peak_ptr, SAMPLE_PEAK, HEADS, KV_HEADS, D)
         if head < HEADS:
             x_ptr = q_ptr + batch * q_batch + head * q_head
             first = (batch * queries * HEADS + head) * D

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from diffkern.providers.triton.attention_fp8_kernels import (
-    add_range,
     mean_and_factor,
     round_values,
     rounded,
+    sample_range,
     sampled,
     value_ranges,
-    write_sample,
+    write_scalars,
 )
 
 
@@ -67,43 +67,43 @@ def _rotated(
 
 @triton.jit
 def rotated_ranges_kernel(
-    q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, cos_0, cos_1, sin_0, sin_1, v_ptr, part_ptr, peak_ptr, mean_ptr,
+    q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, cos_0, cos_1, sin_0, sin_1, v_ptr, part_ptr, peak_ptr,
     q0_batch, q0_token, q0_head, q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
-    v_batch, v_token, v_head, first, length, eps, values, blocks, v_tiles, q_peaks,
+    v_batch, v_token, v_head, first, length, eps, samples, v_part, blocks, v_tiles,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """What :func:`~diffkern.providers.triton.attention_fp8_kernels.ranges_kernel` does, of rotated samples."""
     pid = tl.program_id(0)
-    if pid < values:
-        value_ranges(pid, v_ptr, part_ptr, v_batch, v_token, v_head, length, blocks, v_tiles, KV_HEADS, D, TOKENS)
+    if pid >= samples:
+        value_ranges(
+            pid - samples, v_ptr, part_ptr + v_part, v_batch, v_token, v_head, length, blocks, v_tiles,
+            KV_HEADS, D, TOKENS,
+        )  # fmt: skip
     else:
-        head, batch = (pid - values) % (HEADS + KV_HEADS), ((pid - values) // (HEADS + KV_HEADS)).to(tl.int64)
-        count = tl.minimum(length, SAMPLE)
-        highs, sums = tl.zeros((TOKENS, D), tl.float32), tl.zeros((TOKENS, D), tl.float32)
-        for tile in range(SAMPLE // TOKENS):
-            i = tile * TOKENS + tl.arange(0, TOKENS)
-            token, inside = sampled(i, length, SAMPLE), i < count
-            cos_a, sin_a, cos_b, sin_b = _angles(cos_0, sin_0, cos_1, sin_1, token, inside, first, D, TOKENS)
-            x = _rotated(
-                head, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head,
-                q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
-                token, inside, first, eps, cos_a, sin_a, cos_b, sin_b, HEADS, D, TOKENS,
-            )  # fmt: skip
-            highs, sums = add_range(x, highs, sums)
-        write_sample(highs, sums, head, batch, count, mean_ptr, peak_ptr, q_peaks, HEADS, KV_HEADS, D)
+        index, block = pid // (SAMPLE // TOKENS), pid % (SAMPLE // TOKENS)
+        head, batch = index % (HEADS + KV_HEADS), (index // (HEADS + KV_HEADS)).to(tl.int64)
+        token, inside = sampled(block, length, SAMPLE, TOKENS)
+        cos_a, sin_a, cos_b, sin_b = _angles(cos_0, sin_0, cos_1, sin_1, token, inside, first, D, TOKENS)
+        x = _rotated(
+            head, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head,
+            q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
+            token, inside, first, eps, cos_a, sin_a, cos_b, sin_b, HEADS, D, TOKENS,
+        )  # fmt: skip
+        sample_range(x, part_ptr, index, block, SAMPLE // TOKENS, peak_ptr, D)
 
 
 @triton.jit
 def rotated_round_kernel(
     q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, cos_0, cos_1, sin_0, sin_1, v_ptr, y_ptr, mean_ptr, scale_ptr,
-    scalar_ptr,
+    peak_ptr, scalar_ptr,
     q0_batch, q0_token, q0_head, q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
-    v_batch, v_token, v_head, first, length, eps, values, v_blocks, blocks, k_first, v_first,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, V_TOKENS: tl.constexpr, STEPS: tl.constexpr,
-    TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
+    v_batch, v_token, v_head, first, length, eps, values, v_blocks, blocks, k_first, v_first, weight_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, SAMPLE_PEAK: tl.constexpr,
+    V_TOKENS: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """What :func:`~diffkern.providers.triton.attention_fp8_kernels.round_kernel` does; a program has some heads."""
     pid = tl.program_id(0)
+    write_scalars(pid, scalar_ptr, peak_ptr, weight_scale, SAMPLE_PEAK)
     if pid < values:
         round_values(
             pid, v_ptr, y_ptr, mean_ptr, scale_ptr, v_batch, v_token, v_head, length, v_blocks, v_first,
@@ -125,7 +125,7 @@ def rotated_round_kernel(
                 q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
                 token, here, first, eps, cos_a, sin_a, cos_b, sin_b, HEADS, D, TOKENS,
             )  # fmt: skip
-            mean, factor = mean_and_factor(head, batch, mean_ptr, scalar_ptr, HEADS, KV_HEADS, D)
+            mean, factor = mean_and_factor(head, batch, mean_ptr, peak_ptr, SAMPLE_PEAK, HEADS, KV_HEADS, D)
             if head < HEADS:
                 place, row = (batch * length * HEADS + head) * D, HEADS * D + 0 * head
             else:
