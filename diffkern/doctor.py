@@ -11,12 +11,22 @@ from typing import Any
 import torch
 
 from diffkern.build.installed import KERNELS_VARIABLE
+from diffkern.hub.config import MEASURE_VARIABLE
 from diffkern.hub.defaults import DEFAULTS
 from diffkern.hub.policy import LOCK_VARIABLE, switched_off
 from diffkern.hub.rule import device_name
 from diffkern.platforms import platform_of
 from diffkern.providers import OPS, ORDER, cublaslt, explain, get_provider, hub
 from diffkern.providers.registry import ENVIRONMENT_VARIABLE
+from diffkern.rewrite.rewriter import SWITCH
+from diffkern.verify.choices import VARIABLE
+
+#: What variables that are 0 switch off.
+_SWITCHED_OFF = {
+    SWITCH: "no forward is rewritten",
+    MEASURE_VARIABLE: "nothing is timed, and what is proven runs fused whatever it gains",
+    VARIABLE: "what was timed is not kept on disk",
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,9 @@ def _settings() -> tuple[str, ...]:
         settings.append(f"{KERNELS_VARIABLE}={directory} is set, so compiled kernels are looked for there only")
     if path := os.environ.get(LOCK_VARIABLE):
         settings.append(f"{LOCK_VARIABLE}={path} is set, so kernels of the Hub are those that it pins")
+    for variable, effect in _SWITCHED_OFF.items():
+        if os.environ.get(variable) == "0":
+            settings.append(f"{variable}=0 is set, so {effect}")
     return tuple(settings)
 
 

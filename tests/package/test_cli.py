@@ -48,6 +48,13 @@ def test_doctor_says_that_a_provider_is_forced(value: str, said: str) -> None:
     assert value in setting and said in setting
 
 
+def test_doctor_says_what_is_switched_off() -> None:
+    variables = ("DIFFKERN_REWRITE", "DIFFKERN_MEASURE", "DIFFKERN_CHOICES")
+    said = json.loads(invoke("doctor", "--json", **dict.fromkeys(variables, "0")).output)["settings"]
+    assert [line.partition(" is set, so ")[0] for line in said] == [f"{variable}=0" for variable in variables]
+    assert json.loads(invoke("doctor", "--json", **dict.fromkeys(variables, "1")).output)["settings"] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
