@@ -56,7 +56,8 @@ class UnrotatedSite(FusedSite):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._ran: set[Any] = set()
+        #: Whether calls of a kind and size can be deferred, of those that the op has served.
+        self._deferred: dict[Any, bool] = {}
 
     @override
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
@@ -68,15 +69,13 @@ class UnrotatedSite(FusedSite):
             return super().__call__(module, *leaves)
         signature, before = self.signature(module, leaves), self.fused_calls
         kind = signature, leaves[self._sized].shape
-        if kind not in self._ran:
-            result = super().__call__(module, *leaves)
-            if self.fused_calls > before:
-                self._ran.add(kind)
-            return result
-        way = self.ways.get(signature)
+        way = self.ways.get(signature) if self._deferred.get(kind) else None
         unrotated = None if way is None or way.calls_norm is not None else self._unrotated(module, leaves, way)
         if unrotated is None:
-            return super().__call__(module, *leaves)
+            result = super().__call__(module, *leaves)
+            if self.fused_calls > before:
+                self._deferred[kind] = kind not in self._deferred
+            return result
 
         def run() -> tuple[Tensor, Tensor]:
             result: tuple[Tensor, Tensor] = super(UnrotatedSite, self).__call__(module, *leaves)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from diffkern import inject_optimized_kernels
-from diffkern.attention import BACKENDS, AttentionCall, Route, accuracy
+from diffkern.attention import BACKENDS, AttentionCall, Route, accuracy, cudnn_fp8
 from diffkern.attention.measure import peak_bytes, seconds
 from diffkern.bench import attention
 from diffkern.providers.eager import attention_fp8 as eager_fp8
 from tests.injection.models import ltx_inputs, tiny_ltx
+from tests.ops.test_attention_fp8 import unrotated
 
 pytestmark = pytest.mark.gpu
 
@@ -153,3 +154,22 @@ def test_cudnn_fp8_in_a_graph_on_a_stream_and_compiled() -> None:
         assert torch.equal(aside, expected)
         compiled = torch.compile(lambda q, k, v: compute(AttentionCall(q, k, v)), fullgraph=True)
         assert torch.equal(compiled(call.query, call.key, call.value), expected)
+
+
+def test_cudnn_fp8_begins_before_the_rotation_in_a_graph_too() -> None:
+    _cudnn_fp8(1, 512, 512, 4, 4)  # skips where the backend cannot run
+    x, value = unrotated("cuda", (100, 412), 128)
+    with torch.no_grad():
+        query, key = (side.bfloat16() for side in x.rotated())
+        exact = accuracy.reference(AttentionCall(query, key, value))
+        y = cudnn_fp8.attend_unrotated(x, value, None)
+        quantized = eager_fp8.quantize_unrotated(x, value)
+        emulated = eager_fp8.dequantize(eager_fp8.attend(quantized, 128**-0.5), quantized, torch.bfloat16)
+        assert accuracy.distance(y, exact) < 1.2 * accuracy.distance(emulated, exact) < 0.1
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = cudnn_fp8.attend_unrotated(x, value, None)
+        x.queries[1].copy_(x.queries[1].flip(1))
+        graph.replay()
+        assert torch.equal(captured, cudnn_fp8.attend_unrotated(x, value, None))
+        assert not torch.equal(captured, y)

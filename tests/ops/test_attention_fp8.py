@@ -51,7 +51,7 @@ def unrotated(device: str, lengths: tuple[int, ...], head_dim: int = 32) -> tupl
 
 def assert_alike(x: eager.Quantized, expected: eager.Quantized) -> None:
     """That Triton made of queries, keys and values what plain PyTorch did, but for roundings near a tie."""
-    torch.testing.assert_close(x.scalars, expected.scalars, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(x.scalars, expected.scalars, rtol=3e-6, atol=0.0)
     torch.testing.assert_close(x.value_mean, expected.value_mean, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x.value_scale, expected.value_scale, rtol=1e-5, atol=1e-12)
     for name in ("query", "key", "value"):
