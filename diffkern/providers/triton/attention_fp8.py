@@ -102,7 +102,7 @@ def _unrotated_plans(
 ) -> tuple[Plan, Plan, Plan]:  # fmt: skip
     batch, length, kv_heads, _ = key
     blocks = -(-length // ROTATED_TOKENS)
-    programs = -(-(heads + kv_heads) // TOGETHER) * blocks * batch
+    programs = (-(-heads // TOGETHER) - (-kv_heads // TOGETHER)) * blocks * batch
     tokens = *strides, first, length, eps
     return _plans(tokens, heads, length, key, blocks, programs, (ROTATED_TOKENS, TOGETHER))
 

@@ -157,15 +157,17 @@ def round_values(
 
 
 @triton.jit
-def mean_and_factor(
-    head, batch, mean_ptr, peak_ptr, SAMPLE_PEAK: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """What is taken from a head of queries (nothing) or keys, and what it is multiplied by."""
+def mean_of(head, batch, mean_ptr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr):
+    """What is taken from a head of queries, nothing, or of the keys behind them."""
     mean_ptr += (batch * 2 * KV_HEADS + head - HEADS) * D + tl.arange(0, D)
-    mean = tl.load(mean_ptr, mask=head + tl.arange(0, D) * 0 >= HEADS, other=0.0)
-    scale = _sampled_scale(tl.load(peak_ptr + (head >= HEADS).to(tl.int32)), SAMPLE_PEAK)
-    return mean, tl.div_rn(tl.zeros((D,), tl.float32) + 1.0, scale)
+    return tl.load(mean_ptr, mask=head + tl.arange(0, D) * 0 >= HEADS, other=0.0)
+
+
+@triton.jit
+def factor_of(is_key, peak_ptr, SAMPLE_PEAK: tl.constexpr, D: tl.constexpr):
+    """What queries, or keys, are multiplied by."""
+    scale = _sampled_scale(tl.load(peak_ptr + is_key.to(tl.int32)), SAMPLE_PEAK)
+    return tl.div_rn(tl.zeros((D,), tl.float32) + 1.0, scale)
 
 
 @triton.jit
@@ -208,7 +210,8 @@ def round_kernel(
     else:
         head, rest = (pid - values) % (HEADS + KV_HEADS), (pid - values) // (HEADS + KV_HEADS)
         block, batch = rest % blocks, (rest // blocks).to(tl.int64)
-        mean, factor = mean_and_factor(head, batch, mean_ptr, peak_ptr, SAMPLE_PEAK, HEADS, KV_HEADS, D)
+        mean = mean_of(head, batch, mean_ptr, HEADS, KV_HEADS, D)
+        factor = factor_of(head >= HEADS, peak_ptr, SAMPLE_PEAK, D)
         if head < HEADS:
             x_ptr = q_ptr + batch * q_batch + head * q_head
             first = (batch * queries * HEADS + head) * D

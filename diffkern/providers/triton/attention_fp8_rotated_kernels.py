@@ -1,6 +1,7 @@
 """The Triton kernels that bring queries and keys into e4m3 from before their norm and rotation, and values as they are.
 
-A program that rounds has some tokens of several heads, which are rotated by the same angles. Tokens before ``first``
+A program that rounds has some tokens of several heads, which are rotated by the same angles; while one is computed, the
+next one is read. Tokens before ``first``
 belong to the first of two streams; of one stream all belong to the second.
 """
 
@@ -12,7 +13,8 @@ import triton
 import triton.language as tl
 
 from diffkern.providers.triton.attention_fp8_kernels import (
-    mean_and_factor,
+    factor_of,
+    mean_of,
     round_values,
     rounded,
     sample_range,
@@ -43,25 +45,26 @@ def _angles(cos_0, sin_0, cos_1, sin_1, token, inside, first, D: tl.constexpr, T
 
 
 @triton.jit
-def _rotated(
-    head, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head, q1_batch, q1_token, q1_head,
-    k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head, token, inside, first, eps, cos_a, sin_a, cos_b, sin_b,
-    HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+def _side(
+    is_query, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head, q1_batch, q1_token,
+    q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head, token, first, D: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one head of the queries, or of the keys behind them, normed and rotated."""
-    if head < HEADS:
-        x_0, token_0 = q_0 + batch * q0_batch + head * q0_head, q0_token + 0
-        x_1, token_1 = q_1 + batch * q1_batch + head * q1_head, q1_token + 0
-        w_0, w_1 = qw_0, qw_1
+    """Where the queries, or the keys, of one sample are in both streams, and the weights of their norms by token."""
+    if is_query:
+        x_0, token_0, head_0, w_0 = q_0 + batch * q0_batch, q0_token + 0, q0_head + 0, qw_0
+        x_1, token_1, head_1, w_1 = q_1 + batch * q1_batch, q1_token + 0, q1_head + 0, qw_1
     else:
-        x_0, token_0 = k_0 + batch * k0_batch + (head - HEADS) * k0_head, k0_token + 0
-        x_1, token_1 = k_1 + batch * k1_batch + (head - HEADS) * k1_head, k1_token + 0
-        w_0, w_1 = kw_0, kw_1
-    x = _both_streams(x_0, token_0, x_1, token_1, token, inside, first, D)
+        x_0, token_0, head_0, w_0 = k_0 + batch * k0_batch, k0_token + 0, k0_head + 0, kw_0
+        x_1, token_1, head_1, w_1 = k_1 + batch * k1_batch, k1_token + 0, k1_head + 0, kw_1
+    one, other = tl.load(w_0 + tl.arange(0, D)).to(tl.float32), tl.load(w_1 + tl.arange(0, D)).to(tl.float32)
+    return x_0, token_0, head_0, x_1, token_1, head_1, tl.where((token < first)[:, None], one[None, :], other[None, :])
+
+
+@triton.jit
+def _rotated(x, weights, eps, cos_a, sin_a, cos_b, sin_b, D: tl.constexpr, TOKENS: tl.constexpr):
+    """Some tokens of one head, normed and rotated."""
     x *= tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, axis=1) / D + eps))[:, None]
-    w_0, w_1 = tl.load(w_0 + tl.arange(0, D)).to(tl.float32), tl.load(w_1 + tl.arange(0, D)).to(tl.float32)
-    x *= tl.where((token < first)[:, None], w_0[None, :], w_1[None, :])
-    a, b = tl.split(tl.reshape(x, (TOKENS, D // 2, 2)))
+    a, b = tl.split(tl.reshape(x * weights, (TOKENS, D // 2, 2)))
     return tl.interleave(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
 
 
@@ -84,11 +87,13 @@ def rotated_ranges_kernel(
         head, batch = index % (HEADS + KV_HEADS), (index // (HEADS + KV_HEADS)).to(tl.int64)
         token, inside = sampled(block, length, SAMPLE, TOKENS)
         cos_a, sin_a, cos_b, sin_b = _angles(cos_0, sin_0, cos_1, sin_1, token, inside, first, D, TOKENS)
-        x = _rotated(
-            head, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head,
-            q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
-            token, inside, first, eps, cos_a, sin_a, cos_b, sin_b, HEADS, D, TOKENS,
+        x_0, token_0, head_0, x_1, token_1, head_1, weights = _side(
+            head < HEADS, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head,
+            q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head, token, first, D,
         )  # fmt: skip
+        head = tl.where(head < HEADS, head, head - HEADS)
+        x = _both_streams(x_0 + head * head_0, token_0, x_1 + head * head_1, token_1, token, inside, first, D)
+        x = _rotated(x, weights, eps, cos_a, sin_a, cos_b, sin_b, D, TOKENS)
         sample_range(x, part_ptr, index, block, SAMPLE // TOKENS, peak_ptr, D)
 
 
@@ -110,25 +115,32 @@ def rotated_round_kernel(
             KV_HEADS, D, V_TOKENS, STEPS,
         )  # fmt: skip
     else:
-        groups = (HEADS + KV_HEADS + TOGETHER - 1) // TOGETHER
+        q_groups, groups = tl.cdiv(HEADS, TOGETHER), tl.cdiv(HEADS, TOGETHER) + tl.cdiv(KV_HEADS, TOGETHER)
         group, rest = (pid - values) % groups, (pid - values) // groups
         block, batch = rest % blocks, (rest // blocks).to(tl.int64)
         token = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        inside = token < length
+        inside, is_query = token < length, group < q_groups
         cos_a, sin_a, cos_b, sin_b = _angles(cos_0, sin_0, cos_1, sin_1, token, inside, first, D, TOKENS)
+        x_0, token_0, head_0, x_1, token_1, head_1, weights = _side(
+            is_query, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head,
+            q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head, token, first, D,
+        )  # fmt: skip
+        heads, before = tl.where(is_query, HEADS, KV_HEADS), tl.where(is_query, 0, HEADS)
+        place = tl.where(is_query, 0, k_first) + batch * length * heads * D
+        factor = factor_of(before > 0, peak_ptr, SAMPLE_PEAK, D)
+        head = tl.where(is_query, group, group - q_groups) * TOGETHER
+        x = _both_streams(x_0 + head * head_0, token_0, x_1 + head * head_1, token_1, token, inside, first, D)
+        mean = mean_of(before + head, batch, mean_ptr, HEADS, KV_HEADS, D)
         for step in tl.static_range(TOGETHER):
-            head = group * TOGETHER + step
-            here = token < tl.where(head < HEADS + KV_HEADS, length, 0)
-            head = tl.minimum(head, HEADS + KV_HEADS - 1)
-            x = _rotated(
-                head, batch, q_0, q_1, k_0, k_1, qw_0, qw_1, kw_0, kw_1, q0_batch, q0_token, q0_head,
-                q1_batch, q1_token, q1_head, k0_batch, k0_token, k0_head, k1_batch, k1_token, k1_head,
-                token, here, first, eps, cos_a, sin_a, cos_b, sin_b, HEADS, D, TOKENS,
-            )  # fmt: skip
-            mean, factor = mean_and_factor(head, batch, mean_ptr, peak_ptr, SAMPLE_PEAK, HEADS, KV_HEADS, D)
-            if head < HEADS:
-                place, row = (batch * length * HEADS + head) * D, HEADS * D + 0 * head
-            else:
-                place, row = k_first + (batch * length * KV_HEADS + head - HEADS) * D, KV_HEADS * D + 0 * head
-            offsets = place + (token * row)[:, None] + tl.arange(0, D)[None, :]
-            tl.store(y_ptr + offsets, rounded(x, mean, factor).to(y_ptr.dtype.element_ty), mask=here[:, None])
+            here, after = token < tl.where(head < heads, length, 0), tl.minimum(head + 1, heads - 1)
+            if step + 1 < TOGETHER:
+                next_x = _both_streams(
+                    x_0 + after * head_0, token_0, x_1 + after * head_1, token_1, token, inside, first, D
+                )  # fmt: skip
+                next_mean = mean_of(before + after, batch, mean_ptr, HEADS, KV_HEADS, D)
+            y = rounded(_rotated(x, weights, eps, cos_a, sin_a, cos_b, sin_b, D, TOKENS), mean, factor)
+            offsets = place + head * D + (token * (heads * D))[:, None] + tl.arange(0, D)[None, :]
+            tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=here[:, None])
+            if step + 1 < TOGETHER:
+                x, mean = next_x, next_mean
+                head += 1
