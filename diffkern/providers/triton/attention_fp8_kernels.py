@@ -42,8 +42,9 @@ def sampled(block, length, SAMPLE: tl.constexpr, TOKENS: tl.constexpr):
 @triton.jit
 def sample_range(x, part_ptr, index, block, blocks, peak_ptr, D: tl.constexpr):
     """The part of one block of the sample of a head; the first one of all zeros the two peaks."""
-    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-    _write_part(part_ptr, index, block, blocks, tl.abs(x), x, D)
+    size = tl.abs(x)  # once: Triton 3.6 fails for compute capability 12.0 where it is asked for again behind a choice
+    known = size < float("inf")
+    _write_part(part_ptr, index, block, blocks, tl.where(known, size, 0.0), tl.where(known, x, 0.0), D)
     tl.store(peak_ptr + tl.arange(0, 2), tl.zeros((2,), tl.float32), mask=index + block + tl.arange(0, 2) * 0 == 0)
 
 
