@@ -140,11 +140,15 @@ class Route:
         return result
 
     def attend_unrotated(self, x: Unrotated, value: Tensor, scale: float | None) -> Tensor | None:
-        """Computes a call from before the norm and rotation of queries and keys; None if that is not to be had.
+        """Computes a call from before the norm and rotation of queries and keys, or returns None.
 
-        That is the case of calls of a kind that a backend serves which can: the first one of a kind is compared with
-        float64, within the error that the backend states.
+        The backend that serves calls of its kind does so, if it can. The first call of a kind is compared with float64:
+        it must keep the error that the backend states.
         """
+        if any([y.dtype is not value.dtype or y.device != value.device for y in (*x.queries, *x.keys)]):
+            return None
+        if x.shapes[1] != value.shape:
+            return None
         like = [value.new_empty(1).expand(shape) for shape in x.shapes]
         call = AttentionCall(like[0], like[1], value, scale=scale)
         backend = None if call.unfit() else self._choices.get(self._key(call), (None, ""))[0]

@@ -68,7 +68,7 @@ class UnrotatedSite(FusedSite):
         if serve is None or modes_active() or transforms_active():
             return super().__call__(module, *leaves)
         signature, before = self.signature(module, leaves), self.fused_calls
-        kind = signature, leaves[self._sized].shape
+        kind = signature, *[leaf.numel().bit_length() for leaf in leaves if isinstance(leaf, Tensor)]
         way = self.ways.get(signature) if self._deferred.get(kind) else None
         unrotated = None if way is None or way.calls_norm is not None else self._unrotated(module, leaves, way)
         if unrotated is None:
@@ -92,7 +92,10 @@ class UnrotatedSite(FusedSite):
     def _unrotated(self, module: nn.Module, leaves: tuple[Any, ...], way: Any) -> Unrotated | None:
         """What the op would be called with, where attention can begin there."""
         calls = _Calls()
-        call_qk_norm_rope(self, module, self.operands(module, leaves), way, None, calls)
+        try:
+            call_qk_norm_rope(self, module, self.operands(module, leaves), way, None, calls)
+        except (RuntimeError, ValueError, TypeError):  # which the site itself answers for
+            return None
         return calls.unrotated()
 
 
