@@ -70,6 +70,7 @@ class BlockRecipe(ABC):
         is_one_op: Whether the block is one op in the graph of ``torch.compile`` where that compiles it by itself. Its
             result must be like its first operand.
         lays_out: Whether it decides by itself how its weights and activations lie in memory.
+        is_timed: Whether calls on a CPU run stock where they take no less time so.
         allowance: Error against float64 that is granted beyond what the contract grants, for products in fp8.
     """
 
@@ -81,6 +82,7 @@ class BlockRecipe(ABC):
     covers: frozenset[str] = frozenset()
     is_one_op: bool = False
     lays_out: bool = True
+    is_timed: bool = False
     allowance: float = 0.0
 
     def in_fp8(self) -> BlockRecipe:

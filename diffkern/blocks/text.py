@@ -80,6 +80,7 @@ class TextProjection(BlockRecipe):
     ops = ()
     fingerprints = frozenset({"35e6748325cb9cda"})
     versions = "diffusers 0.42"
+    is_timed = True  # to see that nothing was written reads the caption and all weights
 
     @staticmethod
     @override

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks import BlockRecipe
+from diffkern.injection import patching
 from diffkern.injection.fusion import Fusion
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select
 from diffkern.verify.contract import FEW_TOKENS, TOKENS
+from diffkern.verify.gain import kept_costs, reason_without_gain
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.samples import clone_tree
 
@@ -28,6 +30,8 @@ class BlockFusion(Fusion):
     """
 
     recipe: BlockRecipe
+    #: As in :class:`~diffkern.injection.norm_fusion.NormFusion`.
+    replayed: bool | None = None
     #: What the recipe stands for, as it was when the block was matched.
     sources: tuple[Callable[..., Any], ...] = field(init=False, repr=False, compare=False)
 
@@ -80,6 +84,22 @@ class BlockFusion(Fusion):
         if self.recipe.sources() != self.sources:
             return "what its class computes was replaced after the injection"
         return self.recipe.declines(module, call)
+
+    @property
+    @override
+    def is_timed(self) -> bool:
+        return self.replayed is not None and self.recipe.is_timed
+
+    @override
+    def weigh(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+        x = self.primary_input(call)
+        if x.is_cuda:
+            return ""  # where what is kept is checked once in each step, whatever is called how often
+        key = "call of a block", self.op, str(x.dtype), x.shape[-1], x.numel().bit_length()
+        both = lambda: patching.forward(module, *call), lambda: self.stock(module, call)
+        with torch.no_grad():
+            found = kept_costs(both, x.device, *key)
+        return reason_without_gain(found[0], found[1], bool(self.replayed))
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: tuple[Any, ...] | None) -> bool:

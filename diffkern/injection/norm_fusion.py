@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level
 from typing_extensions import override
 
+from diffkern.injection import patching
 from diffkern.injection.fusion import OneTensorFusion
 from diffkern.matching import NormSemantics, apply, declines, full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
@@ -72,14 +73,13 @@ class NormFusion(OneTensorFusion):
             return ""  # time goes into memory traffic, of which the op has no more
         provider = select(self.op, call.device, (call.dtype,), None).provider
         shape = sample_shape(self.semantics, module, 1)
-        key = "norm", full_name(type(module)), provider, str(call.dtype), tuple(shape), call.numel().bit_length()
-
-        def fused() -> Tensor | None:
-            return None if declines(self.semantics, module, call) else self.compute(module, call, None, ())
-
+        key = "call of a norm", full_name(type(module)), provider, str(call.dtype), tuple(shape)
+        size = call.numel().bit_length()
+        both = lambda: patching.forward(module, call), lambda: type(module).forward(module, call)
         try:
-            with torch.no_grad():
-                found = kept_costs((fused, lambda: self.stock(module, call)), call.device, *key)
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # as in stock()
+                found = kept_costs(both, call.device, *key, size)
         except torch.OutOfMemoryError:
             return ""  # the call itself says so
         return reason_without_gain(found[0], found[1], bool(self.replayed))

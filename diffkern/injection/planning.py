@@ -292,11 +292,11 @@ def _match(
         recipe = recipe.in_fp8() if numerics == "fp8" else recipe
     if recipe is not None and numerics != "exact":
         if fingerprint(recipe.sources()) in recipe.fingerprints:
-            return _Match(BlockFusion(recipe), "recipe")
+            return _Match(BlockFusion(recipe, rewriters.replayed), "recipe")
         if not rewriters.verify:
             reason = f"its stock forward is not that of {recipe.versions}, and verify=False forbids to compare"
             return _Match(None, "probe", reason)
-        return _Match(BlockFusion(recipe), "probe")
+        return _Match(BlockFusion(recipe, rewriters.replayed), "probe")
     loss = None if liger is None else liger.loss(module)
     if loss is not None:
         return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")

@@ -276,8 +276,11 @@ class PatchState:
             return None
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
+        self.gains[size] = ""  # while it is timed as it will be called
         reason = self.fusion.weigh(module, call)
-        if reason is not None:
+        if reason is None:
+            del self.gains[size]
+        else:
             self.gains[size] = reason
         return reason or None
 

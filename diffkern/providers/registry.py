@@ -42,6 +42,9 @@ dispatch_cache: dict[Hashable, Any] = {}
 
 _kernels: dict[tuple[object, ...], Kernel] = {}
 
+#: How often :func:`reset` was called: what keeps a kernel elsewhere asks again after it.
+resets = 0
+
 
 class NoProviderError(RuntimeError):
     """No provider, or not the one that was asked for, can serve a request. The message says why."""
@@ -156,6 +159,8 @@ def kernel_for(op: str, device: torch.device, provider: str | None, *dtypes: tor
 
 def reset() -> None:
     """Forgets all choices, so that a provider which became available is asked again."""
+    global resets
+    resets += 1
     _kernels.clear()
     dispatch_cache.clear()
     _select.cache_clear()

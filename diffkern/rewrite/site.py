@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from diffkern import ops
 from diffkern.blocks.fp8 import RowMaker, RowwiseFp8, announce
 from diffkern.matching import NormSemantics
-from diffkern.providers import NoProviderError, select
+from diffkern.providers import NoProviderError, registry, select
 from diffkern.providers.base import KernelFileError
-from diffkern.providers.dispatch_modes import transforms_active
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.providers.registry import override
 from diffkern.rewrite.calls import CALLS, WITH_ROWS
 from diffkern.rewrite.facts import (
     GROUPS,
@@ -30,10 +31,13 @@ from diffkern.rewrite.facts import (
 )
 from diffkern.rewrite.layout import memory_order
 from diffkern.rewrite.plan import SitePlan
+from diffkern.rewrite.specialize import OTHER, Recorder, specialized
 from diffkern.verify.gain import Cost
 from diffkern.verify.measures import Measurement
 
 _PLAIN = (Tensor, nn.Parameter)
+# Bound once, since every call asks.
+_is_traced = torch.compiler.is_dynamo_compiling
 
 #: What decides how a site computes: the dtype and the order in memory of each tensor among the leaves, the value of the
 #: others, the device.
@@ -47,6 +51,9 @@ Trained = Callable[["FusedSite", nn.Module, dict[str, Any], "Way"], Any]
 BY_SUM = "by sum"
 #: The operands by which a site is large or small.
 _SIZED = ("x", "residual", "y", "q")
+
+#: Kinds of leaves that a site may be specialised for: a language model may meet another one at every call.
+_MOST_RECORDINGS = 128
 
 _UNPROVEN = "not proven for such operands yet: run one call outside of graphs and transforms before"
 
@@ -129,6 +136,10 @@ class FusedSite:
         self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._call: Any = CALLS.get(plan.rule.op)  # others compute themselves
+        #: The functions of :mod:`~diffkern.rewrite.specialize`, by the operand that says the size; None for one that
+        #: came once.
+        self.specialized: dict[Any, Callable[..., Any] | None] = {}
+        self._recordings = self._resets = 0
         self.maker = (
             RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS and "gate_activation" not in plan.options else None
         )
@@ -148,10 +159,18 @@ class FusedSite:
             if semantics is not None:
                 self.norms[name] = semantics[1]
         norms = [found for found in (self._semantics, *self.norms.values()) if found is not None]
+        #: The norms whose parameters are read at every call.
+        self.norms_read = [(plan.modules[name], semantics) for name, semantics in self.norms.items()]
+        if self._semantics is not None:
+            self.norms_read.append((self._holder, self._semantics))  # type: ignore[arg-type]
         self._reads_parameters = self.over != LAST_DIM or any(found.weight is not None for found in norms)
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
+        if not _is_traced() and self.specialized and not torch.is_grad_enabled():
+            result = self._specialized_call(module, leaves)
+            if result is not OTHER:
+                return result
         size, compiling = None, torch.compiler.is_compiling()
         if self.on_new_size is not None and not compiling:
             x = leaves[self._sized]
@@ -172,9 +191,11 @@ class FusedSite:
         if way is None or reason:
             return self.run_original(module, *leaves, reason=f"{self}: {reason}")
         if size is not None and size not in self.gains and not torch.is_grad_enabled() and _may_prove(leaves):
+            self.gains[size] = ""  # while it is timed as it will be called
             reason = self.on_new_size(self, module, leaves)
             self.gains[size] = reason and f"{self}: {reason}"
             if reason:
+                self.specialized.clear()
                 self.idle_calls += 1
                 return self.run_original(module, *leaves, reason=self.gains[size])
         if compiling:
@@ -182,10 +203,10 @@ class FusedSite:
         try:
             if self.maker is not None and not torch.is_grad_enabled():
                 result = self._announced(self.maker, module, leaves, way)
-            elif self.room or self._may_differ:
+            elif self.room or torch.is_grad_enabled() or self._written is not None:
                 result = self.compute(module, leaves, way, self.provider, self.room)
             else:
-                result = self._call(self, module, self._operands(module, *leaves), way, self.provider)
+                result = self._recorded_call(module, leaves, way)
         except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, (KernelFileError, torch.OutOfMemoryError)):
                 raise
@@ -195,6 +216,42 @@ class FusedSite:
         self.fused_calls += 1
         if self.observer is not None:
             self.observer(module, None)
+        return result
+
+    def _specialized_call(self, module: nn.Module, leaves: tuple[Any, ...]) -> Any:
+        """Computes the site by the function for such leaves, and counts that; :data:`OTHER` if there is none."""
+        if self._resets != registry.resets:  # other providers may serve now
+            self.specialized.clear()
+            return OTHER
+        compute = self.specialized.get(_kind_of(leaves[self._sized]))
+        if compute is None or self.room or transforms_active() or override() is not None:
+            return OTHER
+        try:
+            result = compute(module, *leaves)
+        except RuntimeError:
+            return OTHER  # the long way says what is wrong
+        if result is not OTHER:
+            self.fused_calls += 1
+            if self.observer is not None:
+                self.observer(module, None)
+        return result
+
+    def _recorded_call(self, module: nn.Module, leaves: tuple[Any, ...], way: Way) -> Any:
+        """Computes the site; at the second call for such leaves it makes the function for the next ones."""
+        kind = _kind_of(leaves[self._sized])
+        if self._recordings >= _MOST_RECORDINGS or modes_active() or transforms_active() or override() is not None:
+            return self.compute(module, leaves, way, self.provider)
+        self._recordings += 1
+        if kind not in self.specialized:
+            self._resets, self.specialized[kind] = registry.resets, None
+            return self.compute(module, leaves, way, self.provider)
+        with Recorder() as recorder:
+            result = self.compute(module, leaves, way, self.provider)
+        function = specialized(self, module, leaves, recorder, result)
+        if function is None:
+            self._recordings = _MOST_RECORDINGS  # nor is there one for other leaves
+        else:
+            self.specialized[kind] = function
         return result
 
     def __str__(self) -> str:
@@ -349,6 +406,10 @@ def signature_of(leaves: tuple[Any, ...]) -> Signature:
         else:
             signature.append(leaf.dtype if leaf.is_contiguous() else _layout(leaf))
     return tuple(signature)
+
+
+def _kind_of(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride()) if type(leaf) in _PLAIN else None
 
 
 def _named_size(number: int, leaves: tuple[Any, ...]) -> Any:

@@ -86,7 +86,7 @@ class SiteVerifier:
         return site.ways[signature]
 
     def weigh(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...], replayed: bool, guard: Guard) -> str:
-        """Times a proven site and its expression on copies of leaves; returns why the op is not worth it, or "".
+        """Times calls of a proven site, and its expression, on copies of leaves; returns why it is not worth it, or "".
 
         On a CPU a site also pays its share of what the guard of its forward takes. A GPU works meanwhile.
         """
@@ -101,19 +101,20 @@ class SiteVerifier:
         # As stock would: without patches on its children, and without their hooks.
         twin = functools.cache(lambda: clone_for_verification(module, list(site.plan.modules.values())))
 
-        def fused() -> Any:
-            way = site.ways[site.signature(module, copies())]
-            return None if way is None else site.compute(module, copies(), way, site.provider)
-
+        calls = site.fused_calls
         try:
             with LOCK, torch.no_grad(), preserved(first.device):
-                found = kept_costs((fused, lambda: site.original(twin(), *copies())), first.device, *key)
+                found = kept_costs(
+                    (lambda: site(module, *copies()), lambda: site.original(twin(), *copies())), first.device, *key
+                )
                 if first.device.type == "cpu":
                     asked = kept_costs((lambda: guard(module),) * 2, first.device, "guard", *key[2:4])[0].host
                     share = asked / max(len(guard.sites) - len(guard.disabled), 1)
                     found[0] = Cost(found[0].host + share, found[0].device + share)
         except (RuntimeError, ValueError, TypeError):
             return ""  # want of memory, or operands that the op refuses: the call itself says so
+        finally:
+            site.fused_calls = calls
         reason = reason_without_gain(found[0], found[1], replayed)
         if not reason:
             site.cost = found[0], found[1]
@@ -293,7 +294,7 @@ def _timed(site: FusedSite, module: nn.Module, leaf: Tensor) -> tuple[Hashable, 
     text = hashlib.sha256(site.plan.text.encode()).hexdigest()[:16]
     size = f"2^{leaf.numel().bit_length() - 1} numbers" + ("" if leaf.is_contiguous() else ", strided")
     name = type(module).__qualname__
-    return "site", op, name, text, provider, str(leaf.dtype), size
+    return "call of a site", op, name, text, provider, str(leaf.dtype), size
 
 
 def _refusal(site: FusedSite, leaves: tuple[Any, ...], reason: str) -> Measurement:

@@ -1,0 +1,212 @@
+"""The call of a site for operands of one kind, as straight-line code: views of the leaves, and the kernels.
+
+To choose views, arguments and kernels takes the host three times as long as small kernels run. All of it follows from
+the shapes, strides and dtypes of the leaves, and from what the norms of the site hold. So a call is recorded, and
+written as a function that checks these and calls the kernels. A call that writes into a tensor, takes a number from
+one, or reads what the function cannot check, has no such function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from diffkern.providers import select
+from diffkern.rewrite.facts import LAST_DIM, child_of
+
+if TYPE_CHECKING:
+    from diffkern.rewrite.site import FusedSite
+
+#: What a specialised call returns for leaves that it is not for.
+OTHER = object()
+#: Ops that read nothing of a module but its norms.
+_OPS = frozenset({"norm_modulate", "gate_residual", "gate_residual_norm_modulate", "glu", "qk_norm_rope"})
+_PLAIN = (Tensor, nn.Parameter)
+_CONSTANTS = (int, float, bool, str, type(None), torch.dtype)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the ops that run inside, with their arguments and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+class _Unknown(Exception):
+    """Something that cannot be checked or written."""
+
+
+def specialized(
+    site: FusedSite, module: nn.Module, leaves: tuple[Any, ...], recorded: Recorder, result: Any
+) -> Callable[..., Any] | None:
+    """Returns a function of a module and leaves that computes a recorded call of a site; None if there is none.
+
+    It returns :data:`OTHER` for leaves of other shapes, strides, dtypes or devices, and for a module whose norms hold
+    something else. What hooks and replaced modules change is for the guard to see.
+    """
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if site.plan.rule.op not in _OPS or first is None or first.device.type not in ("cpu", "cuda"):
+        return None
+    kernel = select(site.plan.rule.op, first.device, (first.dtype,), site.provider).kernel
+    if not isinstance(kernel, OpOverload):
+        return None
+    try:
+        writer = _Writer(first, kernel.namespace)
+        for i, leaf in enumerate(leaves):
+            writer.leaf(f"x{i}", leaf)
+        for i, (path, semantics) in enumerate(site.norms_read):
+            if semantics.reader is not None or site.over != LAST_DIM:
+                return None
+            writer.norm(f"n{i}", module, path, semantics)
+        for call in recorded.calls:
+            writer.call(*call)
+        return writer.function(len(leaves), result)
+    except _Unknown:
+        return None
+
+
+class _Writer:
+    """Writes the function line by line. A tensor is known by its object: two leaves may share their memory."""
+
+    def __init__(self, first: Tensor, namespace: str) -> None:
+        self._device, self._namespace = first.device, namespace
+        self._checks: list[str] = []
+        self._reads: list[str] = []
+        self._steps: list[str] = []
+        self._values: dict[str, Any] = {}
+        #: The variable of each tensor, and for a view the tensor that it is one of.
+        self._names: dict[int, str] = {}
+        self._roots: dict[int, Tensor] = {}
+
+    def constant(self, value: Any) -> str:
+        name = f"c{len(self._values)}"
+        self._values[name] = value
+        return name
+
+    def leaf(self, name: str, leaf: Any) -> None:
+        if type(leaf) in (tuple, list):
+            self._checks.append(f"type({name}) is {type(leaf).__name__} and len({name}) == {len(leaf)}")
+            for i, part in enumerate(leaf):
+                self.leaf(f"{name}[{i}]", part)
+        elif id(leaf) in self._names:
+            self._checks.append(f"{name} is {self._names[id(leaf)]}")
+        elif type(leaf) in _PLAIN:
+            self._names[id(leaf)] = name
+            self._check_kind(leaf, name)
+            self._checks.append(
+                f"{name}.shape == {self.constant(leaf.shape)} and {name}.stride() == {self.constant(leaf.stride())}"
+            )
+        elif type(leaf) in _CONSTANTS:
+            self._checks.append(f"type({name}) is {self.constant(type(leaf))} and {name} == {self.constant(leaf)}")
+        else:
+            raise _Unknown
+
+    def norm(self, name: str, module: nn.Module, path: tuple[str, ...], semantics: Any) -> None:
+        norm = child_of(module, path)
+        if norm is None:
+            raise _Unknown
+        self._reads.append(f"{name} = module" + "".join([f"._modules[{part!r}]" for part in path]))
+        if type(semantics.eps) is str:
+            eps = getattr(norm, semantics.eps)
+            self._reads.append(f"if {name}.{semantics.eps} != {self.constant(eps)}: return OTHER")
+        for which in filter(None, (semantics.weight, semantics.bias)):
+            if which not in norm._parameters:  # Wan's norms have the number 0 where they have no bias
+                if type(getattr(norm, which, None)) not in _CONSTANTS:
+                    raise _Unknown
+                held = self.constant(getattr(norm, which, OTHER))
+                self._reads.append(f"if {name}.__dict__.get({which!r}, OTHER) != {held}: return OTHER")
+                self._reads.append(f"if {which!r} in {name}._parameters: return OTHER")
+                continue
+            value, variable = norm._parameters[which], f"{name}_{which}"
+            self._reads.append(f"{variable} = {name}._parameters[{which!r}]")
+            if value is None:
+                self._reads.append(f"if {variable} is not None: return OTHER")
+                continue
+            if id(value) in self._names:
+                self._reads.append(f"if {variable} is not {self._names[id(value)]}: return OTHER")
+                continue
+            self._names[id(value)] = variable
+            checks, self._checks = self._checks, []
+            self._check_kind(value, variable)
+            self._reads.append(f"if not ({' and '.join(self._checks)}): return OTHER")
+            self._checks = checks
+
+    def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if func._schema.is_mutable or (func.namespace not in ("aten", "prims") and func.namespace != self._namespace):
+            raise _Unknown
+        of, results = _tensors((args, tuple(kwargs.values()))), _tensors(result)
+        if not of and not results:
+            return  # of dtypes and sizes
+        if not results or len(results) != (1 if isinstance(result, Tensor) else len(result)):
+            raise _Unknown  # a value of the data
+        root = self._roots.get(id(of[0]), of[0]) if of else None
+        if func.is_view and root is not None and results[0].dtype is root.dtype:
+            self._roots.update({id(view): root for view in results})
+            return
+        arguments = [self._written(one) for one in args]
+        arguments += [f"{name}={self._written(one)}" for name, one in kwargs.items()]
+        names = [f"y{len(self._steps)}_{i}" for i in range(len(results))]
+        self._names.update({id(tensor): name for name, tensor in zip(names, results, strict=True)})
+        targets = names[0] if isinstance(result, Tensor) else f"({', '.join(names)},)"
+        self._steps.append(f"{targets} = {self.constant(func._op)}({', '.join(arguments)})")
+
+    def function(self, leaves: int, result: Any) -> Callable[..., Any]:
+        returned = self._written(result)
+        arguments = ", ".join(["module", *[f"x{i}" for i in range(leaves)]])
+        lines = [f"if not ({' and '.join(self._checks)}): return OTHER", *self._reads, *self._steps]
+        lines.append(f"return {returned}")
+        text = f"def call({arguments}):\n    " + "\n    ".join(lines)
+        namespace: dict[str, Any] = {**self._values, "OTHER": OTHER, "PLAIN": _PLAIN}
+        exec(compile(text, "<specialised call of a site>", "exec"), namespace)
+        function: Callable[..., Any] = namespace["call"]
+        return function
+
+    def _check_kind(self, tensor: Tensor, name: str) -> None:
+        if tensor.device != self._device:
+            raise _Unknown
+        place = f"{name}.is_cpu" if self._device.type == "cpu" else f"{name}.device == {self.constant(self._device)}"
+        self._checks.append(f"type({name}) in PLAIN and {place} and {name}.dtype is {self.constant(tensor.dtype)}")
+
+    def _written(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, (list, tuple)):
+            parts = "".join([f"{self._written(part)}, " for part in value])
+            return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+        return self.constant(value)
+
+    def _tensor(self, tensor: Tensor) -> str:
+        if id(tensor) in self._names:
+            return self._names[id(tensor)]
+        root = self._roots.get(id(tensor))
+        if root is None:
+            raise _Unknown
+        name = self._written(root)
+        start, shift = root.storage_offset(), tensor.storage_offset() - root.storage_offset()
+        if not shift and tensor.shape == root.shape and tensor.stride() == root.stride():
+            return name
+        offset = f"{name}.storage_offset() + {shift}" if name[0] == "x" else str(start + shift)
+        shape, stride = self.constant(tuple(tensor.shape)), self.constant(tensor.stride())
+        variable = f"v{len(self._steps)}"
+        self._steps.append(f"{variable} = {name}.as_strided({shape}, {stride}, {offset})")
+        self._names[id(tensor)] = variable
+        return variable
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
