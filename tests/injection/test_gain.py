@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.embeddings import PixArtAlphaTextProjection
 from torch import nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, use_provider
 from diffkern.injection import patching
+from diffkern.rewrite import FusedSite
 from diffkern.verify import gain
 from diffkern.verify.gain import Cost
 from tests.rewrite.modules import block, leaves
@@ -143,3 +145,46 @@ def test_a_site_is_timed_beside_what_stock_would_run_and_not_beside_patched_chil
     with torch.no_grad():
         module(**leaves(NAMES))
     assert ran == [module]
+
+
+def test_a_caption_on_a_cpu_is_kept_only_where_to_check_it_takes_less_time_than_to_project_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch, fused=3.0, stock=2.0)
+    projection, caption = PixArtAlphaTextProjection(32, 64), torch.randn(2, 7, 32)
+    report = inject_optimized_kernels(projection, config=TIMED)
+    with torch.no_grad():
+        results = [projection(caption) for _ in range(3)]
+        assert clock.asked == 1 and all(torch.equal(result, results[0]) for result in results)
+        assert results[0].data_ptr() != results[1].data_ptr(), "none is kept"
+        assert report.calls()[""]["fused"] == 0
+        clock.fused, longer = 1.0, torch.randn(2, 70, 32)
+        results = [projection(longer) for _ in range(3)]
+    assert results[0].data_ptr() == results[1].data_ptr() and report.calls()[""]["fused"] == 3
+
+
+def test_norms_and_sites_are_timed_as_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
+        ran.clear()
+        computations[0]()
+        seen.append(tuple(ran))
+        return [Cost(1.0, 1.0), Cost(2.0, 2.0)]
+
+    def watch(cls: Any, name: str) -> None:
+        function = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda *args, **kwargs: (ran.append(name), function(*args, **kwargs))[1])
+
+    seen: list[tuple[str, ...]] = []
+    monkeypatch.setattr(gain, "costs", costs)
+    watch(patching, "_run_patch")
+    watch(FusedSite, "__call__")
+    norm, module = nn.LayerNorm(32), block(NAMES, "return self.norm(x) * (1 + scale) + shift")
+    inject_optimized_kernels(norm, config=TIMED)
+    inject_optimized_kernels(module, config=TIMED)
+    with torch.no_grad():
+        norm(torch.randn(4, 32))
+        assert seen == [("_run_patch",)]
+        module(**leaves(NAMES))
+    assert seen[1] == ("__call__",)
