@@ -29,8 +29,13 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: PatchState | None = self.__dict__.get(ATTRIBUTE)
     if state is None:  # restored, and a caller kept this method
         return type(self).forward(self, *args, **kwargs)
-    if state.gains and state.below is None and not state.is_model and state.has_no_gain(args, kwargs):
-        return type(self).forward(self, *args, **kwargs)
+    if state.gains and state.below is None and not state.is_model:
+        gain = state.gain_of(args, kwargs)
+        if gain:
+            state.counts.add_stock(gain)
+            return type(self).forward(self, *args, **kwargs)
+        if gain is not None and state.is_straight and not (state.revoked or state.was_replaced(self)):
+            return _compute(state, self, (args, kwargs), (), args, kwargs)
     if state.is_model and not torch.compiler.is_compiling():
         with one_model_call():
             return _run_patch(state, self, args, kwargs)
@@ -51,6 +56,13 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
     stock = state.check_guards(module, call)
     if stock is None:
         return _run_below(state, module, args, kwargs)
+    return _compute(state, module, call, stock, args, kwargs)
+
+
+def _compute(
+    state: PatchState, module: nn.Module, call: Any, stock: tuple[str, ...], args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:  # fmt: skip
     provider = state.rule.otherwise
     if state.rule.situations:
         provider = state.rule.at(state.fusion.primary_input(call).device, module.training)

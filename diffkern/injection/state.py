@@ -72,6 +72,8 @@ class PatchState:
     def __init__(self, fusion: Fusion, rule: Rule, verifier: Verifier | None, strict: bool, numerics: str) -> None:
         self.fusion = fusion
         self.is_model = fusion.is_model
+        #: Whether a call that gains is asked nothing else here: its sites ask.
+        self.is_straight = fusion.counts_itself and not rule.situations
         self.rule = rule
         self.verifier = verifier
         self.strict = strict
@@ -111,7 +113,7 @@ class PatchState:
         fusion = self.fusion
         if torch.compiler.is_compiling():
             return self._check_while_traced(module, call)
-        reason = _REPLACED if self._was_replaced(module) else self.revoked or fusion.declines(module, call)
+        reason = _REPLACED if self.was_replaced(module) else self.revoked or fusion.declines(module, call)
         if reason is None and self.rule.situations:
             reason = self._left_alone(module, fusion.primary_input(call).device)
         if reason is None and not self._is_proven(module, call):
@@ -137,7 +139,7 @@ class PatchState:
     def _check_while_traced(self, module: nn.Module, call: Any) -> tuple[str, ...] | None:
         """The same without counters and proofs, which stay out of the graph; what is not proven yet is traced stock."""
         fusion = self.fusion
-        if self._was_replaced(module):
+        if self.was_replaced(module):
             return None
         if self.rule.situations and self.rule.at(fusion.primary_input(call).device, module.training) == STOCK:
             return None
@@ -154,7 +156,8 @@ class PatchState:
             notes.traced_as_fast(self.report, type(module).__name__)
         return fusion.stock_pieces(module, call)
 
-    def _was_replaced(self, module: nn.Module) -> bool:
+    def was_replaced(self, module: nn.Module) -> bool:
+        """Whether the class of the module has another forward than when it was patched."""
         return self.stock is not None and type(module).forward is not self.stock
 
     def trust(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -252,17 +255,16 @@ class PatchState:
             self.site.reason = reason
         warnings.warn(f"diffkern: {type(module).__name__} {reason}; {consequence}", stacklevel=6)
 
-    def has_no_gain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether calls of this size were found to take no less time fused. Counts them, and looks at nothing else."""
+    def gain_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """What :attr:`gains` says of a call; None for a call that is asked all questions."""
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if type(x) is not Tensor:
-            return False
+        if type(x) is not Tensor or torch._C._get_tracing_state() is not None:  # to which sizes are tensors
+            return None
         # As _size: in a model, where other code comes between two calls, each function takes microseconds to call.
         reason = self.gains.get((x.device, x.dtype, x.numel().bit_length(), x.is_contiguous()))
-        if not reason or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return False  # times of an inference say nothing of training, where others may compute
-        self.counts.add_stock(reason)
-        return True
+        if reason is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None  # times of an inference say nothing of training, where others may compute
+        return reason
 
     def _weigh(self, module: nn.Module, call: Any) -> str | None:
         """Times calls of a size at the first one that can be; returns why they run stock from then on, or None."""

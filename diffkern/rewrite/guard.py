@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from diffkern.blocks.pieces import unfit_surroundings, untouched
+from diffkern.blocks.pieces import EQUIVALENT_FORWARDS, unfit_surroundings, untouched
+from diffkern.matching.genuine import is_own
 from diffkern.rewrite.facts import Path, child_of, functions_of, plain_attribute
 from diffkern.rewrite.inline import global_at
 from diffkern.rewrite.site import FusedSite, Observer
 
 #: Sites by their numbers, each on (the site) or off (its original expression).
 Active = tuple[Callable[..., Any], ...]
+# Bound once, since every call asks.
+_is_traced = torch.compiler.is_dynamo_compiling
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
 
 
 class Guard:
@@ -71,12 +78,19 @@ class Guard:
         self._held = tuple([(path, functions) for path, functions in held if functions])
         self._methods = tuple(methods.items())
         self._all: Active = sites
+        #: The same questions as one function, which mostly answers them; the module has what they are about.
+        self._is_as_it_was: Callable[[nn.Module], bool] | None = None
         #: Returns the forward for a module of which a convolution has a hook or an adapter now, or None.
         self.rewrite_rest: Callable[[nn.Module], Callable[..., Any] | None] | None = None
         self._rests: dict[Any, Callable[..., Any] | None] = {}
 
     def __call__(self, module: nn.Module, given: Any = False) -> Active | None:
         """Returns what each site runs; None if the stock forward must run, as it must for some arguments: ``given``."""
+        if not (given or self.disabled or _is_traced()):
+            if self._is_as_it_was is None:
+                self._is_as_it_was = self._written(module)
+            if self._is_as_it_was(module):
+                return self._all
         off = self._off(module)
         if self._rest(module, off) is not None:
             return None
@@ -102,10 +116,8 @@ class Guard:
             if not untouched(child, cls):
                 touched = f"{'.'.join(path)} has a hook, or is another module than it was"
                 off.update(dict.fromkeys([index for index in self._users[path] if index not in off], touched))
-        for path, functions in self._held:
-            child = child_of(module, path)
-            if child is None or functions_of(child) != functions:
-                off.update(dict.fromkeys(self._users[path], f"{'.'.join(path)} computes another function"))
+        for path in self._other_functions(module):
+            off.update(dict.fromkeys(self._users[path], f"{'.'.join(path)} computes another function"))
         return off
 
     def _moved(self, off: Mapping[int, str]) -> str | None:
@@ -135,6 +147,13 @@ class Guard:
             now = plain_attribute(module, name)
             if now is not value and (now != value or type(now) is not type(value)):
                 return f"its {name} is another than when it was patched"
+        for name, method in self._methods:
+            if name in module.__dict__ or getattr(type(module), name, None) is not method:
+                return f"its method {name} was replaced"
+        return self._changed_inside(module)
+
+    def _changed_inside(self, module: nn.Module) -> str | None:
+        """What was replaced of the helpers and submodules whose bodies are part of the source."""
         for path, cls, names in self.inlined:
             child: Any = child_of(module, path)
             if not untouched(child, cls) or tuple(child._modules) != names:
@@ -145,10 +164,52 @@ class Guard:
         for name, function in self._globals.items():
             if global_at(self._namespace, name) is not function:
                 return f"the function {name} was replaced"
-        for name, method in self._methods:
-            if name in module.__dict__ or getattr(type(module), name, None) is not method:
-                return f"its method {name} was replaced"
         return None
+
+    def _other_functions(self, module: nn.Module) -> list[Path]:
+        """The children that compute another function than they did."""
+        held = [(path, functions, child_of(module, path)) for path, functions in self._held]
+        return [path for path, functions, child in held if child is None or functions_of(child) != functions]
+
+    def _written(self, module: nn.Module) -> Callable[[nn.Module], bool]:
+        """Writes a function that says whether :meth:`_off` and :meth:`_unfit` find nothing, at half their cost.
+
+        Where it says no, they say what it is.
+        """
+        values: dict[str, Any] = {"unfit": unfit_surroundings, "autocast": torch._C._is_any_autocast_enabled}
+        values |= {"is_own": is_own, "Method": MethodType, "equivalent": EQUIVALENT_FORWARDS}
+        values |= {"inside": self._changed_inside, "functions": self._other_functions}
+        tests = ["unfit() is not None or autocast()"]
+
+        def constant(value: Any) -> str:
+            values[f"v{len(values)}"] = value
+            return f"v{len(values) - 1}"
+
+        for name, value in self._values:
+            registry = next((one for one in _REGISTRIES if name in module.__dict__[one]), None)
+            if registry is None:
+                then, kind = constant(value), constant(type(value))
+                tests.append(f"(now := module.{name}) is not {then} and (now != {then} or type(now) is not {kind})")
+            elif value is None:
+                tests.append(f"module.{registry}[{name!r}] is not None")
+            else:
+                tests.append(f"(now := module.{registry}[{name!r}]) is None or hasattr(type(now), '__len__')")
+        for name, method in self._methods:
+            tests.append(f"{name!r} in module.__dict__ or type(module).{name} is not {constant(method)}")
+        classes = {cls: constant(cls) for _, cls in self._children}
+        tests += [f"not is_own({cls}.forward, {cls})" for cls in classes.values()]
+        for path, cls in self._children:
+            child = "module" + "".join([f"._modules[{name!r}]" for name in path])
+            tests.append(f"type(child := {child}) is not {classes[cls]}")
+            tests.append(" or ".join(["not (state := child.__dict__)", *[f"state[{hooks!r}]" for hooks in _HOOKS]]))
+            own = f"(held := state['forward']).__func__ in equivalent or held.__func__ is {classes[cls]}.forward"
+            tests.append(f"'forward' in state and not (type(state['forward']) is Method and ({own}))")
+        tests += ["inside(module)"] * bool(self.inlined or self._looped or self._globals)
+        tests += ["functions(module)"] * bool(self._held)
+        lines = ["def is_as_it_was(module):", "try:", *[f"    if {test}: return False" for test in tests]]
+        text = "\n ".join([*lines, "    return True", "except (AttributeError, KeyError): return False"])
+        exec(compile(text, "<guard of a forward>", "exec"), values)
+        return values["is_as_it_was"]  # type: ignore[no-any-return]
 
     def force_original(self) -> None:
         """Makes every site run its original expression, to look for a difference."""

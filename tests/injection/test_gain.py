@@ -12,6 +12,7 @@ from torch import nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, use_provider
 from diffkern.injection import patching
+from diffkern.injection.state import PatchState
 from diffkern.rewrite import FusedSite
 from diffkern.verify import gain
 from diffkern.verify.gain import Cost
@@ -161,6 +162,24 @@ def test_a_caption_on_a_cpu_is_kept_only_where_to_check_it_takes_less_time_than_
         clock.fused, longer = 1.0, torch.randn(2, 70, 32)
         results = [projection(longer) for _ in range(3)]
     assert results[0].data_ptr() == results[1].data_ptr() and report.calls()[""]["fused"] == 3
+
+
+def test_a_call_that_is_known_to_gain_sees_another_class_forward_and_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, fused=1.0, stock=2.0)
+    module, given = block(NAMES, BODY), leaves(NAMES)
+    report = inject_optimized_kernels(module, config=TIMED)
+    asked: list[Any] = []
+    check_guards = PatchState.check_guards
+    monkeypatch.setattr(PatchState, "check_guards", lambda *call: (asked.append(call), check_guards(*call))[1])
+    with torch.no_grad():
+        for _ in range(4):
+            module(**given)
+        assert len(asked) == 2 and report.calls()[""]["fused"] == 8, "from the third call on its sites are asked alone"
+        traced = torch.jit.trace(module, tuple(given.values()))
+        assert "diffkern" not in str(traced.inlined_graph)
+        monkeypatch.setattr(type(module), "forward", lambda self, *call, **named: "another")
+        assert module(**given) == "another"
+    assert report.calls()[""]["stock_reasons"] == {"what its class computes was replaced after the injection": 1}
 
 
 def test_norms_and_sites_are_timed_as_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
