@@ -102,6 +102,11 @@ class Fusion(Protocol):
         """Whether calls run stock where they take no less time fused."""
         return False
 
+    @property
+    def without_gain(self) -> Callable[..., Any] | None:
+        """What computes calls that gain nothing in the place of the forward of the class; None if that does."""
+        return None
+
     def weigh(self, module: nn.Module, call: Any) -> str | None:
         """Times a proven call: why it takes no less time fused, or "". None where it says too little by itself."""
         return None

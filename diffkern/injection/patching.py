@@ -33,7 +33,10 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gain = state.gain_of(args, kwargs)
         if gain:
             state.counts.add_stock(gain)
-            return type(self).forward(self, *args, **kwargs)
+            run = type(self).forward
+            if run is state.stock and state.without_gain is not None:
+                run = state.without_gain
+            return run(self, *args, **kwargs)
         if gain is not None and state.is_straight and not (state.revoked or state.was_replaced(self)):
             return _compute(state, self, (args, kwargs), (), args, kwargs)
     if state.is_model and not torch.compiler.is_compiling():
@@ -166,7 +169,7 @@ def patches(module: nn.Module) -> Iterator[PatchState]:
 def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
     state.below = patch_state(module)
-    state.stock = type(module).forward
+    state.stock, state.without_gain = type(module).forward, state.fusion.without_gain
     state.handle = module_handle(module) if state.fusion.is_one_op else None
     if state.below is not None:
         state.had_instance_forward = state.below.had_instance_forward

@@ -129,6 +129,11 @@ class RewriteFusion(Fusion):
     def is_timed(self) -> bool:
         return self.rewriters.replayed is not None
 
+    @property
+    @override
+    def without_gain(self) -> Callable[..., Any] | None:
+        return self.rewritten.without_sites
+
     @override
     def weigh(self, module: nn.Module, call: Any) -> str | None:
         """Says that no site gains where none did in the call before: so no result changes from one call to the next."""

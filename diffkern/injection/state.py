@@ -55,6 +55,7 @@ class PatchState:
         numerics: The contract that the patch keeps.
         below: The patch that runs where this one runs stock: a graph is put over whatever is there.
         stock: The forward that the module's class had when it was patched: with another one the patch steps aside.
+        without_gain: As :attr:`Fusion.without_gain`.
         handle: By which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form, and in
             a copy of the module.
         site: Its line in the report, which records proofs at first use; None in a copy of the module.
@@ -81,6 +82,7 @@ class PatchState:
         self.had_instance_forward = False
         self.below: PatchState | None = None
         self.stock: Callable[..., Any] | None = None
+        self.without_gain: Callable[..., Any] | None = None
         self.handle: Tensor | None = None
         self.site: Site | None = None
         self.report = ""
@@ -318,7 +320,7 @@ class PatchState:
         copy = PatchState(self.fusion, self.rule, self.verifier, self.strict, self.numerics)
         copy.had_instance_forward = self.had_instance_forward
         copy.below = deepcopy(self.below, memo)
-        copy.stock = self.stock
+        copy.stock, copy.without_gain = self.stock, self.without_gain
         copy.report = self.report
         copy.proven = set(self.proven)
         copy.revoked = self.revoked

@@ -19,7 +19,7 @@ from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ATTEND, ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
-from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature
+from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature, unrouted
 from diffkern.rewrite.rooms import JoinSite, StreamSite, needs_room
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
@@ -57,12 +57,14 @@ class Rewritten:
         plan: What was found, with the reasons for what was not.
         guard: Decides per call which sites are on.
         gains: Why calls of a size take no less time with sites in them, or "", as far as that is known.
+        without_sites: What computes such calls in less time than the forward of the class; None if nothing does.
     """
 
     function: FunctionType
     plan: Plan
     guard: Guard
     gains: dict[Hashable, str] = field(default_factory=dict)
+    without_sites: FunctionType | None = None
 
     @property
     def sites(self) -> tuple[FusedSite, ...]:
@@ -188,7 +190,10 @@ def _in_forward(call: Rewritten, forward: Any, cls: type, function: Callable[...
     code = routed(forward)
     assert isinstance(code, CodeType)
     route = Route(cls, function, call.function, call.guard)
-    return replace(call, function=recompile(forward, code, {ROUTE: route, SIGNATURE: signature}))
+    without = (
+        recompile(forward, code, {ROUTE: unrouted, SIGNATURE: signature}) if SIGNATURE in code.co_freevars else None
+    )
+    return replace(call, function=recompile(forward, code, {ROUTE: route, SIGNATURE: signature}), without_sites=without)
 
 
 def planned(forward: Callable[..., Any], module: nn.Module, receiver: int = 0) -> Plan | str:

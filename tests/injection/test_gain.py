@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention, AttnProcessor
 from diffusers.models.embeddings import PixArtAlphaTextProjection
 from torch import nn
 
@@ -207,3 +209,30 @@ def test_norms_and_sites_are_timed_as_they_are_called(monkeypatch: pytest.Monkey
         assert seen == [("_run_patch",)]
         module(**leaves(NAMES))
     assert seen[1] == ("__call__",)
+
+
+def test_an_attention_without_a_gain_asks_for_the_signature_of_its_processor_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Clock(monkeypatch, fused=3.0, stock=2.0)
+    torch.manual_seed(0)
+    attention: Any = Attention(32, heads=2, dim_head=16, qk_norm="rms_norm").requires_grad_(False)
+    x = torch.randn(2, 40, 32)
+    with torch.no_grad():
+        stock = attention(x)
+        report = inject_optimized_kernels(attention, config=TIMED)
+        for _ in range(3):
+            attention(x)
+        asked: list[Any] = []
+        signature = inspect.signature
+        monkeypatch.setattr(inspect, "signature", lambda *call: (asked.append(call), signature(*call))[1])
+        assert torch.equal(attention(x), stock) and not asked
+        assert report.calls()[""]["stock_reasons"]["none of its parts takes less time fused"] >= 1
+        attention.set_processor(AttnProcessor())
+        result = attention(x)
+        assert len(asked) == 1, "of a class that it had not asked for"
+        assert torch.equal(result, Attention.forward(attention, x))
+        monkeypatch.setattr(Attention, "forward", lambda self, *call: "another")
+        assert attention(x) == "another"
+        report.restore()
+    assert "forward" not in vars(attention)
