@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from threading import get_ident
 from typing import Protocol
 
@@ -36,55 +37,51 @@ class CountRecord:
     restored: bool = False
 
 
-_FUSED, _STOCK, _PIECE = range(3)
-
-
 class CallCounts:
-    """Counts calls without a lock: reading a number and writing it back is no single step, so no two threads share one.
-
-    An entry belongs to a thread; readers sum over all of them.
-    """
+    """Counts calls without a lock: a step of an iterator of C is one that no other thread interrupts."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int, int, str], int] = {}
+        self._fused, self._taken_back = count(), count()
+        self._stock: dict[str, count[int]] = {}
+        self._pieces: dict[str, count[int]] = {}
 
-    def add_fused(self, calls: int = 1) -> None:
-        """Counts calls that ran fused; -1 for one that did not after all."""
-        self._add(_FUSED, "", calls)
+    def add_fused(self) -> None:
+        """Counts a call that ran fused."""
+        if not (MEASURING and get_ident() in MEASURING):
+            next(self._fused)
+
+    def take_fused_back(self) -> None:
+        """Counts that a call did not run fused after all."""
+        if not (MEASURING and get_ident() in MEASURING):
+            next(self._taken_back)
 
     def add_stock(self, reason: str) -> None:
         """Counts a call that ran stock."""
-        self._add(_STOCK, reason, 1)
+        if not (MEASURING and get_ident() in MEASURING):
+            next(self._stock.get(reason) or self._stock.setdefault(reason, count()))
 
     def add_pieces(self, pieces: tuple[str, ...]) -> None:
         """Counts the parts of a fused call that ran stock."""
-        for piece in pieces:
-            self._add(_PIECE, piece, 1)
+        if not (MEASURING and get_ident() in MEASURING):
+            for piece in pieces:
+                next(self._pieces.get(piece) or self._pieces.setdefault(piece, count()))
 
     @property
     def fused_calls(self) -> int:
         """Calls that ran fused."""
-        return self._sum(_FUSED)[""]
+        return _steps(self._fused) - _steps(self._taken_back)
 
     @property
     def stock_calls(self) -> Counter[str]:
         """Calls that ran the stock forward, by reason."""
-        return self._sum(_STOCK)
+        return Counter({reason: _steps(calls) for reason, calls in list(self._stock.items())})
 
     @property
     def stock_pieces(self) -> Counter[str]:
         """Of the fused calls, those in which a part ran stock, by part."""
-        return self._sum(_PIECE)
+        return Counter({piece: _steps(calls) for piece, calls in list(self._pieces.items())})
 
-    def _add(self, kind: int, name: str, calls: int) -> None:
-        thread = get_ident()
-        if thread not in MEASURING:
-            key = thread, kind, name
-            self._counts[key] = self._counts.get(key, 0) + calls
 
-    def _sum(self, kind: int) -> Counter[str]:
-        total: Counter[str] = Counter()
-        for (_, of_kind, name), calls in list(self._counts.items()):
-            if of_kind == kind:
-                total[name] += calls
-        return total
+def _steps(iterator: count[int]) -> int:
+    """How many steps an iterator made; to ask it for the number would be one more."""
+    return int(repr(iterator).removeprefix("count(").removesuffix(")"))

@@ -289,7 +289,7 @@ class GraphFusion(Fusion):
         state = self._state(module)
         if state is None:
             return
-        state.counts.add_fused(-1)
+        state.counts.take_fused_back()
         if state.strict and not self.by_time and not allowed:
             raise StrictModeError(f"{type(module).__name__} cannot run as a CUDA graph: it {reason}")
         state.counts.add_stock(reason)

@@ -174,7 +174,7 @@ class LayoutFusion(Fusion):
     def _as_it_is(self, module: nn.Module, call: Call, reason: str) -> Any:
         state = self._state(module)
         if state is not None:
-            state.counts.add_fused(-1)
+            state.counts.take_fused_back()
             state.counts.add_stock(reason)
         return run_below(module, *call, self)
 

@@ -245,7 +245,7 @@ class PatchState:
         """
         if self.strict:
             raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}") from error
-        self.counts.add_fused(-1)
+        self.counts.take_fused_back()
         self.counts.add_stock(reason)
         self.revoked = reason
         self._warn(module, reason, "it runs stock from now on")
