@@ -15,6 +15,7 @@ from diffkern.attention import BACKENDS, AttentionCall, Route, accuracy, cudnn_f
 from diffkern.attention import route as routes
 from diffkern.hub.policy import Policy
 from tests.injection.models import ltx_inputs, tiny_ltx
+from tests.ops.test_attention_fp8 import unrotated
 
 Make = Callable[..., AttentionCall]
 
@@ -82,6 +83,20 @@ def test_a_route_serves_within_the_stated_error_and_steps_aside_beyond(call: Att
         assert torch.equal(route(sharp, stock), stock(sharp))
     assert route.fused_calls == 0
     assert "and states one of up to 0.1" in next(iter(route.stock_calls))
+
+
+def test_values_that_do_not_fit_unrotated_queries_and_keys_are_left_to_the_call_as_it_is_written() -> None:
+    x, value = unrotated("cpu", (20, 30), 128)
+    query, key = (side.bfloat16() for side in x.rotated())
+    route = Route([HERE])
+    with torch.no_grad():
+        assert route.attend_unrotated(x, value, None) is None  # no such call was tried
+        for dtype in (torch.bfloat16, torch.float16):
+            route(AttentionCall(query.to(dtype), key.to(dtype), value.to(dtype)), stock)
+        assert route.attend_unrotated(x, value.half(), None) is None
+        assert route.attend_unrotated(x, value[:, 1:], None) is None
+        y = route.attend_unrotated(x, value, None)
+    assert y is not None and torch.equal(y, cudnn_fp8.attend_unrotated(x, value, None))
 
 
 def gains_from(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:

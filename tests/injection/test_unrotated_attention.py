@@ -171,6 +171,14 @@ def test_gradients_reach_what_queries_alone_are_made_from(model: nn.Module, serv
     assert served.streams == [] and weight.grad is not None and weight.grad.count_nonzero() > 0
 
 
+def test_norms_that_are_no_longer_alike_are_computed_one_by_one(model: nn.Module, served: Served) -> None:
+    ran(model, served)
+    served.run(model)
+    attention: Any = model.get_submodule("single_transformer_blocks.0.attn")
+    attention.norm_q.eps = 0.5
+    assert served.run(model).isfinite().all() and served.streams == [2]
+
+
 def test_a_compiled_model_computes_what_it_did(model: nn.Module, served: Served) -> None:
     first = ran(model, served)
     served.run(model)
