@@ -59,7 +59,7 @@ def verify_candidates(candidates: list[Candidate], verifier: Verifier, report: I
     for candidate in candidates:
         state = candidate.state
         while broken := _prove(candidate, state, verifier):
-            reason = "; ".join(f"{proof.dtype} on {proof.device}: {proof.reason}" for proof in broken)
+            reason = "; ".join(dict.fromkeys(f"{proof.dtype} on {proof.device}: {proof.reason}" for proof in broken))
             if len(candidate.options) > 1:
                 reason = f"{candidate.site.provider}: {reason}"
             if not candidate.refuse(reason):

@@ -253,6 +253,13 @@ def test_strict_refuses_a_fallback_and_changes_nothing() -> None:
     assert snapshot(model) == before
 
 
+def test_a_reason_of_several_sites_of_a_module_is_said_once() -> None:
+    pipe, _ = tiny.build("sd15")
+    report = inject_optimized_kernels(pipe, components=["vae"], numerics="exact")
+    reasons = [str(site.reason).split("; ") for site in report.failed]
+    assert reasons and all(len(parts) == len(set(parts)) for parts in reasons)
+
+
 def test_a_strict_injection_lets_a_text_of_one_row_be() -> None:
     pipe, call = tiny.build("flux")
     report = inject_optimized_kernels(pipe, strict=True)
