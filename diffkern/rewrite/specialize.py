@@ -153,7 +153,8 @@ class _Writer:
         if not results or len(results) != (1 if isinstance(result, Tensor) else len(result)):
             raise _Unknown  # a value of the data
         root = self._roots.get(id(of[0]), of[0]) if of else None
-        if func.is_view and root is not None and results[0].dtype is root.dtype:
+        # In inference mode reshape comes here as it is called: a view by its schema, at times a copy.
+        if func.is_view and root is not None and all([_is_view(result, root) for result in results]):
             self._roots.update({id(view): root for view in results})
             return
         arguments = [self._written(one) for one in args]
@@ -204,6 +205,11 @@ class _Writer:
         self._steps.append(f"{variable} = {name}.as_strided({shape}, {stride}, {offset})")
         self._names[id(tensor)] = variable
         return variable
+
+
+def _is_view(tensor: Tensor, root: Tensor) -> bool:
+    same = tensor.untyped_storage()._cdata == root.untyped_storage()._cdata
+    return same and tensor.dtype is root.dtype
 
 
 def _tensors(value: Any) -> list[Tensor]:

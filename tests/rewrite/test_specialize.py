@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffkern import KernelConfig, inject_optimized_kernels, use_provider
+from diffkern import KernelConfig, inject_optimized_kernels, ops, use_provider
 from diffkern.providers import registry, select
 from diffkern.rewrite import FusedSite, specialize
 from scripts.check_models.denoisers import DENOISERS
@@ -163,8 +163,11 @@ def test_a_wrong_call_has_the_error_of_stock(monkeypatch: pytest.MonkeyPatch) ->
     assert str(raised.value) == str(stock.value)
 
 
-@pytest.mark.parametrize("name", ["wan", "chroma", "sd3", "qwenimage", "hunyuan_dit", "lumina2", "zimage", "flux"])
-def test_models_have_the_same_bits_from_the_third_call_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["wan", "chroma", "sd3", "qwenimage", "hunyuan_dit", "mochi", "zimage", "flux"])
+def test_models_have_the_same_bits_from_the_third_call_on(
+    monkeypatch: pytest.MonkeyPatch, name: str, context: Callable[[], Any]
+) -> None:
     torch.manual_seed(0)
     model = DENOISERS[name].build()
     given = [
@@ -172,7 +175,7 @@ def test_models_have_the_same_bits_from_the_third_call_on(monkeypatch: pytest.Mo
         for seed, size in ((1, 8), (2, 8), (3, 12))
     ]
     inject_optimized_kernels(model, config=KernelConfig(measure=False))
-    with torch.no_grad():
+    with context():
         expected = []
         with monkeypatch.context() as patched:
             patched.setattr("diffkern.rewrite.site._MOST_RECORDINGS", 0)
@@ -182,3 +185,19 @@ def test_models_have_the_same_bits_from_the_third_call_on(monkeypatch: pytest.Mo
             for one, result in zip(given, expected, strict=True):
                 assert all(map(torch.equal, model(**one)[0], result))
     assert watched.ran > 0
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_what_a_view_had_to_copy_is_copied_again(context: Callable[[], Any]) -> None:
+    x, other = (torch.randn(4, SIZE, generator=torch.Generator().manual_seed(seed)).t() for seed in (0, 1))
+    kernel: Any = select("norm_modulate", x.device, (x.dtype,)).kernel
+    with context():
+        with specialize.Recorder() as recorder:
+            result = ops.norm_modulate(x.reshape(2, -1)).t()
+        writer = specialize._Writer(x, kernel.namespace)
+        writer.leaf("x0", x)
+        for call in recorder.calls:
+            writer.call(*call)
+        function = writer.function(1, result)
+        assert torch.equal(function(None, x), result)
+        assert torch.equal(function(None, other), ops.norm_modulate(other.reshape(2, -1)).t())
