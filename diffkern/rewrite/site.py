@@ -250,6 +250,7 @@ class FusedSite:
         function = specialized(self, module, leaves, recorder, result)
         if function is None:
             self._recordings = _MOST_RECORDINGS  # nor is there one for other leaves
+            self.specialized.pop(kind, None)  # which calls need not look for
         else:
             self.specialized[kind] = function
         return result
