@@ -7,9 +7,11 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typing_extensions import override
 
 from diffkern.bench.cli import app as bench
 from diffkern.cli_options import EXIT_CODES, NAMES, Device, Json, Quiet, device_of, epilog, fail, say_why
@@ -18,7 +20,25 @@ from diffkern.hub.cli import app as hub
 if TYPE_CHECKING:
     import torch
 
+#: Packages that diffkern is installed without unless they are asked for, and what to install for them.
+_OPTIONAL = dict.fromkeys(("diffusers", "transformers", "accelerate"), "diffusers transformers accelerate")
+
+
+class _Commands(TyperGroup):
+    """The commands; a package that is missing is one line."""
+
+    @override
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name not in _OPTIONAL:
+                raise
+            fail(str(ctx.invoked_subcommand), f"{error.name} is not installed: pip install {_OPTIONAL[error.name]}")
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

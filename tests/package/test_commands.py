@@ -141,6 +141,18 @@ def test_a_machine_without_a_gpu_is_said_in_one_line(command: str) -> None:
     assert "sees no CUDA or ROCm GPU" in invoke("bench", "ops").output
 
 
+@pytest.mark.parametrize(
+    "command", ["inspect flux", "verify FOLDER", "bench step --model sana", "bench pipeline examples/ltx_video/tiny"]
+)
+def test_a_package_that_a_command_needs_is_named_in_one_line(
+    command: str, flux: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)  # as if it were not there
+    result = invoke(*command.replace("FOLDER", str(flux)).split(), "--quiet")
+    said = f"diffkern {command.split()[0]}: diffusers is not installed: pip install diffusers transformers accelerate"
+    assert (result.exit_code, result.output.strip()) == (1, said)
+
+
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
