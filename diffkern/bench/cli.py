@@ -161,6 +161,10 @@ def bench_pipeline(
         pipe = pipelines.load(folder, where)
     except (OSError, ValueError) as error:
         fail("bench pipeline", say_why(error), 2)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # loading raises what it likes at what it reads
+        fail("bench pipeline", f"{folder} cannot be loaded: {type(error).__name__}: {say_why(error)}", 2)
     try:
         measured, left_out = pipelines.run(pipe, chosen, where, call, repetitions)
     except Exception as error:  # pipelines raise what they like at what they are called with

@@ -96,6 +96,11 @@ def test_help_needs_neither_torch_nor_anything_slow() -> None:
             2,
             "model_index.json: not found: name the folder of a saved pipeline. Nothing is",
         ),
+        (
+            ["bench", "pipeline", "NOPIPE"],
+            2,
+            "cannot be loaded: AttributeError: module diffusers has no attribute NoPipe",
+        ),
         (["bench", "pipeline", "nowhere", "--arm", "slow"], 2, "arm 'slow' is not known: choose from stock"),
         (["bench", "step", "--json", "EMPTY"], 2, "is a folder: name a file in it"),
         (["bench", "step", "--plot", "no/folder/bars.png"], 2, "cannot be written: the folder no/folder was not found"),
@@ -125,7 +130,9 @@ def test_wrong_command_lines_end_with_2_and_say_why(
     paths = {name.upper(): str(tmp_path / f"{name}.json") for name in files}
     torch.save(torch.ones(1), tmp_path / "tensor.pt")
     paths |= {"TENSOR": str(tmp_path / "tensor.pt"), "BROKEN/x.json": str(tmp_path / "broken.json" / "x.json")}
-    paths |= {"EMPTY": str(tmp_path), "FLUX": str(flux)}
+    (tmp_path / "nopipe").mkdir()
+    (tmp_path / "nopipe" / "model_index.json").write_text('{"_class_name": "NoPipe"}')
+    paths |= {"EMPTY": str(tmp_path), "FLUX": str(flux), "NOPIPE": str(tmp_path / "nopipe")}
     result = invoke(*(paths.get(argument, argument) for argument in arguments))
     assert result.exit_code == code and " ".join(said.split()) in " ".join(result.output.split())
     assert "Errno" not in result.output and "Traceback" not in result.output
