@@ -18,7 +18,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from generation import (
     WARMUP_STEPS,
@@ -36,7 +35,7 @@ from generation import (
     shortened,
     write_videos,
 )
-from ranks import ContextParallel, split_videos, start, stop
+from ranks import ContextParallel, Ranks, split_videos, start, stop
 from refusals import (
     check_files,
     check_folder,
@@ -191,7 +190,7 @@ def main(
         cuda_graph=cuda_graph and use_optimized_kernels,
         compiled=compile,
     )
-    arms, left_out = choose_arms(wanted, compare=compare, baseline=baseline, offload=offload, device=device)
+    arms, left_out = choose_arms(wanted, ranks, compare=compare, baseline=baseline, offload=offload)
     check_files({"--output": (output, ".mp4"), "--json": (json, ".json"), "--chart": (chart, ".png")})
     check_folder("--profile", profile)
 
@@ -243,8 +242,6 @@ def main(
     stop(ranks)
     if not ranks.first:
         return
-    videos = write_videos(frames, output)
-    written = [*videos]
     description = describe_run(setting)
     console.print(description, highlight=False)
     console.print(results.table(measured))
@@ -252,6 +249,8 @@ def main(
         console.print("A tiny model on a CPU: speed-ups mean nothing at this size.", highlight=False)
     for name, reason in left_out.items():
         console.print(f"Left out: {name}, {reason}.", highlight=False)
+    videos = write_videos(frames, output)
+    written = [*videos]
     if profile is not None:
         table = profiles.markdown(recorded)
         steps_profiled = shortened(setting).video.steps
@@ -288,7 +287,7 @@ def main(
 
 
 def choose_arms(
-    wanted: Arm, *, compare: bool, baseline: bool, offload: Offload, device: torch.device
+    wanted: Arm, ranks: Ranks, *, compare: bool, baseline: bool, offload: Offload
 ) -> tuple[list[Arm], dict[str, str]]:
     """Returns the arms to run, stock first, and the arms of a comparison that cannot run, with reasons."""
     if compare:
@@ -300,12 +299,16 @@ def choose_arms(
     def reason(arm: Arm) -> str | None:
         if offload is Offload.SEQUENTIAL and arm.compiled:
             return "torch.compile does not see weights that --offload sequential moves; use model or group"
-        return unavailable_reason(arm, device)
+        if ranks.split is ContextParallel.ULYSSES and (arm.compiled or arm.numerics in (None, "exact")):
+            return "diffusers splits the heads over the ranks, and not the mask of the text, which its attention reads"
+        return unavailable_reason(arm, ranks.device)
 
     left_out = {arm: why for arm in arms if (why := reason(arm)) is not None}
     if wanted in left_out:
         option = "--compile" if wanted.compiled else "--cuda-graph"
-        if unavailable_reason(Arm(wanted.numerics), device) is not None:
+        if ranks.split is ContextParallel.ULYSSES:
+            option = "--context-parallel ulysses"
+        elif unavailable_reason(Arm(wanted.numerics), ranks.device) is not None:
             option = f"--numerics {wanted.numerics}"
         raise typer.BadParameter(f"{option}: {left_out[wanted]}.")
     return [arm for arm in arms if arm not in left_out], {arm.name: why for arm, why in left_out.items()}

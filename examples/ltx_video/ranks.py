@@ -101,9 +101,12 @@ def start(prompts: int, split: ContextParallel | None) -> Ranks:
             f"{prompts} --prompt for {count} ranks: name one for each, or split each video: --context-parallel ulysses."
         )
     if count > 1:
-        if device.type == "cuda":
+        on_gpu = device.type == "cuda"
+        if on_gpu:
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=number, world_size=count)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", rank=number, world_size=count, device_id=device if on_gpu else None
+        )
     return Ranks(number, count, device, split)
 
 
@@ -116,7 +119,13 @@ def split_videos(pipe: LTXPipeline, ranks: Ranks) -> None:
     if ranks.split is ContextParallel.RING:
         pipe.transformer.set_attention_backend("_native_cudnn")  # a ring needs what torch's default does not return
     degree: Any = {f"{ranks.split.value}_degree": ranks.count}
-    pipe.transformer.enable_parallelism(config=ContextParallelConfig(**degree))
+    accelerators = torch.accelerator.device_count
+    if not accelerators():
+        torch.accelerator.device_count = lambda: ranks.count  # diffusers takes the remainder, of zero on a CPU
+    try:
+        pipe.transformer.enable_parallelism(config=ContextParallelConfig(**degree))
+    finally:
+        torch.accelerator.device_count = accelerators
 
 
 def stop(ranks: Ranks) -> None:

@@ -202,8 +202,8 @@ def test_a_comparison_runs_every_arm_that_can_and_says_why_not_of_the_others(
 
 
 def test_the_arms_of_a_comparison_follow_from_what_is_wanted_and_what_is_there(script: ModuleType) -> None:
-    cpu, none, sequential = torch.device("cpu"), script.Offload.NONE, script.Offload.SEQUENTIAL
-    compare = {"compare": True, "baseline": True, "device": cpu}
+    none, sequential = script.Offload.NONE, script.Offload.SEQUENTIAL
+    compare = {"compare": True, "baseline": True, "ranks": script.Ranks(0, 1, torch.device("cpu"))}
     chosen, left_out = script.choose_arms(FAST, **compare, offload=none)
     assert chosen == [arm for arm in ARMS if arm.name not in left_out]
     chosen, left_out = script.choose_arms(STOCK, **compare, offload=none)
@@ -217,10 +217,20 @@ def test_the_arms_of_a_comparison_follow_from_what_is_wanted_and_what_is_there(s
 
 
 def test_a_single_arm_brings_its_baseline_unless_told_not_to(script: ModuleType) -> None:
-    one = {"compare": False, "offload": script.Offload.NONE, "device": torch.device("cpu")}
+    one = {"compare": False, "offload": script.Offload.NONE, "ranks": script.Ranks(0, 1, torch.device("cpu"))}
     assert script.choose_arms(FAST, **one, baseline=True)[0] == [STOCK, FAST]
     assert script.choose_arms(FAST, **one, baseline=False)[0] == [FAST]
     assert script.choose_arms(STOCK, **one, baseline=True)[0] == [STOCK]
+
+
+def test_attention_of_diffusers_is_left_out_where_its_mask_holds_the_heads_of_all_ranks(script: ModuleType) -> None:
+    split = script.Ranks(0, 2, torch.device("cpu"), script.ContextParallel.ULYSSES)
+    given = {"offload": script.Offload.NONE, "baseline": True, "ranks": split}
+    chosen, left_out = script.choose_arms(FAST, **given, compare=False)
+    assert chosen == [FAST] and "the mask of the text" in left_out["stock"]
+    assert script.choose_arms(FAST, **given, compare=True)[0] == [FAST]
+    with pytest.raises(script.typer.BadParameter, match=r"--context-parallel ulysses: diffusers splits the heads"):
+        script.choose_arms(EXACT, **given, compare=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, so graphs can be captured")

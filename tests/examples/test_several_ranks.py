@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,6 +57,18 @@ def test_a_video_that_is_split_over_two_ranks_is_that_of_one(alone: list[Path], 
     ours, theirs = (imageio.imread(path, plugin="FFMPEG").astype(np.int16) for path in (split, alone[0]))
     assert np.abs(ours - theirs).max() <= 1, "of 255: rounded otherwise at most"
     assert "ran fused" in said and "2 ranks, each video split by ulysses" in said
+
+
+@pytest.mark.exhaustive
+def test_the_command_of_the_readme_runs_on_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    script = [str(FOLDER / "generate_video.py"), *SMALL, "--baseline", "--context-parallel", "ulysses"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *script]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*command, "--output", str(tmp_path / "out.mp4")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "Left out: stock, diffusers splits the heads" in " ".join(run.stdout.split())
 
 
 @pytest.mark.parametrize(
