@@ -164,6 +164,8 @@ def _overview(files: Iterable[Result]) -> str:
             for arm in model["arms"]:
                 if "stock_gpu_ms" in arm:  # of the other process that it ran in
                     times[arm["arm"]] *= times["stock"] / arm["stock_gpu_ms"]
+            if "encode" in model["what"]:
+                continue  # the page has them
             what = model["what"] if "decode" in model["what"] else f"{model['what']}, a step"
             lines.append(_gains(f"{what}, GPU time, {card}", times, "ms"))
     return "\n".join(lines) + "\n"
