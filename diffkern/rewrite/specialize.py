@@ -196,13 +196,15 @@ class _Writer:
         if root is None:
             raise _Unknown
         name = self._written(root)
-        start, shift = root.storage_offset(), tensor.storage_offset() - root.storage_offset()
+        shift = tensor.storage_offset() - root.storage_offset()
         if not shift and tensor.shape == root.shape and tensor.stride() == root.stride():
             return name
-        offset = f"{name}.storage_offset() + {shift}" if name[0] == "x" else str(start + shift)
+        if name[0] == "n":
+            raise _Unknown  # the strides of parameters are not checked
         shape, stride = self.constant(tuple(tensor.shape)), self.constant(tensor.stride())
         variable = f"v{len(self._steps)}"
-        self._steps.append(f"{variable} = {name}.as_strided({shape}, {stride}, {offset})")
+        # What a step returns may lie in the memory of a leaf as well: view_as_real, say.
+        self._steps.append(f"{variable} = {name}.as_strided({shape}, {stride}, {name}.storage_offset() + {shift})")
         self._names[id(tensor)] = variable
         return variable
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, ops, use_provider
+from diffkern.matching import NormSemantics
 from diffkern.providers import registry, select
 from diffkern.rewrite import FusedSite, specialize
 from scripts.check_models.denoisers import DENOISERS
@@ -187,17 +188,54 @@ def test_models_have_the_same_bits_from_the_third_call_on(
     assert watched.ran > 0
 
 
+def _specialised(compute: Callable[[Tensor], Tensor], x: Tensor) -> Callable[..., Any]:
+    """The function of a call that has one leaf."""
+    kernel: Any = select("norm_modulate", x.device, (torch.float32,)).kernel
+    with specialize.Recorder() as recorder:
+        result = compute(x)
+    writer = specialize._Writer(x, kernel.namespace)
+    writer.leaf("x0", x)
+    for call in recorder.calls:
+        writer.call(*call)
+    return writer.function(1, result)
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_what_a_view_had_to_copy_is_copied_again(context: Callable[[], Any]) -> None:
     x, other = (torch.randn(4, SIZE, generator=torch.Generator().manual_seed(seed)).t() for seed in (0, 1))
-    kernel: Any = select("norm_modulate", x.device, (x.dtype,)).kernel
+
+    def compute(x: Tensor) -> Tensor:
+        return ops.norm_modulate(x.reshape(2, -1)).t()
+
     with context():
-        with specialize.Recorder() as recorder:
-            result = ops.norm_modulate(x.reshape(2, -1)).t()
-        writer = specialize._Writer(x, kernel.namespace)
-        writer.leaf("x0", x)
-        for call in recorder.calls:
-            writer.call(*call)
-        function = writer.function(1, result)
-        assert torch.equal(function(None, x), result)
-        assert torch.equal(function(None, other), ops.norm_modulate(other.reshape(2, -1)).t())
+        function = _specialised(compute, x)
+        assert torch.equal(function(None, x), compute(x)) and torch.equal(function(None, other), compute(other))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_what_lies_in_the_memory_of_a_leaf_is_read_where_the_leaf_is_now(context: Callable[[], Any]) -> None:
+    tables = torch.randn(12, SIZE, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+
+    def compute(table: Tensor) -> Tensor:
+        return ops.norm_modulate(torch.view_as_real(table).unbind(-1)[1])
+
+    with context():
+        function = _specialised(compute, tables[:4])
+        for start in (0, 5):
+            part = tables[start : start + 4]
+            assert torch.equal(function(None, part), compute(part))
+
+
+def test_a_view_of_a_parameter_has_no_function() -> None:
+    x, norm = torch.randn(4, SIZE), nn.LayerNorm(SIZE).requires_grad_(False)
+    with torch.no_grad(), specialize.Recorder() as recorder:
+        ops.norm_modulate(x, norm.weight.view(1, SIZE))
+    writer = specialize._Writer(x, "")
+    writer.leaf("x0", x)
+    semantics = NormSemantics(op="layer_norm", weight="weight", bias="bias", eps="eps")
+    writer.norm("n0", nn.ModuleDict({"norm": norm}), ("norm",), semantics)
+    func, args, kwargs, result = recorder.calls[0]
+    writer.call(func, args, kwargs, result)
+    assert func.is_view
+    with pytest.raises(specialize._Unknown):  # since another one may have other strides
+        writer._written(result)
