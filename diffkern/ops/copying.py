@@ -29,6 +29,8 @@ def in_words(*tensors: Tensor) -> list[Tensor]:
 
 def _fits(x: Tensor) -> bool:
     size = x.element_size()
+    if x.is_neg() or x.is_conj():
+        return False  # the bytes are not the numbers
     if x.stride(-1) != 1 or x.shape[-1] * size % _BYTES or x.data_ptr() % _BYTES or x.storage_offset() * size % _BYTES:
         return False
     return all([stride * size % _BYTES == 0 for stride in x.stride()[:-1]])

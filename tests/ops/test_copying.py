@@ -32,6 +32,8 @@ def test_parts_of_longer_rows_are_words_of_16_bytes(dtype: torch.dtype) -> None:
         _block(2, 5, 32, dtype=torch.bfloat16)[..., 4:12],  # from the 8th byte
         _block(2, 5, 20, dtype=torch.bfloat16)[..., :8],  # 40 bytes from row to row
         _block(2, 8, 16, dtype=torch.bfloat16).mT,  # columns
+        torch._neg_view(_block(2, 5, 16, dtype=torch.bfloat16)),  # which has the bytes of other numbers
+        _block(2, 5, 16, dtype=torch.complex64).conj(),
     ],
 )
 def test_what_is_no_multiple_of_16_bytes_stays_as_it_is(x: Tensor) -> None:
