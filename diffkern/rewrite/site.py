@@ -228,8 +228,8 @@ class FusedSite:
             return OTHER
         try:
             result = compute(module, *leaves)
-        except RuntimeError:
-            return OTHER  # the long way says what is wrong
+        except (RuntimeError, KeyError):
+            return OTHER  # the long way says what is wrong, or finds a parameter that is an attribute now
         if result is not OTHER:
             self.fused_calls += 1
             if self.observer is not None:

@@ -61,6 +61,11 @@ def _weight(module: Any, given: dict[str, Tensor]) -> None:
     module.norm2.weight = nn.Parameter(torch.full((SIZE,), 7.0))
 
 
+def _weight_as_an_attribute(module: Any, given: dict[str, Tensor]) -> None:
+    del module.norm2.weight
+    module.norm2.weight = torch.full((SIZE,), 7.0)
+
+
 def _no_bias(module: Any, given: dict[str, Tensor]) -> None:
     module.norm2.bias = None
 
@@ -99,6 +104,7 @@ def _in_a_larger_one(module: Any, given: dict[str, Tensor]) -> None:
         (_one_tensor_twice, 0),
         (_eps, 1),
         (_no_bias, 1),
+        (_weight_as_an_attribute, 1),
         (_weights_of_another_dtype, 2),
         (_half, 2),
         (_strided, 1),
