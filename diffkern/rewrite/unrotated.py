@@ -147,6 +147,9 @@ class _Calls:
             return None
         if any([q.shape[:2] != k.shape[:2] for q, k in zip(queries, keys, strict=True)]):
             return None
+        for side in (q_weights, k_weights):
+            if any([w.shape != x.shape[3:] or not w.is_contiguous() for w, x in zip(side, queries, strict=True)]):
+                return None
         flat = []
         for side in tables:
             for table, x in zip(side, queries, strict=True):

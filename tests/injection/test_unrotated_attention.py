@@ -179,6 +179,18 @@ def test_norms_that_are_no_longer_alike_are_computed_one_by_one(model: nn.Module
     assert served.run(model).isfinite().all() and served.streams == [2]
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_weight_that_is_not_dense_is_read_by_the_norm(side: str, model: nn.Module, served: Served) -> None:
+    ran(model, served)
+    served.run(model)
+    norm: Any = model.get_submodule(f"single_transformer_blocks.0.attn.norm_{side}")
+    norm.weight = nn.Parameter(torch.rand(256, generator=torch.Generator().manual_seed(2)).bfloat16()[::2])
+    y = served.run(model)
+    assert served.streams == [2]
+    norm.weight = nn.Parameter(norm.weight.detach().clone(memory_format=torch.contiguous_format))
+    assert torch.equal(served.run(model), y)
+
+
 def test_a_compiled_model_computes_what_it_did(model: nn.Module, served: Served) -> None:
     first = ran(model, served)
     served.run(model)
