@@ -189,7 +189,7 @@ class Guard:
             registry = next((one for one in _REGISTRIES if name in module.__dict__[one]), None)
             if registry is None:
                 then, kind = constant(value), constant(type(value))
-                tests.append(f"(now := module.{name}) is not {then} and (now != {then} or type(now) is not {kind})")
+                tests.append(f"(now := module.{name}) is not {then} and (type(now) is not {kind} or now != {then})")
             elif value is None:
                 tests.append(f"module.{registry}[{name!r}] is not None")
             else:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from diffkern.rewrite import Rewriter
-from tests.rewrite.modules import Block, block, leaves, rewritten, written
+from tests.rewrite.modules import SIZE, Block, block, leaves, rewritten, written
 
 NAMES = "x, scale, shift, gate, y"
 BODY = "n = self.norm(x) * (1 + scale) + shift\nreturn n + gate * y"
@@ -77,6 +77,17 @@ def test_an_attribute_that_decided_a_branch_is_looked_at_again() -> None:
     assert "self.mode" not in found.source()
     module.mode = "other"
     assert torch.equal(found.function(module, **leaves(NAMES)), module(**leaves(NAMES)))
+
+
+def test_an_attribute_that_decided_a_branch_may_become_a_tensor() -> None:
+    names = "x, scale, shift"
+    body = "y = self.norm(x) * (1 + scale) + shift\nif self.mode is not None:\n    y = y * self.mode\nreturn y"
+    module, given = block(names, body), leaves(names)
+    module.mode = 2.0
+    found = rewritten(module)
+    torch.testing.assert_close(found.function(module, **given), module(**given))
+    module.mode = torch.full((SIZE,), 3.0)
+    torch.testing.assert_close(found.function(module, **given), module(**given))
 
 
 def test_modules_of_other_configurations_have_other_plans() -> None:
