@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from diffkern.providers.dispatch_modes import transforms_active
+
 #: A dtype of 16 bytes; copies do not look at what they mean.
 _WORD, _BYTES = torch.complex128, 16
 
@@ -24,7 +26,9 @@ def copy_rows(into: Tensor, x: Tensor) -> None:
 
 def in_words(*tensors: Tensor) -> list[Tensor]:
     """Views of tensors, 16 bytes of their last dimension as one number; the tensors themselves if one does not fit."""
-    return [x.view(_WORD) for x in tensors] if all([_fits(x) for x in tensors]) else list(tensors)
+    if transforms_active() or not all([_fits(x) for x in tensors]):
+        return list(tensors)  # bytes have no tangents
+    return [x.view(_WORD) for x in tensors]
 
 
 def _fits(x: Tensor) -> bool:

@@ -12,6 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cosmos import CosmosCausalConv
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import HunyuanVideoCausalConv3d
 from diffusers.models.autoencoders.autoencoder_kl_ltx2 import LTX2VideoCausalConv3d
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from diffkern import inject_optimized_kernels
 from diffkern.rewrite import Rewriter, padding
@@ -59,6 +60,17 @@ def test_padding_has_the_pixels_of_torch_and_the_layout_of_its_input(
     y = padding.padded(x, sides, mode)
     assert torch.equal(y, F.pad(x, sides, mode))
     assert y.is_contiguous(memory_format=torch.contiguous_format if layout == "planes" else LAST[x.ndim])
+
+
+@pytest.mark.usefixtures("reordering")
+def test_padding_has_the_tangents_of_torch() -> None:
+    x, tangent, sides = _drawn(2, 8, 4, 5), _drawn(2, 8, 4, 5).flip(0), (1, 2, 3, 0)
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tangent)
+        found = forward_ad.unpack_dual(padding.padded(dual, sides, "replicate")).tangent
+    assert found is not None and torch.equal(found, F.pad(tangent, sides, "replicate"))
+    _, found = torch.func.jvp(lambda x: padding.padded(x, sides, "reflect"), (x,), (tangent,))
+    assert torch.equal(found, F.pad(tangent, sides, "reflect"))
 
 
 @pytest.mark.usefixtures("reordering")
