@@ -133,19 +133,20 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Differentiates the unrounded reference, which is computed again rather than kept."""
-    x: Tensor = ctx.saved_tensors[0]
+    saved = ctx.saved_tensors  # read once: gradient checkpointing hands them out once
+    x: Tensor = saved[0]
     dtype, needs = compute_dtype(x), ctx.needs_input_grad
     kernel = EAGER.kernel("add_norm_silu_pad", x.device)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # Expanded to their own shape, so that an argument given twice is differentiated by each by itself.
-        wide = [None if tensor is None else tensor.to(dtype).expand_as(tensor) for tensor in ctx.saved_tensors]
+        wide = [None if tensor is None else tensor.to(dtype).expand_as(tensor) for tensor in saved]
         y = kernel(*wide, ctx.eps, ctx.norm, ctx.silu, ctx.front, ctx.back, False)
     wanted = [tensor for tensor, needed in zip(wide, needs, strict=False) if needed and tensor is not None]
     found = iter(torch.autograd.grad(y, wanted, grad.to(dtype), create_graph=create_graph))
     grads = (
         next(found).to(tensor.dtype) if needed else None
-        for tensor, needed in zip(ctx.saved_tensors, needs, strict=False)
+        for tensor, needed in zip(saved, needs, strict=False)
     )
     return (*grads, *(None,) * 7)
 

@@ -145,7 +145,8 @@ def _outcome(feature: Feature, model: str, inject_first: bool) -> str:
 
 def _measure(state: ModelMachine, feature: Feature, inject_first: bool) -> str:
     # Before the feature is there: it may change classes that other models have too.
-    usual = set() if feature.gpu else _usually_fused(state.subject, feature.options.get("numerics", "fast"))
+    numerics = feature.options.get("numerics", "fast")
+    usual, unusable = (set(), set()) if feature.gpu else _usually_ran(state.subject, numerics)
     if feature.gpu:
         state.device = "cuda"
         state.twins.both(lambda model: model.to("cuda"))
@@ -168,7 +169,7 @@ def _measure(state: ModelMachine, feature: Feature, inject_first: bool) -> str:
     fused, others = _ran(before, report.calls())
     if not fused:
         return STOCK
-    return SITE if others or not usual <= fused else FUSED
+    return SITE if others - unusable or not usual <= fused else FUSED
 
 
 def _ran(before: dict[str, Any], after: dict[str, Any]) -> tuple[set[str], set[str]]:
@@ -183,14 +184,14 @@ def _ran(before: dict[str, Any], after: dict[str, Any]) -> tuple[set[str], set[s
 
 
 @functools.cache
-def _usually_fused(subject: Subject, numerics: str) -> set[str]:
-    """The sites that run fused in a call of a model that has nothing else."""
+def _usually_ran(subject: Subject, numerics: str) -> tuple[set[str], set[str]]:
+    """The sites that run fused in a call of a model that has nothing else, and those that run stock there, too."""
     model = subject.model()
     report = inject_optimized_kernels(model, numerics=numerics)
     before = report.calls()
     with torch.no_grad():
         model(**subject.arguments(0))
-    return _ran(before, report.calls())[0]
+    return _ran(before, report.calls())
 
 
 def table(results: Mapping[str, Any]) -> str:
