@@ -144,10 +144,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y = kernel(*wide, ctx.eps, ctx.norm, ctx.silu, ctx.front, ctx.back, False)
     wanted = [tensor for tensor, needed in zip(wide, needs, strict=False) if needed and tensor is not None]
     found = iter(torch.autograd.grad(y, wanted, grad.to(dtype), create_graph=create_graph))
-    grads = (
-        next(found).to(tensor.dtype) if needed else None
-        for tensor, needed in zip(saved, needs, strict=False)
-    )
+    grads = (next(found).to(tensor.dtype) if needed else None for tensor, needed in zip(saved, needs, strict=False))
     return (*grads, *(None,) * 7)
 
 
