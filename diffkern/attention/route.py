@@ -167,6 +167,7 @@ class Route:
             if is_of_user(error):
                 raise
             self._unrotated[key] = False
+            _warn_of_rotation(backend, summary(error))
             return None
         self.fused_calls += 1
         self.chosen[backend.name] += 1
@@ -178,11 +179,15 @@ class Route:
         call = AttentionCall(query, key, value, scale=scale)
         try:
             y = backend.unrotated(x, value, scale)
-            return accuracy.errors(call, (lambda call: y,))[0] <= backend.max_error
-        except Exception as error:  # as above
-            if is_of_user(error):
+            error = accuracy.errors(call, (lambda call: y,))[0]
+        except Exception as raised:  # as above
+            if is_of_user(raised):
                 raise
+            _warn_of_rotation(backend, summary(raised))
             return False
+        if error > backend.max_error:
+            _warn_of_rotation(backend, f"an error of {error:.2g}, beyond {backend.max_error:.2g}")
+        return error <= backend.max_error
 
     def decline(self, reason: str, call: AttentionCall, stock: Compute) -> Tensor:
         """Computes a call as it was before, and counts the reason; an empty one if that is simply the fastest."""
@@ -362,6 +367,11 @@ class Route:
 _STOCK_IS_BEST = "measured to be the best"
 #: Why a route does not serve where hooks watch or change the attention that it stands for.
 REPLACED = "the stock attention was replaced after the injection"
+
+
+def _warn_of_rotation(backend: Backend, why: str) -> None:
+    what = f"attention {backend.name!r} reads queries and keys behind their rotation from now on, not before it"
+    warnings.warn(f"diffkern: {what}: {why}", stacklevel=4)
 
 
 def _kind(call: AttentionCall) -> tuple[Hashable, ...]:

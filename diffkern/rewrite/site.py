@@ -229,7 +229,7 @@ class FusedSite:
         try:
             result = compute(module, *leaves)
         except (RuntimeError, KeyError):
-            return OTHER  # the long way says what is wrong, or finds a parameter that is an attribute now
+            return OTHER  # the general path says what is wrong, or finds a parameter that is an attribute now
         if result is not OTHER:
             self.fused_calls += 1
             if self.observer is not None:
