@@ -87,8 +87,8 @@ def norm_semantics(module: nn.Module) -> NormSemantics | None:
         return _OF_GROUPS if untouched(module, type(module)) else None
     if full_name(type(module)) in _CHANNEL_NORMS and getattr(module, "channel_first", True):
         return _OF_CHANNELS if untouched(module, type(module)) else None
-    if not hasattr(module, "normalized_shape"):
-        return None
+    if not hasattr(module, "normalized_shape") or full_name(type(module)) in TABLE:
+        return None  # torch's own reads its weights as they are, here as in any other library
     kind = norm_kind(module)
     return None if kind is None else _SEMANTICS[kind]
 

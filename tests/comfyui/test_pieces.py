@@ -18,6 +18,7 @@ from diffkern.comfyui.norms import NORMS, norm_kind, readable
 from diffkern.comfyui.rewrites import in_training, plain_arithmetic
 from diffkern.comfyui.verification_clone import shell
 from diffkern.ops import rope
+from diffkern.rewrite.facts import norm_of
 
 CPU = torch.device("cpu")
 
@@ -28,6 +29,13 @@ def test_a_norm_that_knows_no_casting_has_plain_weights(norm: Any) -> None:
 
     assert weight is norm.weight and bias is getattr(norm, "bias", None)
     assert norm_kind(norm) == ("layer" if isinstance(norm, nn.LayerNorm) else "rms")
+
+
+def test_norms_of_torch_are_read_as_before_once_the_node_pack_is_imported() -> None:
+    """Models of other libraries in this process have the sites that they have without it."""
+    for norm in (nn.LayerNorm(8), nn.RMSNorm(8)):
+        found = norm_of(norm)
+        assert found is not None and found[1].reader is None
 
 
 def test_a_norm_of_another_class_is_no_norm_that_is_known() -> None:
