@@ -26,8 +26,9 @@ void activation_cpu(const ActivationParams& p, int64_t begin, int64_t end) {
       apply(p.activation, values, n);
       if (p.value != nullptr) {
         if (p.round_activation) round_to(p.gate_dtype, values, n);
-        load(p.value, p.value_dtype, run.of[kValue] + at * p.steps[kValue], p.steps[kValue], n, factors);
-        for (int i = 0; i < n; ++i) values[i] *= factors[i];
+        const float* value =
+            floats(p.value, p.value_dtype, run.of[kValue] + at * p.steps[kValue], p.steps[kValue], n, factors);
+        each(n, [&](int i) { values[i] *= value[i]; });
       }
       store(values, n, p.out, p.out_dtype, run.of[kOut] + at * p.steps[kOut], p.steps[kOut]);
     }

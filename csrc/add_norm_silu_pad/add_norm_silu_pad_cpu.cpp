@@ -15,23 +15,23 @@
 namespace diffkern {
 namespace {
 
-// The parameters of a channel, with which what is absent changes nothing.
-struct Channel {
-  float bias;
-  float scale;  // 1 + scale
-  float shift;
-};
+// The parameters of channels, with which what is absent changes nothing.
+struct Channels {
+  std::vector<float> bias;
+  std::vector<float> scale;  // 1 + scale
+  std::vector<float> shift;
 
-std::vector<Channel> channels_of(const AddNormSiluPadParams& p, int64_t batch) {
-  std::vector<Channel> channels(p.shape.channels);
-  for (int64_t c = 0; c < p.shape.channels; ++c) {
-    const int64_t scale_at = batch * p.scale_steps[0] + c * p.scale_steps[1];
-    const int64_t shift_at = batch * p.shift_steps[0] + c * p.shift_steps[1];
-    channels[c] = {parameter(p.bias, p.bias_dtype, c, 0.0f), 1.0f + parameter(p.scale, p.scale_dtype, scale_at, 0.0f),
-                   parameter(p.shift, p.shift_dtype, shift_at, 0.0f)};
+  Channels(const AddNormSiluPadParams& p, int64_t batch) {
+    for (std::vector<float>* values : {&bias, &scale, &shift}) values->resize(p.shape.channels);
+    for (int64_t c = 0; c < p.shape.channels; ++c) {
+      const int64_t scale_at = batch * p.scale_steps[0] + c * p.scale_steps[1];
+      const int64_t shift_at = batch * p.shift_steps[0] + c * p.shift_steps[1];
+      bias[c] = parameter(p.bias, p.bias_dtype, c, 0.0f);
+      scale[c] = 1.0f + parameter(p.scale, p.scale_dtype, scale_at, 0.0f);
+      shift[c] = parameter(p.shift, p.shift_dtype, shift_at, 0.0f);
+    }
   }
-  return channels;
-}
+};
 
 float factor_of(const AddNormSiluPadParams& p, double sum_of_squares) {
   if (!p.norm) return 1.0f;
@@ -66,9 +66,9 @@ void store_copies(const AddNormSiluPadParams& p, const Tile& tile, const float* 
 }
 
 // One position after the other, all its channels in a row.
-void rows(const AddNormSiluPadParams& p, const std::vector<Channel>& channels, const Tile& tile) {
+void rows(const AddNormSiluPadParams& p, const Channels& channels, const Tile& tile) {
   const int64_t size = p.shape.channels;
-  std::vector<float> row(size + kLanes);
+  std::vector<float> row(size);
   for (int i = 0; i < tile.positions; ++i) {
     Sums sums;
     for (int64_t first = 0; first < size; first += kChunk) {
@@ -77,16 +77,16 @@ void rows(const AddNormSiluPadParams& p, const std::vector<Channel>& channels, c
       load_sum(p, tile.x + i * p.x_steps.position + first * p.x_steps.channel, p.x_steps.channel,
                tile.residual + i * p.residual_steps.position + first * p.residual_steps.channel,
                p.residual_steps.channel, n, values);
-      for (int j = 0; j < n; ++j) values[j] += channels[first + j].bias;
-      if (p.norm) accumulate(values, n, &sums);
+      const float* bias = channels.bias.data() + first;
+      each(n, [&](int j) { values[j] += bias[j]; });
+      if (p.norm) accumulate(values, n, 0.0f, &sums);
     }
     const float factor = factor_of(p, sums.squares);
     for (int64_t first = 0; first < size; first += kChunk) {
       const int n = static_cast<int>(std::min<int64_t>(kChunk, size - first));
       float* values = row.data() + first;
-      for (int j = 0; j < n; ++j) {
-        values[j] = values[j] * factor * channels[first + j].scale + channels[first + j].shift;
-      }
+      const float *scale = channels.scale.data() + first, *shift = channels.shift.data() + first;
+      each(n, [&](int j) { values[j] = values[j] * factor * scale[j] + shift[j]; });
       if (p.silu) apply_silu(values, n);
       store_copies(p, tile, values, n, i * p.out_steps.position + first * p.out_steps.channel, p.out_steps.channel);
     }
@@ -94,7 +94,7 @@ void rows(const AddNormSiluPadParams& p, const std::vector<Channel>& channels, c
 }
 
 // One channel of all positions after the other.
-void columns(const AddNormSiluPadParams& p, const std::vector<Channel>& channels, const Tile& tile) {
+void columns(const AddNormSiluPadParams& p, const Channels& channels, const Tile& tile) {
   constexpr int64_t kFlushEvery = 64;  // float32 additions before a sum moves on to float64
   std::vector<float> held(p.shape.channels * kPadTilePositions);
   double squares[kPadTilePositions] = {};
@@ -105,7 +105,7 @@ void columns(const AddNormSiluPadParams& p, const std::vector<Channel>& channels
       load_sum(p, tile.x + c * p.x_steps.channel, p.x_steps.position, tile.residual + c * p.residual_steps.channel,
                p.residual_steps.position, tile.positions, values);
       for (int i = 0; i < tile.positions; ++i) {
-        values[i] += channels[c].bias;
+        values[i] += channels.bias[c];
         part[i] += values[i] * values[i];
       }
     }
@@ -116,7 +116,7 @@ void columns(const AddNormSiluPadParams& p, const std::vector<Channel>& channels
   for (int64_t c = 0; c < p.shape.channels; ++c) {
     float* values = held.data() + c * kPadTilePositions;
     for (int i = 0; i < tile.positions; ++i) {
-      values[i] = values[i] * factors[i] * channels[c].scale + channels[c].shift;
+      values[i] = values[i] * factors[i] * channels.scale[c] + channels.shift[c];
     }
     if (p.silu) apply_silu(values, tile.positions);
     store_copies(p, tile, values, tile.positions, c * p.out_steps.channel, p.out_steps.position);
@@ -137,7 +137,7 @@ void add_norm_silu_pad_cpu(const AddNormSiluPadParams& p, int64_t begin, int64_t
                     sample_offset(p.shape, p.residual_steps, sample) + first * p.residual_steps.position,
                     target.offset + first * p.out_steps.position, target.copies,
                     static_cast<int>(std::min(kPadTilePositions, p.shape.positions - first))};
-    const std::vector<Channel> channels = channels_of(p, target.batch);
+    const Channels channels(p, target.batch);
     channels_are_neighbours(p.x_steps, p.out_steps) ? rows(p, channels, tile) : columns(p, channels, tile);
   }
 }

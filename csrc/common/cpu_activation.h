@@ -22,6 +22,24 @@ inline float select(bool condition, float a, float b) {
   return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
 }
 
+// a * b + c, rounded once where the instruction set has that. For polynomials: the ops themselves promise to round
+// each product and each sum.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// The polynomial with these coefficients, the highest power first.
+template <typename... Rest>
+inline float polynomial(float x, float first, Rest... rest) {
+  float value = first;
+  ((value = multiply_add(value, x, rest)), ...);
+  return value;
+}
+
 // e^x to 1 unit in the last place or so; infinity from 88.73 on, NaN of NaN.
 inline float exp_of(float value) {
   constexpr int32_t kMost = 0x42d00000;  // 104: e^104 is infinite, e^-104 is zero
@@ -29,15 +47,11 @@ inline float exp_of(float value) {
   const float x = with_sign_of(float_of(static_cast<uint32_t>(magnitude > kMost ? kMost : magnitude)), value);
   // Adding 1.5 * 2^23 rounds to an integer, which is then in the last bits.
   constexpr float kMagic = 12582912.0f;
-  const float shifted = x * 1.44269504f + kMagic;
+  const float shifted = multiply_add(x, 1.44269504f, kMagic);
   const float n = shifted - kMagic;
-  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts, n times the first is exact
-  float p = 0.00139503344f;
-  p = p * r + 0.00836881995f;
-  p = p * r + 0.0416662097f;
-  p = p * r + 0.166665196f;
-  p = p * r + 0.5f;
-  p = p * r * r + r + 1.0f;
+  // ln 2 in two parts, n times the first is exact.
+  const float r = multiply_add(n, -1.42860677e-6f, multiply_add(n, -0.693145752f, x));
+  const float p = polynomial(r, 0.00139503344f, 0.00836881995f, 0.0416662097f, 0.166665196f, 0.5f, 1.0f, 1.0f);
   // Times 2^n in two steps: n itself may be beyond the exponents of a float.
   const int32_t exponent = static_cast<int32_t>(bits_of(shifted) - bits_of(kMagic));
   const int32_t half = exponent >> 1;
@@ -48,25 +62,14 @@ inline float exp_of(float value) {
 
 // The error function, to 1e-7.
 inline float erf_of(float x) {
-  const float square = x * x;
-  float near = 7.88912293e-05f;
-  near = near * square - 0.000802084222f;
-  near = near * square + 0.00518953567f;
-  near = near * square - 0.0268544443f;
-  near = near * square + 0.112836003f;
-  near = near * square - 0.376126260f;
-  near = near * square + 1.12837911f;
-  near *= x;
+  const float near = x * polynomial(x * x, 7.88912293e-05f, -0.000802084222f, 0.00518953567f, -0.0268544443f,
+                                    0.112836003f, -0.376126260f, 1.12837911f);
   constexpr int32_t kMost = 0x40800000;  // 4: from there on the error function is 1
   const int32_t magnitude = magnitude_bits(x);
   const float size = float_of(static_cast<uint32_t>(magnitude > kMost ? kMost : magnitude));
-  float log_rest = 0.000185574099f;  // ln(1 - erf) from 1 to 4
-  log_rest = log_rest * size - 0.00293960818f;
-  log_rest = log_rest * size + 0.0218053218f;
-  log_rest = log_rest * size - 0.103037372f;
-  log_rest = log_rest * size - 0.638225675f;
-  log_rest = log_rest * size - 1.12704003f;
-  log_rest = log_rest * size - 0.000353718409f;
+  // ln(1 - erf) from 1 to 4
+  const float log_rest = polynomial(size, 0.000185574099f, -0.00293960818f, 0.0218053218f, -0.103037372f,
+                                    -0.638225675f, -1.12704003f, -0.000353718409f);
   const float far = with_sign_of(1.0f - exp_of(log_rest), x);
   return select((magnitude > kOneBits) & (magnitude <= kInfinityBits), far, near);  // near is NaN of NaN
 }

@@ -13,6 +13,14 @@ namespace {
 
 constexpr int kChunk = 256;  // the longest run
 
+// A step for each of n elements. Where pointers are equal, an element is read before it is written, which compilers
+// cannot know: without the pragma they would take one element at a time.
+template <typename Step>
+inline void each(int n, Step&& step) {
+#pragma GCC ivdep
+  for (int i = 0; i < n; ++i) step(i);
+}
+
 void widen(const BFloat16* from, int n, float* to) {
   for (int i = 0; i < n; ++i) to[i] = bfloat16_to_float(from[i].bits);
 }
@@ -74,12 +82,26 @@ void load(const void* base, Dtype dtype, int64_t offset, int64_t stride, int n, 
   }
 }
 
+// Nothing happens to floats that were computed in their place.
 void store(const float* from, int n, void* base, Dtype dtype, int64_t offset, int64_t stride) {
+  if (from == static_cast<float*>(base) + offset && dtype == Dtype::kFloat32) return;
   switch (dtype) {
     case Dtype::kFloat16: return store_as<Half>(from, n, base, offset, stride);
     case Dtype::kBFloat16: return store_as<BFloat16>(from, n, base, offset, stride);
     default: return store_as<float>(from, n, base, offset, stride);
   }
+}
+
+// The same as floats to read: where they are, if floats lie there in a row, and widened in the buffer otherwise.
+inline const float* floats(const void* base, Dtype dtype, int64_t offset, int64_t stride, int n, float* buffer) {
+  if (dtype == Dtype::kFloat32 && stride == 1) return static_cast<const float*>(base) + offset;
+  load(base, dtype, offset, stride, n, buffer);
+  return buffer;
+}
+
+// Where to compute results that are stored then: in their place, if floats lie there in a row, or in the buffer.
+inline float* room(void* base, Dtype dtype, int64_t offset, int64_t stride, float* buffer) {
+  return dtype == Dtype::kFloat32 && stride == 1 ? static_cast<float*>(base) + offset : buffer;
 }
 
 // One element, or what stands for it where there is none.

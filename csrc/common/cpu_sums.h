@@ -13,25 +13,35 @@ struct Sums {
   double squares = 0.0;
 };
 
-// Adds one chunk to the sums; `values` has room for a multiple of kLanes.
-void accumulate(float* values, int n, Sums* sums) {
-  while (n % kLanes != 0) values[n++] = 0.0f;
+// The sum of all lanes: halves are added to each other until one is left.
+template <int kWidth = kLanes>
+inline float sum_of(const float* lanes) {
+  if constexpr (kWidth == 1) {
+    return lanes[0];
+  } else {
+    float half[kWidth / 2];
+    for (int lane = 0; lane < kWidth / 2; ++lane) half[lane] = lanes[lane] + lanes[lane + kWidth / 2];
+    return sum_of<kWidth / 2>(half);
+  }
+}
+
+// Adds the n values of a chunk, less their mean as far as it is known; their squares only if they are wanted.
+template <bool kSquares = true>
+void accumulate(const float* values, int n, float mean, Sums* sums) {
   float plain[kLanes] = {};
   float squares[kLanes] = {};
-  for (int i = 0; i < n; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      plain[lane] += values[i + lane];
-      squares[lane] += values[i + lane] * values[i + lane];
-    }
+  const auto add = [&](int i, int lane) {
+    const float centred = values[i] - mean;
+    plain[lane] += centred;
+    if constexpr (kSquares) squares[lane] += centred * centred;
+  };
+  const int whole = n - n % kLanes;
+  for (int i = 0; i < whole; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
   }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) {
-      plain[lane] += plain[lane + width];
-      squares[lane] += squares[lane + width];
-    }
-  }
-  sums->plain += plain[0];
-  sums->squares += squares[0];
+  for (int i = whole; i < n; ++i) add(i, i - whole);
+  sums->plain += sum_of(plain);
+  if constexpr (kSquares) sums->squares += sum_of(squares);
 }
 
 }  // namespace

@@ -82,16 +82,13 @@ void each_run(const GroupNormParams& p, int64_t part, Body&& body) {
   }
 }
 
-Statistics statistics_of(float* values, int n) {
-  alignas(64) float copy[kChunk];
-  std::copy_n(values, n, copy);
+Statistics statistics_of(const float* values, int n) {
   Sums sums;
-  accumulate(copy, n, &sums);
+  accumulate<false>(values, n, 0.0f, &sums);
   Statistics result{static_cast<double>(n), sums.plain / n, 0.0};
   const float mean = static_cast<float>(result.mean);
-  for (int i = 0; i < n; ++i) values[i] -= mean;
   sums = Sums{};
-  accumulate(values, n, &sums);
+  accumulate(values, n, mean, &sums);
   const double rest = sums.plain / n;
   result.mean = static_cast<double>(mean) + rest;
   result.squares = sums.squares - rest * sums.plain;
@@ -104,9 +101,8 @@ void planes_statistics(const GroupNormParams& p, int64_t sample, int64_t group, 
   const int64_t base = sample_offset(p.shape, p.x_steps, sample) + group * channels * p.x_steps.channel;
   Statistics sum;
   each_run(p, part, [&](int64_t channel, int64_t position, int n) {
-    load(p.x, p.x_dtype, base + channel * p.x_steps.channel + position * p.x_steps.position, p.x_steps.position, n,
-         values);
-    Statistics run = statistics_of(values, n);
+    const int64_t at = base + channel * p.x_steps.channel + position * p.x_steps.position;
+    Statistics run = statistics_of(floats(p.x, p.x_dtype, at, p.x_steps.position, n, values), n);
     run.mean += added(p, sample, group * channels + channel);
     sum.merge(run);
   });
@@ -114,7 +110,7 @@ void planes_statistics(const GroupNormParams& p, int64_t sample, int64_t group, 
 }
 
 void planes_normalise(const GroupNormParams& p, int64_t sample, int64_t group, int64_t part) {
-  alignas(64) float values[kChunk];
+  alignas(64) float buffer[kChunk];
   const int64_t first = group * (p.shape.channels / p.groups);
   const int64_t x_base = sample_offset(p.shape, p.x_steps, sample);
   const int64_t out_base = sample_offset(p.shape, p.out_steps, sample);
@@ -122,14 +118,16 @@ void planes_normalise(const GroupNormParams& p, int64_t sample, int64_t group, i
   int64_t channel = -1;
   each_run(p, part, [&](int64_t in_group, int64_t position, int n) {
     if (first + in_group != channel) norm = normaliser_of(p, sample, group, channel = first + in_group);
-    load(p.x, p.x_dtype, x_base + channel * p.x_steps.channel + position * p.x_steps.position, p.x_steps.position, n,
-         values);
+    const int64_t x_at = x_base + channel * p.x_steps.channel + position * p.x_steps.position;
+    const int64_t out_at = out_base + channel * p.out_steps.channel + position * p.out_steps.position;
+    const float* x = floats(p.x, p.x_dtype, x_at, p.x_steps.position, n, buffer);
+    float* values = room(p.out, p.x_dtype, out_at, p.out_steps.position, buffer);
+    const float mean = norm.mean, rest = norm.mean_rest;
     const float factor = static_cast<float>(norm.rate * parameter(p.weight, p.weight_dtype, channel, 1.0f));
     const float offset = parameter(p.bias, p.bias_dtype, channel, 0.0f);
-    for (int i = 0; i < n; ++i) values[i] = ((values[i] - norm.mean) - norm.mean_rest) * factor + offset;
+    each(n, [&](int i) { values[i] = ((x[i] - mean) - rest) * factor + offset; });
     if (p.silu) apply_silu(values, n);
-    store(values, n, p.out, p.x_dtype, out_base + channel * p.out_steps.channel + position * p.out_steps.position,
-          p.out_steps.position);
+    store(values, n, p.out, p.x_dtype, out_at, p.out_steps.position);
   });
 }
 
@@ -179,7 +177,7 @@ void pixels_statistics(const GroupNormParams& p, int64_t sample, int64_t part) {
 }
 
 void pixels_normalise(const GroupNormParams& p, int64_t sample, int64_t part) {
-  alignas(64) float values[kChunk];
+  alignas(64) float buffer[kChunk];
   alignas(64) float means[kChunk], rests[kChunk], factors[kChunk], offsets[kChunk];
   const Range range = share(p.shape.positions, p.parts, part);
   const int64_t of_group = p.shape.channels / p.groups;
@@ -195,10 +193,12 @@ void pixels_normalise(const GroupNormParams& p, int64_t sample, int64_t part) {
       offsets[c] = parameter(p.bias, p.bias_dtype, first + c, 0.0f);
     }
     for (int64_t position = range.begin; position < range.end; ++position) {
-      load(p.x, p.x_dtype, x_base + position * p.x_steps.position + first, 1, width, values);
-      for (int c = 0; c < width; ++c) values[c] = ((values[c] - means[c]) - rests[c]) * factors[c] + offsets[c];
+      const float* x = floats(p.x, p.x_dtype, x_base + position * p.x_steps.position + first, 1, width, buffer);
+      const int64_t out_at = out_base + position * p.out_steps.position + first;
+      float* values = room(p.out, p.x_dtype, out_at, 1, buffer);
+      each(width, [&](int c) { values[c] = ((x[c] - means[c]) - rests[c]) * factors[c] + offsets[c]; });
       if (p.silu) apply_silu(values, width);
-      store(values, width, p.out, p.x_dtype, out_base + position * p.out_steps.position + first, 1);
+      store(values, width, p.out, p.x_dtype, out_at, 1);
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../common/cpu_activation.h"
 #include "../common/cpu_elements.h"
 #include "../common/cpu_sums.h"
 #include "modulate.h"
@@ -19,35 +20,63 @@ namespace {
 
 using Offsets = LeadingOffsets<kMappedOperands>;
 
-void load(const Operand& operand, int64_t row, int64_t at, int n, float* to) {
-  load(operand.data, operand.dtype, row + at * operand.stride, operand.stride, n, to);
+const float* floats(const Operand& operand, int64_t row, int64_t at, int n, float* buffer) {
+  return floats(operand.data, operand.dtype, row + at * operand.stride, operand.stride, n, buffer);
 }
 
-void activate(GateActivation activation, int n, float* values) {
+// What stands for an operand that is absent, and changes no bit: a factor of 1, a term of -0.
+struct Constants {
+  alignas(64) float ones[kChunk];
+  alignas(64) float zeros[kChunk];
+
+  Constants() {
+    std::fill_n(ones, kChunk, 1.0f);
+    std::fill_n(zeros, kChunk, -0.0f);
+  }
+};
+const Constants kAbsent;
+
+const float* factors(const Operand& operand, int64_t row, int64_t at, int n, float* buffer) {
+  return operand.data == nullptr ? kAbsent.ones : floats(operand, row, at, n, buffer);
+}
+
+const float* terms(const Operand& operand, int64_t row, int64_t at, int n, float* buffer) {
+  return operand.data == nullptr ? kAbsent.zeros : floats(operand, row, at, n, buffer);
+}
+
+void activate(GateActivation activation, const float* gate, int n, float* values) {
   if (activation == GateActivation::kTanh) {
-    for (int i = 0; i < n; ++i) values[i] = std::tanh(values[i]);
-  } else if (activation == GateActivation::kSigmoid) {
-    for (int i = 0; i < n; ++i) values[i] = 1.0f / (1.0f + std::exp(-values[i]));
+    each(n, [&](int i) { values[i] = std::tanh(gate[i]); });
+  } else {
+    each(n, [&](int i) { values[i] = sigmoid_product(1.0f, gate[i]); });
   }
 }
 
 // One chunk of x, or of the new residual, which is also stored.
-void load_input(const ModulateParams& p, const Offsets& row, int64_t at, int n, float* values) {
+const float* load_input(const ModulateParams& p, const Offsets& row, int64_t at, int n, float* buffer) {
+  alignas(64) float gates[kChunk];
   alignas(64) float others[kChunk];
-  load(p.x, row.of[kX], at, n, values);
-  if (p.residual.data == nullptr) return;
-  if (p.gate.data != nullptr) {
-    load(p.gate, row.of[kGate], at, n, others);
-    activate(p.activation, n, others);
-    round_to(p.gate_round, others, n);
-    for (int i = 0; i < n; ++i) values[i] *= others[i];
-    round_to(p.gated_round, values, n);
+  const float* x = floats(p.x, row.of[kX], at, n, buffer);
+  if (p.residual.data == nullptr) return x;
+  const float* gate = factors(p.gate, row.of[kGate], at, n, gates);
+  if (p.gate.data != nullptr && p.activation != GateActivation::kNone) {
+    activate(p.activation, gate, n, gates);
+    round_to(p.gate_round, gates, n);
+    gate = gates;
   }
-  load(p.residual, row.of[kResidual], at, n, others);
-  for (int i = 0; i < n; ++i) values[i] += others[i];
-  round_to(p.sum_round, values, n);
+  const float* residual = floats(p.residual, row.of[kResidual], at, n, others);
+  float* values = room(p.new_residual, p.new_dtype, row.of[kOut] + at, 1, buffer);
+  if (p.round_each) {
+    each(n, [&](int i) { values[i] = x[i] * gate[i]; });
+    round_to(p.gated_round, values, n);
+    each(n, [&](int i) { values[i] = residual[i] + values[i]; });
+    round_to(p.sum_round, values, n);
+  } else {
+    each(n, [&](int i) { values[i] = residual[i] + x[i] * gate[i]; });
+  }
   store(values, n, p.new_residual, p.new_dtype, row.of[kOut] + at, 1);
   round_to(p.new_dtype, values, n);
+  return values;
 }
 
 // The normalised value is ((v - mean) - mean_rest) * factor. What rounding left out of the mean comes to
@@ -58,44 +87,45 @@ struct Normaliser {
   float factor = 1.0f;
 };
 
-// Modulates one normalised chunk, and stores it.
-void finish(const ModulateParams& p, const Offsets& row, int64_t at, int n, float* values) {
-  alignas(64) float others[kChunk];
-  if (p.weight.data != nullptr) {
-    load(p.weight, 0, at, n, others);
-    for (int i = 0; i < n; ++i) values[i] *= others[i];
-  }
-  if (p.bias.data != nullptr) {
-    load(p.bias, 0, at, n, others);
-    for (int i = 0; i < n; ++i) values[i] += others[i];
-  }
-  round_to(p.norm_round, values, n);
-  if (p.scale.data != nullptr) {
-    load(p.scale, row.of[kScale], at, n, others);
-    for (int i = 0; i < n; ++i) others[i] += p.scale_offset;
-    round_to(p.scale_round, others, n);
-    for (int i = 0; i < n; ++i) values[i] *= others[i];
+// Normalises and modulates one chunk, and stores it.
+void finish(const ModulateParams& p, const Offsets& row, const Normaliser& norm, int64_t at, int n, const float* from) {
+  alignas(64) float buffer[kChunk], weights[kChunk], biases[kChunk], scales[kChunk], shifts[kChunk];
+  float* values = room(p.out, p.out_dtype, row.of[kOut] + at, 1, buffer);
+  const float* weight = factors(p.weight, 0, at, n, weights);
+  const float* bias = terms(p.bias, 0, at, n, biases);
+  const float* scale = factors(p.scale, row.of[kScale], at, n, scales);
+  const float* shift = terms(p.shift, row.of[kShift], at, n, shifts);
+  const float offset = p.scale.data == nullptr ? -0.0f : p.scale_offset;
+  const auto normalised = [&, mean = norm.mean, rest = norm.mean_rest, factor = norm.factor](int i) {
+    return ((from[i] - mean) - rest) * factor * weight[i] + bias[i];
+  };
+  if (p.round_each) {
+    each(n, [&](int i) { values[i] = normalised(i); });
+    round_to(p.norm_round, values, n);
+    each(n, [&](int i) { scales[i] = scale[i] + offset; });
+    round_to(p.scale_round, scales, n);
+    each(n, [&](int i) { values[i] *= scales[i]; });
     round_to(p.product_round, values, n);
-  }
-  if (p.shift.data != nullptr) {
-    load(p.shift, row.of[kShift], at, n, others);
-    for (int i = 0; i < n; ++i) values[i] += others[i];
+    each(n, [&](int i) { values[i] += shift[i]; });
     round_to(p.modulated_round, values, n);
+  } else {
+    each(n, [&](int i) { values[i] = normalised(i) * (scale[i] + offset) + shift[i]; });
   }
   store(values, n, p.out, p.out_dtype, row.of[kOut] + at, 1);
 }
 
 void modulate_row(const ModulateParams& p, const Offsets& row) {
-  alignas(64) float values[kChunk];
+  alignas(64) float buffer[kChunk];
   const auto each_chunk = [&](auto&& body) {
     for (int64_t at = 0; at < p.size; at += kChunk) {
       body(at, static_cast<int>(std::min<int64_t>(kChunk, p.size - at)));
     }
   };
+  Normaliser norm;
   if (p.out == nullptr || p.norm == NormKind::kNone) {
     each_chunk([&](int64_t at, int n) {
-      load_input(p, row, at, n, values);
-      if (p.out != nullptr) finish(p, row, at, n, values);
+      const float* values = load_input(p, row, at, n, buffer);
+      if (p.out != nullptr) finish(p, row, norm, at, n, values);
     });
     return;
   }
@@ -104,30 +134,20 @@ void modulate_row(const ModulateParams& p, const Offsets& row) {
   const Operand input = p.residual.data == nullptr ? p.x : Operand{p.new_residual, p.new_dtype, 1, false};
   const int64_t input_row = p.residual.data == nullptr ? row.of[kX] : row.of[kOut];
   const double size = static_cast<double>(p.size);
-  Normaliser norm;
   Sums sums;
-  each_chunk([&](int64_t at, int n) {
-    load_input(p, row, at, n, values);
-    accumulate(values, n, &sums);
-  });
-  if (p.norm == NormKind::kLayer) {
+  if (p.norm == NormKind::kRms) {
+    each_chunk([&](int64_t at, int n) { accumulate(load_input(p, row, at, n, buffer), n, 0.0f, &sums); });
+  } else {
+    each_chunk([&](int64_t at, int n) { accumulate<false>(load_input(p, row, at, n, buffer), n, 0.0f, &sums); });
     norm.mean = static_cast<float>(sums.plain / size);
     sums = Sums{};
-    each_chunk([&](int64_t at, int n) {
-      load(input, input_row, at, n, values);
-      for (int i = 0; i < n; ++i) values[i] -= norm.mean;
-      accumulate(values, n, &sums);
-    });
+    each_chunk([&](int64_t at, int n) { accumulate(floats(input, input_row, at, n, buffer), n, norm.mean, &sums); });
     const double rest = sums.plain / size;
     norm.mean_rest = static_cast<float>(rest);
     sums.squares -= rest * sums.plain;
   }
   norm.factor = static_cast<float>(1.0 / std::sqrt(sums.squares / size + static_cast<double>(p.eps)));
-  each_chunk([&](int64_t at, int n) {
-    load(input, input_row, at, n, values);
-    for (int i = 0; i < n; ++i) values[i] = ((values[i] - norm.mean) - norm.mean_rest) * norm.factor;
-    finish(p, row, at, n, values);
-  });
+  each_chunk([&](int64_t at, int n) { finish(p, row, norm, at, n, floats(input, input_row, at, n, buffer)); });
 }
 
 }  // namespace

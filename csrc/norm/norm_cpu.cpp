@@ -50,44 +50,38 @@ void finish(const NormParams& p, Sums sums, Normaliser* norm) {
 // --- rows along contiguous memory ----------------------------------------------------------------------
 
 void norm_row(const NormParams& p, RowOffsets row) {
-  alignas(64) float values[kChunk];
-  alignas(64) float params[kChunk];
-  const auto load_chunk = [&](int64_t at, int n) { load(p.x, p.x_dtype, row.x + at, 1, n, values); };
+  alignas(64) float buffer[kChunk];
+  alignas(64) float others[kChunk];
   const auto each_chunk = [&](auto&& body) {
     for (int64_t at = 0; at < p.size; at += kChunk) {
-      body(at, static_cast<int>(std::min<int64_t>(kChunk, p.size - at)));
+      const int n = static_cast<int>(std::min<int64_t>(kChunk, p.size - at));
+      body(at, n, floats(p.x, p.x_dtype, row.x + at, 1, n, buffer));
     }
   };
 
   Normaliser norm;
   Sums sums;
-  const auto sum_row = [&] {
-    sums = Sums{};
-    each_chunk([&](int64_t at, int n) {
-      load_chunk(at, n);
-      for (int i = 0; i < n; ++i) values[i] -= norm.mean;
-      accumulate(values, n, &sums);
-    });
-  };
-  sum_row();
   if (p.layer_norm) {
+    each_chunk([&](int64_t, int n, const float* x) { accumulate<false>(x, n, 0.0f, &sums); });
     norm.mean = static_cast<float>(sums.plain / static_cast<double>(p.size));
-    sum_row();
+    sums = Sums{};
   }
+  each_chunk([&](int64_t, int n, const float* x) { accumulate(x, n, norm.mean, &sums); });
   finish(p, sums, &norm);
 
-  each_chunk([&](int64_t at, int n) {
-    load_chunk(at, n);
-    for (int i = 0; i < n; ++i) values[i] = ((values[i] - norm.mean) - norm.mean_rest) * norm.scale;
+  const float mean = norm.mean, rest = norm.mean_rest, scale = norm.scale, offset = p.weight_offset;
+  each_chunk([&](int64_t at, int n, const float* x) {
+    float* values = room(p.out, p.out_dtype, row.out + at, 1, buffer);
+    each(n, [&](int i) { values[i] = ((x[i] - mean) - rest) * scale; });
     round_to(p.round_dtype, values, n);
     if (p.weight != nullptr) {
-      load(p.weight, p.weight_dtype, at, 1, n, params);
-      for (int i = 0; i < n; ++i) values[i] *= params[i] + p.weight_offset;
+      const float* weight = floats(p.weight, p.weight_dtype, at, 1, n, others);
+      each(n, [&](int i) { values[i] *= weight[i] + offset; });
     }
     if (p.bias != nullptr) {
       if (p.round_dtype != Dtype::kNone) round_to(p.out_dtype, values, n);
-      load(p.bias, p.bias_dtype, at, 1, n, params);
-      for (int i = 0; i < n; ++i) values[i] += params[i];
+      const float* bias = floats(p.bias, p.bias_dtype, at, 1, n, others);
+      each(n, [&](int i) { values[i] += bias[i]; });
     }
     store(values, n, p.out, p.out_dtype, row.out + at, 1);
   });

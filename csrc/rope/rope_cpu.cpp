@@ -1,12 +1,13 @@
 // CPU kernel of rope, rope_3d and qk_norm_rope, compiled once per instruction set (DIFFKERN_CPU_LEVEL) and without
 // fused multiply-add, since the rotation is promised to be that of a chain of torch ops.
 //
-// Rows are walked in chunks of pairs. The first and the second elements of the pairs lie in buffers of their own,
-// so that each step is one plain loop, whatever the pairing and the dtypes are.
+// A row is a head. It is walked in short chunks until it is normalised, and turned as a whole then, with its angles as
+// the elements lie in memory; rows that follow each other mostly have the same.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 #include "../common/cpu_elements.h"
 #include "../common/cpu_sums.h"
@@ -19,71 +20,54 @@
 namespace diffkern {
 namespace {
 
-constexpr int kPairs = kChunk / 2;  // pairs in a chunk
-
 using Offsets = LeadingOffsets<kRopeStrides>;
 
 // --- elements of any dtype, in the arithmetic A ----------------------------------------------------------
 
+// Calls body(at, n) for chunks of a row.
+template <typename Body>
+void each_chunk(int size, Body&& body) {
+  for (int at = 0; at < size; at += kChunk) body(at, std::min(kChunk, size - at));
+}
+
 template <typename A>
-void read(const void* base, Dtype dtype, int64_t offset, int64_t step, int n, A* to) {
+void read_chunk(const void* base, Dtype dtype, int64_t offset, int64_t step, int n, A* to) {
   if (dtype == Dtype::kFloat64) {
     const double* from = static_cast<const double*>(base) + offset;
-    for (int i = 0; i < n; ++i) to[i] = static_cast<A>(from[i * step]);
+    each(n, [&](int i) { to[i] = static_cast<A>(from[i * step]); });
   } else if constexpr (std::is_same_v<A, float>) {
     load(base, dtype, offset, step, n, to);
   } else {
-    alignas(64) float narrow_values[kChunk];
-    load(base, dtype, offset, step, n, narrow_values);
-    for (int i = 0; i < n; ++i) to[i] = narrow_values[i];
+    alignas(64) float buffer[kChunk];
+    const float* narrow_values = floats(base, dtype, offset, step, n, buffer);
+    each(n, [&](int i) { to[i] = narrow_values[i]; });
   }
+}
+
+// The elements in the arithmetic A: where they are, if they lie there so, or else in the buffer.
+template <typename A>
+const A* read(const void* base, Dtype dtype, int64_t offset, int64_t step, int n, A* buffer) {
+  constexpr Dtype own = std::is_same_v<A, float> ? Dtype::kFloat32 : Dtype::kFloat64;
+  if (dtype == own && step == 1) return static_cast<const A*>(base) + offset;
+  each_chunk(n, [&](int at, int part) { read_chunk(base, dtype, offset + at * step, step, part, buffer + at); });
+  return buffer;
 }
 
 template <typename A>
 void write(const A* from, int n, void* base, Dtype dtype, int64_t offset, int64_t step) {
-  if (dtype == Dtype::kFloat64) {
-    double* to = static_cast<double*>(base) + offset;
-    for (int i = 0; i < n; ++i) to[i * step] = from[i];
-  } else if constexpr (std::is_same_v<A, float>) {
-    store(from, n, base, dtype, offset, step);
-  } else {
-    alignas(64) float narrow_values[kChunk];  // from double to half by way of float, as torch does
-    for (int i = 0; i < n; ++i) narrow_values[i] = static_cast<float>(from[i]);
-    store(narrow_values, n, base, dtype, offset, step);
-  }
-}
-
-// The two elements of pairs [pair, pair + n) of a row of `rotary` elements that begins at `offset`.
-template <typename A>
-void read_pairs(const void* base, Dtype dtype, int64_t offset, int64_t step, bool half, int rotary, int pair, int n,
-                A* first, A* second) {
-  if (half) {
-    read(base, dtype, offset + pair * step, step, n, first);
-    read(base, dtype, offset + (rotary / 2 + pair) * step, step, n, second);
-    return;
-  }
-  alignas(64) A both[kChunk];
-  read(base, dtype, offset + 2 * pair * step, step, 2 * n, both);
-  for (int i = 0; i < n; ++i) {
-    first[i] = both[2 * i];
-    second[i] = both[2 * i + 1];
-  }
-}
-
-template <typename A>
-void write_pairs(const A* first, const A* second, void* base, Dtype dtype, int64_t offset, int64_t step, bool half,
-                 int rotary, int pair, int n) {
-  if (half) {
-    write(first, n, base, dtype, offset + pair * step, step);
-    write(second, n, base, dtype, offset + (rotary / 2 + pair) * step, step);
-    return;
-  }
-  alignas(64) A both[kChunk];
-  for (int i = 0; i < n; ++i) {
-    both[2 * i] = first[i];
-    both[2 * i + 1] = second[i];
-  }
-  write(both, 2 * n, base, dtype, offset + 2 * pair * step, step);
+  each_chunk(n, [&](int at, int part) {
+    const int64_t to = offset + at * step;
+    if (dtype == Dtype::kFloat64) {
+      double* place = static_cast<double*>(base) + to;
+      for (int i = 0; i < part; ++i) place[i * step] = from[at + i];
+    } else if constexpr (std::is_same_v<A, float>) {
+      store(from + at, part, base, dtype, to, step);
+    } else {
+      alignas(64) float narrow_values[kChunk];  // from double to half by way of float, as torch does
+      for (int i = 0; i < part; ++i) narrow_values[i] = static_cast<float>(from[at + i]);
+      store(narrow_values, part, base, dtype, to, step);
+    }
+  });
 }
 
 void round_to(Dtype dtype, double* values, int n) {
@@ -122,9 +106,7 @@ Normaliser normaliser_of(const RopeParams& p, const RopeOperand& o, const Offset
       const int64_t x = offsets.of[kX] + row * o.inner_strides[kX];
       for (int at = 0; at < p.head_dim; at += kChunk) {
         const int n = std::min(kChunk, p.head_dim - at);
-        load(o.x, p.dtype, x + at * o.x_step, o.x_step, n, values);
-        for (int i = 0; i < n; ++i) values[i] -= norm.mean;
-        accumulate(values, n, &sums);
+        accumulate(floats(o.x, p.dtype, x + at * o.x_step, o.x_step, n, values), n, norm.mean, &sums);
       }
     }
   };
@@ -140,156 +122,180 @@ Normaliser normaliser_of(const RopeParams& p, const RopeOperand& o, const Offset
   return norm;
 }
 
-// Where the parameters of some elements are: a run in weight and bias.
-struct ParameterRun {
-  int64_t at;
-  int64_t step;
-};
-
+// One chunk of a row, whose parameters begin at `at`.
 template <typename A>
-void normalise(const RopeParams& p, const RopeOperand& o, const Normaliser& norm, ParameterRun run, int n, A* values) {
-  alignas(64) A params[kChunk];
+void normalise(const RopeParams& p, const RopeOperand& o, const Normaliser& norm, int64_t at, int n, const A* x,
+               A* values) {
+  alignas(64) A buffer[kChunk];
   const A mean = norm.mean, rest = norm.mean_rest, scale = norm.scale, offset = p.weight_offset;
-  for (int i = 0; i < n; ++i) values[i] = ((values[i] - mean) - rest) * scale;
+  each(n, [&](int i) { values[i] = ((x[i] - mean) - rest) * scale; });
   round_to(p.round_dtype, values, n);
   if (o.weight != nullptr) {
-    read(o.weight, o.weight_dtype, run.at, run.step, n, params);
-    for (int i = 0; i < n; ++i) values[i] *= params[i] + offset;
+    const A* weight = read(o.weight, o.weight_dtype, at, 1, n, buffer);
+    each(n, [&](int i) { values[i] *= weight[i] + offset; });
   }
   if (o.bias != nullptr) {
     if (p.round_dtype != Dtype::kNone && p.round_norm) round_to(p.dtype, values, n);
-    read(o.bias, o.bias_dtype, run.at, run.step, n, params);
-    for (int i = 0; i < n; ++i) values[i] += params[i];
+    const A* bias = read(o.bias, o.bias_dtype, at, 1, n, buffer);
+    each(n, [&](int i) { values[i] += bias[i]; });
   }
   if (p.round_norm) round_to(p.dtype, values, n);
 }
 
 // --- angles ----------------------------------------------------------------------------------------------
 
-// The angles of a chunk of pairs, for the first and for the second element of each.
-template <typename A>
-struct Angles {
-  alignas(64) A cos_a[kPairs];
-  alignas(64) A cos_b[kPairs];
-  alignas(64) A sin_a[kPairs];
-  alignas(64) A sin_b[kPairs];
+// Where the first of two elements that belong together is, and how far behind it the second.
+struct Pairs {
+  bool half;
+  int count;
+
+  int first(int pair) const { return half ? pair : 2 * pair; }
+  int distance() const { return half ? count : 1; }
 };
 
 template <typename A>
-A table_value(const void* base, Dtype dtype, int64_t at) {
-  A value;
-  read(base, dtype, at, 1, 1, &value);
-  return value;
+void round_all(Dtype dtype, int size, A* values) {
+  each_chunk(size, [&](int at, int n) { round_to(dtype, values + at, n); });
 }
 
+// Computes rows of one operand, one after the other.
 template <typename A>
-void read_full(const RopeParams& p, const void* base, Dtype dtype, int64_t offset, int64_t step, bool compact, int pair,
-               int n, A* first, A* second) {
-  if (!compact) return read_pairs(base, dtype, offset, step, p.half, p.rotary, pair, n, first, second);
-  read(base, dtype, offset + pair * step, step, n, first);
-  std::copy_n(first, n, second);
-}
+class Rows {
+ public:
+  Rows(const RopeParams& p, const RopeOperand& o)
+      : p_(p),
+        o_(o),
+        pairs_{p.half, p.rotary / 2},
+        values_(p.head_dim),
+        turned_(p.head_dim),
+        products_(p.rotary),
+        cos_buffer_(p.rotary),
+        sin_buffer_(p.rotary) {}
 
-template <typename A>
-void read_angles(const RopeParams& p, const RopeOperand& o, const Offsets& row, const AxisRows& axes, int pair, int n,
-                 Angles<A>* angles) {
-  if (p.tables == RopeTables::kFull) {
-    read_full(p, o.cos[0], o.cos_dtype, row.of[kFirst] - o.first_shift, o.first_step, o.compact_cos, pair, n,
-              angles->cos_a, angles->cos_b);
-    read_full(p, o.sin[0], o.sin_dtype, row.of[kSecond] - o.second_shift, o.second_step, o.compact_sin, pair, n,
-              angles->sin_a, angles->sin_b);
-  } else {
-    for (int i = 0; i < n; ++i) {
-      const int index = static_cast<int>(row.of[kSecond]) + pair + i - p.front_pad;
+  void compute(int64_t begin, int64_t end) {
+    int64_t last = -1;
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t outer = p_.across ? unit : unit / o_.inner;
+      const int64_t first = p_.across ? 0 : unit - outer * o_.inner;
+      const int64_t rows = p_.across ? o_.inner : 1;
+      const Offsets offsets = inner_row(o_, locate(o_.outer, outer), first);
+      const Normaliser norm = normaliser_of(p_, o_, offsets, rows);
+      for (int64_t row = 0; row < rows; ++row) {
+        const Offsets place = inner_row(o_, offsets, row);
+        if (!(o_.shared() && outer == last)) read_angles(place);
+        last = outer;
+        compute_row(norm, place, p_.across ? (first + row) * p_.head_dim : 0);
+      }
+    }
+  }
+
+ private:
+  void compute_row(const Normaliser& norm, const Offsets& row, int64_t parameters) {
+    const A* x = read(o_.x, p_.dtype, row.of[kX], o_.x_step, p_.head_dim, values_.data());
+    if (p_.norm != RopeNorm::kNone) {
+      each_chunk(p_.head_dim, [&](int at, int n) {
+        normalise(p_, o_, norm, parameters + at, n, x + at, values_.data() + at);
+      });
+      x = values_.data();
+    }
+    if (turns_) {
+      rotate(x);
+      std::copy(x + p_.rotary, x + p_.head_dim, turned_.data() + p_.rotary);
+      x = turned_.data();
+    }
+    write(x, p_.head_dim, o_.out, p_.dtype, row.of[kOut], o_.out_step);
+  }
+
+  // The products and their sum apart: at once, GCC 12 makes one rounding of a product and a sum, whatever it is told.
+  void rotate(const A* x) {
+    const A *cos = cos_, *sin = sin_;
+    A *turned = turned_.data(), *products = products_.data();
+    const int distance = pairs_.distance();
+    each(p_.rotary, [&](int i) { turned[i] = x[i] * cos[i]; });
+    if (p_.half) {
+      each(distance, [&](int i) { products[i] = -(x[i + distance] * sin[i]); });
+      each(distance, [&](int i) { products[i + distance] = x[i] * sin[i + distance]; });
+    } else {
+      each(pairs_.count, [&](int i) {
+        products[2 * i] = -(x[2 * i + 1] * sin[2 * i]);
+        products[2 * i + 1] = x[2 * i] * sin[2 * i + 1];
+      });
+    }
+    if (p_.arithmetic == RopeArithmetic::kInput) {
+      round_all(p_.dtype, p_.rotary, turned);
+      round_all(p_.dtype, p_.rotary, products);
+    }
+    each(p_.rotary, [&](int i) { turned[i] += products[i]; });
+  }
+
+  // Sets whether a row turns, and the cosine and sine of each of its elements.
+  void read_angles(const Offsets& row) {
+    const int64_t position = row.of[kToken] - p_.start;
+    turns_ = p_.tables != RopeTables::kNone && (!p_.partial || (position >= 0 && position < p_.length));
+    if (!turns_) return;
+    if (p_.tables == RopeTables::kFull) {
+      cos_ = read_table(o_.cos[0], o_.cos_dtype, row.of[kFirst] - o_.first_shift, o_.first_step, o_.compact_cos,
+                        cos_buffer_.data());
+      sin_ = read_table(o_.sin[0], o_.sin_dtype, row.of[kSecond] - o_.second_shift, o_.second_step, o_.compact_sin,
+                        sin_buffer_.data());
+    } else {
+      read_axes(row, axis_rows(p_, o_, row.of[kFirst] - o_.first_shift, position));
+      cos_ = cos_buffer_.data();
+      sin_ = sin_buffer_.data();
+    }
+    if (p_.arithmetic == RopeArithmetic::kInput) {
+      cos_ = rounded(cos_, cos_buffer_.data());
+      sin_ = rounded(sin_, sin_buffer_.data());
+    }
+  }
+
+  const A* read_table(const void* base, Dtype dtype, int64_t offset, int64_t step, bool compact, A* buffer) {
+    if (!compact) return read(base, dtype, offset, step, p_.rotary, buffer);
+    const A* angles = read(base, dtype, offset, step, pairs_.count, turned_.data());
+    for (int pair = 0; pair < pairs_.count; ++pair) set(buffer, pair, angles[pair]);
+    return buffer;
+  }
+
+  void read_axes(const Offsets& row, const AxisRows& axes) {
+    for (int pair = 0; pair < pairs_.count; ++pair) {
+      const int index = static_cast<int>(row.of[kSecond]) + pair - p_.front_pad;
       A cos = 1, sin = 0;
       if (index >= 0) {
-        const AxisColumn place = axis_column(p, index);
+        const AxisColumn place = axis_column(p_, index);
         const int64_t at = axes.at[place.axis];
         cos = sin = std::numeric_limits<A>::quiet_NaN();
         if (at >= 0) {
-          cos = table_value<A>(o.cos[place.axis], o.cos_dtype, at + place.column);
-          sin = table_value<A>(o.sin[place.axis], o.sin_dtype, at + place.column);
+          cos = *read(o_.cos[place.axis], o_.cos_dtype, at + place.column, 1, 1, &cos);
+          sin = *read(o_.sin[place.axis], o_.sin_dtype, at + place.column, 1, 1, &sin);
         }
       }
-      angles->cos_a[i] = angles->cos_b[i] = cos;
-      angles->sin_a[i] = angles->sin_b[i] = sin;
+      set(cos_buffer_.data(), pair, cos);
+      set(sin_buffer_.data(), pair, sin);
     }
   }
-  if (p.arithmetic == RopeArithmetic::kInput) {
-    for (A* values : {angles->cos_a, angles->cos_b, angles->sin_a, angles->sin_b}) round_to(p.dtype, values, n);
-  }
-}
 
-// --- rows ------------------------------------------------------------------------------------------------
+  void set(A* angles, int pair, A angle) {
+    angles[pairs_.first(pair)] = angles[pairs_.first(pair) + pairs_.distance()] = angle;
+  }
 
-template <typename A>
-void rotate(const RopeParams& p, const Angles<A>& angles, int n, A* a, A* b) {
-  alignas(64) A by_cos_a[kPairs];
-  alignas(64) A by_cos_b[kPairs];
-  alignas(64) A by_sin_a[kPairs];
-  alignas(64) A by_sin_b[kPairs];
-  for (int i = 0; i < n; ++i) {
-    by_cos_a[i] = a[i] * angles.cos_a[i];
-    by_sin_a[i] = b[i] * angles.sin_a[i];
-    by_cos_b[i] = b[i] * angles.cos_b[i];
-    by_sin_b[i] = a[i] * angles.sin_b[i];
+  const A* rounded(const A* angles, A* buffer) {
+    if (angles != buffer) std::copy_n(angles, p_.rotary, buffer);
+    round_all(p_.dtype, p_.rotary, buffer);
+    return buffer;
   }
-  if (p.arithmetic == RopeArithmetic::kInput) {
-    for (A* values : {by_cos_a, by_sin_a, by_cos_b, by_sin_b}) round_to(p.dtype, values, n);
-  }
-  for (int i = 0; i < n; ++i) {
-    a[i] = by_cos_a[i] - by_sin_a[i];
-    b[i] = by_cos_b[i] + by_sin_b[i];
-  }
-}
 
-// Row `index` of the innermost loop, which begins at `row`.
-template <typename A>
-void compute_row(const RopeParams& p, const RopeOperand& o, const Normaliser& norm, const Offsets& row, int64_t index) {
-  const int64_t position = row.of[kToken] - p.start;
-  const bool turns = p.tables != RopeTables::kNone && (!p.partial || (position >= 0 && position < p.length));
-  const bool normed = p.norm != RopeNorm::kNone;
-  const int64_t parameters = p.across ? index * p.head_dim : 0;
-  AxisRows axes{};
-  if (turns && p.tables == RopeTables::kAxes) axes = axis_rows(p, o, row.of[kFirst] - o.first_shift, position);
-
-  alignas(64) A a[kChunk];
-  alignas(64) A b[kPairs];
-  Angles<A> angles;
-  for (int pair = 0; pair < p.rotary / 2; pair += kPairs) {
-    const int n = std::min(kPairs, p.rotary / 2 - pair);
-    read_pairs(o.x, p.dtype, row.of[kX], o.x_step, p.half, p.rotary, pair, n, a, b);
-    if (normed) {
-      const int64_t step = p.half ? 1 : 2;
-      const int64_t first = parameters + pair * step;
-      normalise(p, o, norm, {first, step}, n, a);
-      normalise(p, o, norm, {p.half ? first + p.rotary / 2 : first + 1, step}, n, b);
-    }
-    if (turns) {
-      read_angles(p, o, row, axes, pair, n, &angles);
-      rotate(p, angles, n, a, b);
-    }
-    write_pairs(a, b, o.out, p.dtype, row.of[kOut], o.out_step, p.half, p.rotary, pair, n);
-  }
-  for (int at = p.rotary; at < p.head_dim; at += kChunk) {
-    const int n = std::min(kChunk, p.head_dim - at);
-    read(o.x, p.dtype, row.of[kX] + at * o.x_step, o.x_step, n, a);
-    if (normed) normalise(p, o, norm, {parameters + at, 1}, n, a);
-    write(a, n, o.out, p.dtype, row.of[kOut] + at * o.out_step, o.out_step);
-  }
-}
-
-template <typename A>
-void compute(const RopeParams& p, const RopeOperand& o, int64_t begin, int64_t end) {
-  for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t outer = p.across ? unit : unit / o.inner;
-    const int64_t first = p.across ? 0 : unit - outer * o.inner;
-    const int64_t rows = p.across ? o.inner : 1;
-    const Offsets offsets = inner_row(o, locate(o.outer, outer), first);
-    const Normaliser norm = normaliser_of(p, o, offsets, rows);
-    for (int64_t row = 0; row < rows; ++row) compute_row<A>(p, o, norm, inner_row(o, offsets, row), first + row);
-  }
-}
+  const RopeParams& p_;
+  const RopeOperand& o_;
+  const Pairs pairs_;
+  bool turns_ = false;
+  const A* cos_ = nullptr;
+  const A* sin_ = nullptr;
+  std::vector<A> values_;
+  std::vector<A> turned_;
+  std::vector<A> products_;
+  std::vector<A> cos_buffer_;
+  std::vector<A> sin_buffer_;
+};
 
 }  // namespace
 
@@ -297,9 +303,9 @@ namespace DIFFKERN_CPU_LEVEL {
 
 void rope_cpu(const RopeParams& p, int operand, int64_t begin, int64_t end) {
   if (p.dtype == Dtype::kFloat64 || p.arithmetic == RopeArithmetic::kFloat64) {
-    compute<double>(p, p.operands[operand], begin, end);
+    Rows<double>(p, p.operands[operand]).compute(begin, end);
   } else {
-    compute<float>(p, p.operands[operand], begin, end);
+    Rows<float>(p, p.operands[operand]).compute(begin, end);
   }
 }
 
