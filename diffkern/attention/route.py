@@ -18,8 +18,9 @@ from diffkern.attention.call import AttentionCall, Signature
 from diffkern.attention.measure import runner, seconds
 from diffkern.providers.dispatch_modes import is_exporting, transforms_active
 from diffkern.providers.eager.attention_fp8 import Unrotated
-from diffkern.providers.foreign import call_twice, identical, is_of_user, preserved, summary
+from diffkern.providers.foreign import identical, is_of_user, preserved, summary
 from diffkern.verify import choices
+from diffkern.verify.isolation import call_twice
 
 Compute = Callable[[AttentionCall], Tensor]
 

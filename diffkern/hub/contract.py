@@ -1,6 +1,6 @@
 """Whether a foreign kernel computes an op: measured at load, against the reference in float64.
 
-The bound is that of every proof: error(kernel) <= 1.05 error(plain PyTorch) + 1e-6. It is measured for each
+The bound is that of every proof (:mod:`diffkern.verify.contract`). It is measured for each
 *pattern* of arguments by itself (with a bias or without, rounding here or there, this activation or that), and a
 kernel serves the patterns that it passed.
 """
@@ -20,11 +20,10 @@ from torch import Tensor
 from diffkern.providers import eager
 from diffkern.providers.base import Kernel
 from diffkern.providers.eager.rope import ARITHMETICS
-from diffkern.providers.foreign import MisconductError, call_twice, is_of_user, summary
-
-#: error(kernel) may be this much of error(plain PyTorch), plus this much, relative.
-RATIO = 1.05
-SLACK = 1e-6
+from diffkern.providers.foreign import MisconductError, is_of_user, summary
+from diffkern.verify.contract import RATIO, SLACK
+from diffkern.verify.isolation import call_twice
+from diffkern.verify.measures import error_beside
 
 #: Numbers that change what is computed; other numbers, such as eps, are only values in the formula.
 _MEANINGFUL = frozenset({"weight_offset", "scale_offset", "norm", "gate_activation", "arithmetic"})
@@ -97,8 +96,10 @@ def _measure(op: str, kernel: Kernel, args: Sequence[Any]) -> Verdict:
             if not isinstance(got, Tensor) or (got.dtype, got.shape) != (want.dtype, want.shape):
                 kind = f"{got.dtype} {tuple(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
                 return Verdict(none, none, f"it returned {kind} in place of {want.dtype} {tuple(want.shape)}")
+    stock = tuple(y.cpu() for y in stock)
     first, second, stock_error = (
-        max(_error(y, r) for y, r in zip(ys, reference, strict=True)) for ys in (*results, stock)
+        max(error_beside(y.cpu(), one, exact) for y, one, exact in zip(ys, stock, reference, strict=True))
+        for ys in (*results, stock)
     )
     kernel_error = max(first, second)
     if kernel_error <= RATIO * stock_error + SLACK:
@@ -108,13 +109,6 @@ def _measure(op: str, kernel: Kernel, args: Sequence[Any]) -> Verdict:
 
 def _flat(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
-def _error(y: Tensor, reference: Tensor) -> float:
-    """``‖y − reference‖₂ / ‖reference‖₂``; infinite if ``y`` is not finite."""
-    distance = torch.linalg.vector_norm(y.double().cpu() - reference.cpu())
-    error = float(distance / torch.linalg.vector_norm(reference.cpu()).clamp_min(1e-30))
-    return error if error == error else float("inf")
 
 
 def _upcast(arg: Any) -> Any:

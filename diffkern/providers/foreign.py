@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -67,59 +66,6 @@ def preserved(device: torch.device | None = None) -> Iterator[Callable[[], str]]
         restore_generators()
 
 
-def call_twice(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Calls a function twice on copies of its arguments, and returns both results.
-
-    Args:
-        function: The function; it and its results may hold tensors in any containers.
-        args: Its arguments. Tensors keep their strides in the copies, and share memory where they shared it.
-
-    Raises:
-        MisconductError: it changed an argument or a setting of the process, or its result shares memory with an
-            argument or with its other result.
-        Exception: whatever ``function`` raises.
-    """
-    leaves, tree = pytree.tree_flatten(args)
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
-    results: list[Any] = []
-    with preserved(device) as changed:
-        for _ in range(2):
-            copies, unchanged = _copies(leaves)
-            result = function(*pytree.tree_unflatten(copies, tree))
-            if not unchanged():
-                raise MisconductError("it changed its input")
-            if settings := changed():
-                raise MisconductError(f"it changed {settings}")
-            if _memory(result) & _memory(copies):
-                raise MisconductError("its result shares memory with its input")
-            if results and _memory(result) & _memory(results[0]):
-                raise MisconductError("it returns the same memory at every call")
-            results.append(result)
-    return results[0], results[1]
-
-
-def _copies(leaves: list[Any]) -> tuple[list[Any], Callable[[], bool]]:
-    """Copies of the tensors among some values, with their storages; and whether these are still like the originals."""
-    storages: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided or x.is_neg() or x.is_conj():
-            copy = x.detach().clone()
-            storages[id(copy)] = x.detach(), copy
-            return copy
-        storage = x.untyped_storage()
-        if storage._cdata not in storages:
-            original = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
-            storages[storage._cdata] = original, original.clone()
-        memory = storages[storage._cdata][1].untyped_storage()
-        return torch.empty(0, dtype=x.dtype, device=x.device).set_(memory, x.storage_offset(), x.shape, x.stride())
-
-    copies = [copied(leaf) for leaf in leaves]
-    return copies, lambda: all(torch.equal(original, copy) for original, copy in storages.values())
-
-
 def copy_of(x: Tensor) -> Tensor:
     """A copy in memory of its own with the strides of ``x``, expanded dimensions included."""
     x = x.detach()
@@ -145,11 +91,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def identical(a: Tensor, b: Tensor) -> bool:
     """Whether two results are equal number by number, NaN being equal to NaN."""
     return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _memory(values: Any) -> set[int]:
-    tensors = (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor) and x.layout is torch.strided)
-    return {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
 
 
 # --- what a process has besides its tensors ------------------------------------------------------------------

@@ -7,41 +7,18 @@ The yardstick is float64 again. A fusion differentiates it in a way of its own, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from diffkern.attention.measure import unobserved
-from diffkern.verify.contract import ENOUGH, RATIO, SANE
+from diffkern.verify.contract import ENOUGH, RATIO, SANE, SLACK
 from diffkern.verify.isolation import Copy, snapshot
-from diffkern.verify.measures import as_one, error_beside, relative_error
+from diffkern.verify.measures import Measurement, as_one, error_beside, relative_error
 
 if TYPE_CHECKING:
     from diffkern.injection.fusion import Fusion
-
-
-@dataclass(frozen=True)
-class TrainingErrors:
-    """Relative errors of a result and its gradients.
-
-    Attributes:
-        fused: Error of the fused forward where it has no room left, or else where it is furthest above stock's.
-        stock: The stock forward's in the same place.
-        margin: How much room it has where it has least: ``ratio * stock - fused``, and one rounding more where few
-            numbers are compared; ``ratio`` is that of every proof, or of gradients the fusion's own.
-        identical: Whether all are equal bit for bit.
-        alien: Whether not even the stock ones are near the exact ones.
-        wrote: Whether the fused forward wrote into its inputs or weights.
-    """
-
-    fused: float
-    stock: float
-    margin: float
-    identical: bool
-    alien: bool
-    wrote: bool
 
 
 def wanted(module: nn.Module, x: Tensor) -> bool:
@@ -51,17 +28,24 @@ def wanted(module: nn.Module, x: Tensor) -> bool:
     return x.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
 
 
-def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any) -> TrainingErrors | None:
+def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, exact: bool) -> Measurement | None:
     """Compares a call on a stand-in, and its gradients; None for a fusion whose gradients are not proven apart.
+
+    Room is ``ratio * stock - fused``, and one rounding more where few numbers are compared; ``ratio`` is that of every
+    proof, or of gradients the fusion's own. The errors that are returned are those where there is none left, or else
+    where the fused forward is furthest above stock.
 
     Args:
         fusion: What the module computes.
         module: A stand-in, whose parameters may be made to require gradients.
         provider: Who computes it.
         call: A sample.
+        exact: Whether all must be equal bit for bit.
     """
-    exact = fusion.exact_training(module, call)
-    if exact is None:
+    x = fusion.primary_input(call)
+    chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
+    truth = fusion.exact_training(module, call)
+    if truth is None:
         return None
     with torch.enable_grad():  # what has no gradient runs stock in such a call
         pieces = fusion.stock_pieces(module, call)
@@ -69,20 +53,23 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any) 
     grad_inputs = (*fusion.grad_inputs(call), *module.parameters())
     stock = with_gradients(lambda: fusion.stock(module, call), grad_inputs)
     fused = with_gradients(lambda: fusion.compute(module, call, provider, pieces), grad_inputs)
-    triples = list(zip(fused, stock, exact, strict=True))
-    errors = [(error_beside(f, s, e), relative_error(s, e)) for f, s, e in triples]
+    errors = [(error_beside(f, s, t), relative_error(s, t)) for f, s, t in zip(fused, stock, truth, strict=True)]
     ratios = (RATIO, *(fusion.gradient_ratio(gradient.dtype) or RATIO for gradient in fused[1:]))
-    margins = [own * s + _luck(y) - f for own, (f, s), y in zip(ratios, errors, fused, strict=True)]
-    _, worst = min(zip(margins, errors, strict=True), key=lambda place: (place[0] >= 0, place[1][1] - place[1][0]))
+    rooms = [own * s + _luck(y) - f for own, (f, s), y in zip(ratios, errors, fused, strict=True)]
+    _, worst = min(zip(rooms, errors, strict=True), key=lambda place: (place[0] >= 0, place[1][1] - place[1][0]))
     # The gradient of a float32 tensor may come of work in half precision.
     sane = max(SANE.get(tensor.dtype, 1e-3) for tensor in (*stock, *grad_inputs))
-    return TrainingErrors(
-        *worst,
-        min(margins),
-        all(torch.equal(f, s) for f, s, _ in triples),
-        any(stock_error > sane for _, stock_error in errors),
-        any(before.written()) or any(weights.written()),
-    )
+    identical = all(map(torch.equal, fused, stock))
+    reason = ""
+    if any(before.written()) or any(weights.written()):
+        reason = "with gradients it writes into its inputs or weights"
+    elif exact and not identical:
+        reason = "with its gradients it is not bit-identical to stock"
+    elif not identical and any(stock_error > sane for _, stock_error in errors):
+        reason = f"the stock gradients are {worst[1]:.1e} away from those of what its class is known to compute"
+    elif not identical and not min(rooms) >= -SLACK:
+        reason = f"with its gradients it has an error of {worst[0]:.2e} against stock's {worst[1]:.2e}"
+    return Measurement.of(x, chosen, *worst, identical, reason, gradients=True)
 
 
 def _luck(y: Tensor) -> float:

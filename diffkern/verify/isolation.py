@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffkern.providers.foreign import MisconductError, preserved
 from diffkern.verify.measures import relative_error
 
 #: Threads in which a proof or a clock calls modules just now: such calls are none of the user's.
@@ -72,14 +73,43 @@ class Copy:
     def shared_with(self, result: Any) -> set[int]:
         """Which of the copied storages the tensors of a result lie in."""
         places = {copy.untyped_storage().data_ptr(): i for i, (_, copy) in enumerate(self._storages.values())}
-        addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors_of(result) if tensor.numel()]
-        return {places[address] for address in addresses if address in places}
+        return {places[address] for address in _addresses(result) if address in places}
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """All of the memory that a tensor lies in: bytes, so that NaN is equal to itself."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def call_twice(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """Calls a function twice on copies of its arguments, and returns both results.
+
+    Raises:
+        MisconductError: it changed an argument or a setting of the process, or its result shares memory with an
+            argument or with its other result.
+        Exception: whatever ``function`` raises.
+    """
+    results: list[Any] = []
+    with preserved(next((x.device for x in tensors_of(args)), None)) as changed:
+        for _ in range(2):
+            copy = Copy(args)
+            result = function(*copy.call)
+            if any(copy.written()):
+                raise MisconductError("it changed its input")
+            if settings := changed():
+                raise MisconductError(f"it changed {settings}")
+            if copy.shared_with(result):
+                raise MisconductError("its result shares memory with its input")
+            if results and _addresses(result) & _addresses(results[0]):
+                raise MisconductError("it returns the same memory at every call")
+            results.append(result)
+    return results[0], results[1]
+
+
+def _addresses(value: Any) -> set[int]:
+    dense = (x for x in tensors_of(value) if x.numel() and x.layout is torch.strided)
+    return {x.untyped_storage().data_ptr() for x in dense}
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:

@@ -40,6 +40,14 @@ class Measurement:
     reason: str = ""
     gradients: bool = False
 
+    @classmethod
+    def of(
+        cls, x: Tensor, provider: str, fused: float, stock: float, identical: bool, reason: str, gradients: bool = False
+    ) -> Measurement:
+        """A proof on the device and in the dtype of an input; one without a reason has passed."""
+        dtype = str(x.dtype).removeprefix("torch.")
+        return cls(str(x.device), dtype, provider, fused, stock, identical, not reason, reason, gradients)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain data; an error that is no number, which JSON does not have, is None."""
         data = asdict(self)

@@ -33,7 +33,6 @@ from diffkern.providers.foreign import is_of_user, preserved, summary
 from diffkern.providers.hub import public_name, refusals_raise
 from diffkern.verify import gradients
 from diffkern.verify.contract import FEW_ROWS, RATIO, ROWS, SLACK
-from diffkern.verify.gradients import TrainingErrors
 from diffkern.verify.isolation import Copy, snapshot
 from diffkern.verify.measures import Measurement, as_one, relative_error
 
@@ -93,7 +92,7 @@ class Verifier:
             if not calls and call is not None and variant is not None:
                 calls = [Copy(fusion.first_call_sample(call)).call]
             calls = [call for call in calls if fusion.declines(copy, call) is None]
-            proofs = [self._measure_gradients(copy, fusion, provider, call) for call in calls]
+            proofs = [gradients.measure(fusion, copy, provider, call, self.exact) for call in calls]
             return min((proof for proof in proofs if proof is not None), key=_margin, default=None)
 
         return self._remembered(("gradients", (fusion.kind(module), variant), device, dtype, provider), measure)
@@ -124,31 +123,6 @@ class Verifier:
                 return None  # what declined its samples may take them another time
             self._ledger[key] = proof
         return self._ledger[key]
-
-    def _measure_gradients(
-        self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any
-    ) -> Measurement | None:
-        x = fusion.primary_input(call)
-        chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
-        errors = gradients.measure(fusion, module, provider, call)
-        if errors is None:
-            return None
-        reason, both = self._refuse(errors), (errors.fused, errors.stock)
-        passed = reason is None
-        return Measurement(str(x.device), _name(x.dtype), chosen, *both, errors.identical, passed, reason or "", True)
-
-    def _refuse(self, errors: TrainingErrors) -> str | None:
-        if errors.wrote:
-            return "with gradients it writes into its inputs or weights"
-        if errors.identical:
-            return None
-        if self.exact:
-            return "with its gradients it is not bit-identical to stock"
-        if errors.alien:
-            return f"the stock gradients are {errors.stock:.1e} away from those of what its class is known to compute"
-        if not errors.margin >= -SLACK:
-            return f"with its gradients it has an error of {errors.fused:.2e} against stock's {errors.stock:.2e}"
-        return None
 
     def _measure(
         self, module: nn.Module, fusion: Fusion, provider: str | None, call: Any, reason: str | None
@@ -183,8 +157,7 @@ class Verifier:
         reason = reason or verdict or (f"in its second run: {again}" if again else None)
         if reason is None and not torch.equal(_as_integers(kept), _as_integers(fused)):
             reason = "its second run writes into the result of the first"
-        passed = reason is None
-        return Measurement(str(x.device), _name(x.dtype), chosen, error, stock_error, identical, passed, reason or "")
+        return Measurement.of(x, chosen, error, stock_error, identical, reason or "")
 
     def _verdict(
         self,
