@@ -8,8 +8,9 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -98,33 +99,35 @@ class KernelConfig:
                 f"config={self.rules!r}: pass a dict from an op, a class name or a path to a provider, "
                 "such as {'rms_norm': 'eager'}, or {'*': 'eager'} for every module; KernelConfig.from_file reads a file"
             )
-        rules = {key: normalised(value, f"config[{key!r}]") for key, value in self.rules.items() if _check_key(key)}
-        object.__setattr__(self, "rules", rules)
-        if self.hub not in HUB_CHOICES:
-            raise ValueError(f"hub={self.hub!r}: choose 'off' or 'auto'.{_nearest(self.hub, HUB_CHOICES)}")
-        if isinstance(self.mode, str):
-            object.__setattr__(self, "mode", Mode.parse(self.mode))
+        put = partial(object.__setattr__, self)
+        put(
+            "rules",
+            {key: _normalised(value, f"config[{key!r}]") for key, value in self.rules.items() if _check_key(key)},
+        )
+        for name, choices in (("hub", HUB_CHOICES), ("fp8_weights", FP8_WEIGHTS)):
+            chosen = getattr(self, name)
+            if chosen not in choices:
+                known = " or ".join(map(repr, choices))
+                raise ValueError(f"{name}={chosen!r}: choose {known}.{_nearest(chosen, choices)}")
         if self.mode is not None:
-            if not isinstance(self.mode, Mode):
-                raise ValueError(f"mode={self.mode!r}: pass a Mode, or its name: {', '.join(MODE_NAMES)}")
-            object.__setattr__(self, "mode", _complete(self.mode))
+            mode = Mode.parse(self.mode) if isinstance(self.mode, str) else self.mode
+            if not isinstance(mode, Mode):
+                raise ValueError(f"mode={mode!r}: pass a Mode, or its name: {', '.join(MODE_NAMES)}")
+            put("mode", _complete(mode))
         trust = self.trust_remote_code
         if isinstance(trust, Iterable) and not isinstance(trust, str):
-            object.__setattr__(self, "trust_remote_code", tuple(map(_check_repository, trust)))
+            put("trust_remote_code", tuple(map(_check_repository, trust)))
         elif not isinstance(trust, bool):
             raise ValueError(f"trust_remote_code={trust!r}: pass True, False, or a list of repositories")
         if self.lock is not None:
-            object.__setattr__(self, "lock", str(self.lock))
+            put("lock", str(self.lock))
         if self.measure is not None and not isinstance(self.measure, bool):
             raise ValueError(f"measure={self.measure!r}: pass True, False, or None")
         for name in ("fp8_include", "fp8_exclude"):
             patterns = getattr(self, name)
             if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
                 raise ValueError(f"{name}={patterns!r}: pass a list of patterns on the paths of linear layers")
-            object.__setattr__(self, name, tuple(patterns))
-        if self.fp8_weights not in FP8_WEIGHTS:
-            nearest = _nearest(str(self.fp8_weights), FP8_WEIGHTS)
-            raise ValueError(f"fp8_weights={self.fp8_weights!r}: choose 'keep' or 'replace'.{nearest}")
+            put(name, tuple(patterns))
 
     @property
     def measures(self) -> bool:
@@ -144,11 +147,6 @@ class KernelConfig:
         """Returns what the rules say of a module; None if none speaks of it."""
         key = self._key(path, class_name, op, layer_name)
         return None if key is None else Rule.of(self.rules[key], self.mode)
-
-    def names_kernels(self) -> bool:
-        """Whether any rule names a kernel of the Hub or of this machine, or the Hub may be asked anyway."""
-        choices = (choice for value in self.rules.values() for choice in Rule.of(value, self.mode).choices())
-        return self.hub == "auto" or any(choice is not None and is_reference(choice) for choice in choices)
 
     def references(self) -> tuple[KernelReference, ...]:
         """Every kernel that a rule names, each once."""
@@ -210,23 +208,8 @@ class KernelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything that differs from the defaults as plain data."""
-        data: dict[str, Any] = {}
-        if self.hub != "off":
-            data["hub"] = self.hub
-        if self.mode is not None:
-            data["mode"] = self.mode.text
-        if self.trust_remote_code:
-            trust = self.trust_remote_code
-            data["trust_remote_code"] = trust if isinstance(trust, bool) else list(trust)
-        if self.lock is not None:
-            data["lock"] = self.lock
-        if self.measure is not None:
-            data["measure"] = self.measure
-        for name in ("fp8_include", "fp8_exclude"):
-            if getattr(self, name):
-                data[name] = list(getattr(self, name))
-        if self.fp8_weights != "keep":
-            data["fp8_weights"] = self.fp8_weights
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        data = {name: _plain(value) for name, (value, default) in values.items() if value != default}
         return {**data, "rules": _plain(self.rules)}
 
     @classmethod
@@ -254,39 +237,34 @@ class KernelConfig:
         return cls.from_dict(json.loads(text))
 
     @classmethod
-    def from_toml(cls, text: str) -> KernelConfig:
-        """Reads TOML text; before Python 3.11 this needs the package ``tomli``, which ``kernels`` brings along."""
-        tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-        return cls.from_dict(tomllib.loads(text))
-
-    @classmethod
     def from_file(cls, path: str | Path) -> KernelConfig:
         """Reads a file, as TOML if its name ends so, as JSON otherwise.
+
+        Before Python 3.11 TOML needs the package ``tomli``, which ``kernels`` brings along.
 
         Raises:
             ValueError: there is no configuration in it; the message names the file.
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
-            return cls.from_toml(text) if str(path).endswith(".toml") else cls.from_json(text)
+            if not str(path).endswith(".toml"):
+                return cls.from_json(text)
+            return cls.from_dict(import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
 
-def normalised(value: Any, where: str) -> Value:
-    """Returns a value of a configuration with strings for keys, ``""`` for None, and ``"metal"`` for ``"mps"``.
+def _normalised(value: Any, where: str, above: frozenset[str] = frozenset()) -> Value:
+    """A value of a configuration with strings for keys, ``""`` for None, and ``"metal"`` for ``"mps"``.
 
     Args:
         value: What the user gave.
         where: How to call it in a message.
+        above: What the keys of the dicts around it are: devices, modes.
 
     Raises:
         ValueError: it is none of what :class:`KernelConfig` allows.
     """
-    return _normalised(value, where, frozenset())
-
-
-def _normalised(value: Any, where: str, above: frozenset[str]) -> Value:
     if value is None or value == "":
         return ""
     if isinstance(value, Mapping):
@@ -365,7 +343,9 @@ def _leaves(value: Value) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value.text if isinstance(value, Mode) else value
 
 
 def _nearest(word: Any, words: Sequence[str], cutoff: float = 0.6) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Flag, auto
 
-import torch
-
 
 class Mode(Flag):
     """What a kernel is used for; ``INFERENCE | TORCH_COMPILE`` and ``TRAINING | TORCH_COMPILE`` are modes too.
@@ -16,12 +14,6 @@ class Mode(Flag):
     INFERENCE = auto()
     TRAINING = auto()
     TORCH_COMPILE = auto()
-
-    @classmethod
-    def current(cls, training: bool) -> Mode:
-        """The mode of a call at this moment: that of a module with this ``training`` flag, traced or not."""
-        mode = cls.TRAINING if training else cls.INFERENCE
-        return mode | cls.TORCH_COMPILE if torch.compiler.is_compiling() else mode
 
     @classmethod
     def parse(cls, text: str) -> Mode:

@@ -15,7 +15,7 @@ DEVICES = ("cuda", "rocm", "metal", "xpu", "npu", "cpu")
 #: Other names that users know these devices by.
 ALIASES = {"mps": "metal"}
 
-#: A choice for every device and mode, or one for each: after :func:`diffkern.hub.config.normalised`.
+#: A choice for every device and mode, or one for each: as :class:`diffkern.hub.config.KernelConfig` keeps it.
 Value = str | Mapping[str, "Value"]
 
 _Situation = tuple[str, bool, bool]

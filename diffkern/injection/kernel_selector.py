@@ -43,7 +43,7 @@ class KernelSelector:
     def __init__(self, config: KernelConfig, strict: bool) -> None:
         self._policy = Policy(config.trust_remote_code, config.lock, strict)
         self._automatic = hub.tagged(hub.WITH_HUB, self._policy) if config.hub == "auto" else None
-        if config.names_kernels():
+        if config.hub == "auto" or config.references():
             hub.forget_failures()
 
     def options(self, rule: Rule | None, fusion: Fusion | None, how: str | None) -> list[Option]:
