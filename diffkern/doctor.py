@@ -91,6 +91,9 @@ def _rows(device: torch.device) -> list[Row]:
     refusals = {op: explain(op, device, (torch.bfloat16,)) for op in OPS}
     rows = []
     for provider in ORDER:
+        if provider == hub.NAME:
+            rows.append(Row(label, provider, (), _of_hub(device)))
+            continue
         served = tuple(op for op in OPS if refusals[op][provider] is None)
         reasons: dict[str, list[str]] = {}
         # Nothing can be done about an op that a provider has no code for, on this device or at all.
@@ -99,7 +102,7 @@ def _rows(device: torch.device) -> list[Row]:
             if not elsewhere and (reason := refusals[op][provider]) is not None:
                 reasons.setdefault(reason, []).append(op)
         told = [f"{', '.join(ops)}: {reason}" if served else reason for reason, ops in reasons.items()]
-        rows.append(Row(label, provider, served, _of_hub(device) if provider == hub.NAME else "; ".join(told)))
+        rows.append(Row(label, provider, served, "; ".join(told)))
     return rows
 
 

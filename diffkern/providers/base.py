@@ -73,11 +73,12 @@ class Support:
         if request.device.type not in self.device_types:
             served = ", ".join(sorted(self.device_types))
             return f"no {request.op} for {request.device.type} (serves {served})"
-        unserved = request.dtypes - self.dtypes
-        if unserved:
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in unserved))
-            return f"no {request.op} for {names}"
-        return None
+        return self.unserved_dtypes(request)
+
+    def unserved_dtypes(self, request: Request) -> str | None:
+        """Returns which dtypes of ``request`` are not served, or None when all are."""
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in request.dtypes - self.dtypes)
+        return f"no {request.op} for {', '.join(names)}" if names else None
 
 
 @runtime_checkable

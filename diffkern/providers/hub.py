@@ -1,9 +1,9 @@
 """Kernels of the Hub: for platforms that nothing else serves, and wherever the user names one.
 
-A provider here stands for one kernel, ``"org/repo@v1:Layer"``, or for the kernels that
-:mod:`diffkern.hub.defaults` lists, ``"hub"``. An injection adds a tag to the name, for what its configuration allows;
-then a call for which the kernel has no room runs in plain PyTorch, and is counted, where a provider that is named in a
-call raises.
+A provider here is one kernel, ``"org/repo@v1:Layer"``; the name ``"hub"`` stands for the ones that
+:mod:`diffkern.hub.defaults` lists, for each device and op one. An injection adds a tag to the name, for what its
+configuration allows; then a call for which the kernel has no room runs in plain PyTorch, and is counted, where a
+provider that is named in a call raises.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ class _HubSupport(Support):
     of_kernel: Callable[[Request], str | None]
 
     def refusal(self, request: Request) -> str | None:
-        unserved = request.dtypes - self.dtypes
-        if unserved:
-            names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in unserved))
-            return f"no {request.op} for {names}"
-        return self.of_kernel(request)
+        return self.unserved_dtypes(request) or self.of_kernel(request)
 
 
 class _Op:
@@ -200,10 +196,10 @@ class KernelProvider:
         if self.refused_calls[reason] == 1:
             warnings.warn(f"diffkern: {self.reference}: {reason}; such calls run in plain PyTorch", stacklevel=3)
 
-    def loaded(self, device: torch.device) -> LoadedKernel | None:
-        """The kernel that serves ``device``, or None; for reports."""
-        outcome = self._outcomes.get(device)
-        return outcome.kernel if isinstance(outcome, _Loaded) else None
+    def loaded(self, device: torch.device) -> LoadedKernel | str:
+        """The kernel for ``device``, or why it is not to be had."""
+        outcome = self._outcome(device)
+        return outcome if isinstance(outcome, str) else outcome.kernel
 
     def kernels(self) -> list[LoadedKernel]:
         """What was loaded, for whichever devices, each build once."""
@@ -255,51 +251,7 @@ class KernelProvider:
         return _Loaded(kernel, {op: _Op(op, ways, device) for op, ways in by_op.items() if ways}, raised)
 
 
-class DefaultsProvider:
-    """The kernels of :mod:`diffkern.hub.defaults`: for each device and op one, loaded when it is needed."""
-
-    def __init__(self, name: str, tag: str) -> None:
-        self.name = name
-        self._tag = tag
-        support = _HubSupport(frozenset(), KERNEL_DTYPES, of_kernel=self._refusal)
-        self.support: Mapping[str, Support] = {op: support for op in eager.PROVIDER.support}
-
-    def unavailable_reason(self, device: torch.device) -> str | None:
-        """Returns None: what there is to say depends on the op."""
-        return None
-
-    def kernel(self, op: str, device: torch.device) -> Kernel:
-        """Returns the callable of the kernel that is listed."""
-        return self._provider(op, device).kernel(op, device)
-
-    def _refusal(self, request: Request) -> str | None:
-        from diffkern.hub.defaults import DEFAULTS
-        from diffkern.hub.rule import device_name
-
-        name = device_name(request.device.type)
-        if request.op not in DEFAULTS.get(name, {}):
-            return f"no kernel is known for {request.op} on {name}: name one in the configuration"
-        provider = self._provider(request.op, request.device)
-        reason = provider.support[request.op].refusal(request) or provider.unavailable_reason(request.device)
-        return None if reason is None else f"{provider.reference}: {reason}"
-
-    def reference(self, op: str, device: torch.device) -> str:
-        """The kernel that is listed for an op; it must be."""
-        from diffkern.hub.defaults import DEFAULTS
-        from diffkern.hub.rule import device_name
-
-        return DEFAULTS[device_name(device.type)][op]
-
-    def _provider(self, op: str, device: torch.device) -> KernelProvider:
-        provider = provider_for(f"{self.reference(op, device)}{self._tag}")
-        assert isinstance(provider, KernelProvider)
-        return provider
-
-
-#: The provider of the order; the ones that answer for real are made by :func:`provider_for`.
-PROVIDER = DefaultsProvider(NAME, "")
-
-_providers: dict[str, KernelProvider | DefaultsProvider] = {NAME: PROVIDER}
+_providers: dict[str, KernelProvider] = {}
 _policies: dict[str, Policy] = {}
 _layers: dict[str, type[torch.nn.Module]] = {}
 _register = threading.RLock()
@@ -307,22 +259,31 @@ _register = threading.RLock()
 
 def is_kernel(name: str) -> bool:
     """Whether the name of a provider stands for the Hub or for one kernel."""
-    base = name.partition(_TAG)[0]
-    return base in (NAME, WITH_HUB) or "/" in base or base.startswith("~")
+    return is_ours_to_choose(name) or "/" in name or name.startswith("~")
+
+
+def is_ours_to_choose(name: str) -> bool:
+    """Whether a name, with or without a tag, leaves it to diffkern which kernels of the Hub serve."""
+    return public_name(name) in (NAME, WITH_HUB)
 
 
 def public_name(name: str) -> str:
     """The name of a provider without the tag."""
-    return name.partition(_TAG)[0] if is_kernel(name) else name
+    return name.partition(_TAG)[0]
 
 
-def who_serves(name: str, op: str, device: torch.device) -> str:
-    """The name of a provider for reports: for ``"hub"`` that of the kernel it takes."""
-    if name.partition(_TAG)[0] != NAME:
-        return public_name(name)
-    provider = provider_for(name)
-    assert isinstance(provider, DefaultsProvider)
-    return provider.reference(op, device)
+def listed(name: str, op: str, device: torch.device) -> tuple[str, str | None]:
+    """The provider that ``"hub"`` stands for, with the tag of ``name``, or why there is none; else ``name``."""
+    if public_name(name) != NAME:
+        return name, None
+    from diffkern.hub.defaults import DEFAULTS
+    from diffkern.hub.rule import device_name
+
+    where = device_name(device.type)
+    kernel = DEFAULTS.get(where, {}).get(op)
+    if kernel is None:
+        return name, f"no kernel is known for {op} on {where}: name one in the configuration"
+    return kernel + name.removeprefix(NAME), None
 
 
 def tagged(name: str, policy: Policy) -> str:
@@ -335,8 +296,8 @@ def tagged(name: str, policy: Policy) -> str:
         return f"{name}{tag}"
 
 
-def provider_for(name: str) -> KernelProvider | DefaultsProvider:
-    """Returns the provider for ``"hub"`` or a reference, with or without a tag. Loads nothing yet.
+def provider_for(name: str) -> KernelProvider:
+    """Returns the provider for a reference, with or without a tag. Loads nothing yet.
 
     Raises:
         ValueError: it is no reference.
@@ -345,12 +306,10 @@ def provider_for(name: str) -> KernelProvider | DefaultsProvider:
         if name not in _providers:
             from diffkern.hub.policy import Policy
 
-            base, mark, _ = name.partition(_TAG)
-            tag = name[len(base) :]
-            policy = _policies[tag] if mark else Policy()
-            falls_through = bool(mark) and not policy.strict
-            made = DefaultsProvider(name, tag) if base == NAME else KernelProvider(name, base, policy, falls_through)
-            _providers[name] = made
+            reference = public_name(name)
+            policy = _policies.get(name.removeprefix(reference))
+            falls_through = policy is not None and not policy.strict
+            _providers[name] = KernelProvider(name, reference, policy or Policy(), falls_through)
         return _providers[name]
 
 
@@ -359,7 +318,7 @@ def loaded_kernels(policy: Policy) -> list[LoadedKernel]:
     with _register:
         tag = next((tag for tag, known in _policies.items() if known == policy), None)
         known = [provider for name, provider in _providers.items() if tag and name.endswith(tag)]
-    return [kernel for provider in known if isinstance(provider, KernelProvider) for kernel in provider.kernels()]
+    return [kernel for provider in known for kernel in provider.kernels()]
 
 
 def layer_for(name: str, device: torch.device) -> type[torch.nn.Module]:
@@ -378,11 +337,11 @@ def _find_layer(name: str, device: torch.device, key: str) -> type[torch.nn.Modu
     from diffkern.hub.adapters import layer_names, layer_of
     from diffkern.providers.registry import NoProviderError
 
-    provider = provider_for(name)
-    reason = provider.unavailable_reason(device)
-    kernel = provider.loaded(device) if isinstance(provider, KernelProvider) else None
-    if reason is not None or kernel is None:
-        raise NoProviderError(f"{public_name(name)}: {reason or 'it names no layer'}")
+    if is_ours_to_choose(name):
+        raise NoProviderError(f"{public_name(name)}: it names no layer")
+    kernel = provider_for(name).loaded(device)
+    if isinstance(kernel, str):
+        raise NoProviderError(f"{public_name(name)}: {kernel}")
     try:
         with preserved(device):
             layer = layer_of(kernel.module, kernel.reference.name)
@@ -404,6 +363,6 @@ def forget_failures() -> None:
     from diffkern.providers import registry
 
     with _register:
-        known = [provider for provider in _providers.values() if isinstance(provider, KernelProvider)]
+        known = list(_providers.values())
     if any([provider.forget_failures() for provider in known]):
         registry.reset()

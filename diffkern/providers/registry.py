@@ -81,7 +81,7 @@ def get_provider(name: str) -> Provider:
     """Returns the provider called ``name``: one of :data:`ORDER`, or a kernel such as ``"org/repo@v1:Layer"``.
 
     Raises:
-        ValueError: ``name`` is neither.
+        ValueError: ``name`` is neither, or ``"hub"``, which stands for another kernel for each device and op.
     """
     if hub.is_kernel(name):
         return hub.provider_for(name)
@@ -170,13 +170,13 @@ def reset() -> None:
 def explain(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> dict[str, str | None]:
     """Returns, for every provider, why it does not serve the request, or None if it does."""
     request = Request(op, device, frozenset(dtypes))
-    return {name: hub.NOT_ASKED if name == hub.NAME else _refusal(get_provider(name), request) for name in ORDER}
+    return {name: _ask(name, request, False)[1] for name in ORDER}
 
 
 def _normalise(name: str | None) -> str | None:
     if name is None or name == "auto":
         return None
-    if not name.startswith(hub.WITH_HUB):
+    if not hub.is_ours_to_choose(name):
         get_provider(name)
     return name
 
@@ -195,11 +195,12 @@ def _select(op: str, device: torch.device, dtypes: tuple[torch.dtype, ...], forc
     request = Request(op, device, frozenset(dtypes))
     declined: list[tuple[str, str]] = []
     for name in _order(forced):
-        provider = get_provider(name)
-        reason = hub.NOT_ASKED if name == hub.NAME and not forced else _refusal(provider, request)
+        serving, reason = _ask(name, request, forced is not None)
         if reason is None:
+            provider = get_provider(serving)
             gains = provider is not eager.PROVIDER or eager.PROVIDER.fuses(request)
-            return Choice(hub.who_serves(name, op, device), provider.kernel(op, device), tuple(declined), gains=gains)
+            who = hub.public_name(serving)
+            return Choice(who, provider.kernel(op, device), tuple(declined), gains=gains)
         declined.append((hub.public_name(name), reason))
     raise NoProviderError("; ".join(f"{name}: {reason}" for name, reason in declined))
 
@@ -212,6 +213,18 @@ def _order(forced: str | None) -> tuple[str, ...]:
         return (forced,)
     tag = forced.removeprefix(hub.WITH_HUB)
     return tuple(f"{name}{tag}" if name == hub.NAME else name for name in ORDER)
+
+
+def _ask(name: str, request: Request, named: bool) -> tuple[str, str | None]:
+    """The provider that a name of the order means, and why it does not serve, or None."""
+    if name == hub.NAME and not named:
+        return name, hub.NOT_ASKED
+    serving, reason = hub.listed(name, request.op, request.device)
+    if reason is None:
+        reason = _refusal(get_provider(serving), request)
+        if reason is not None and serving != name:
+            reason = f"{hub.public_name(serving)}: {reason}"
+    return serving, reason
 
 
 def _refusal(provider: Provider, request: Request) -> str | None:

@@ -46,7 +46,6 @@ def new_process() -> None:
     resolve._answers.clear()
     hub_provider._layers.clear()
     hub_provider._providers.clear()
-    hub_provider._providers[hub_provider.NAME] = hub_provider.PROVIDER
     registry.get_provider.cache_clear()
     registry.reset()
 
