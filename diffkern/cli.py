@@ -7,18 +7,27 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typing_extensions import override
 
 from diffkern.bench.cli import app as bench
-from diffkern.cli_options import EXIT_CODES, NAMES, Device, Json, Quiet, device_of, epilog, fail, say_why
+from diffkern.cli_options import (
+    EXIT_CODES,
+    NAMES,
+    Device,
+    Json,
+    Quiet,
+    device_of,
+    dtype_of,
+    epilog,
+    fail,
+    require_known,
+    say_why,
+)
 from diffkern.hub.cli import app as hub
-
-if TYPE_CHECKING:
-    import torch
 
 #: Packages that diffkern is installed without unless they are asked for, and what to install for them.
 _OPTIONAL = dict.fromkeys(("diffusers", "transformers", "accelerate"), "diffusers transformers accelerate")
@@ -94,10 +103,9 @@ def inspect(
     from diffkern.bench.estimate import CARDS
     from diffkern.inspection import ModelError, expected_gain, load_model
 
-    kind = _dtype("inspect", dtype)
+    kind = dtype_of("inspect", dtype)
     _require_numerics("inspect", numerics)
-    if card and card not in CARDS:
-        fail("inspect", f"card {card!r} is not known: choose from {', '.join(CARDS)}", 2)
+    require_known("inspect", "card", [card] if card else [], CARDS)
     try:
         loaded = load_model(model, torch.device("meta"), kind)
         report = plan(loaded, numerics=numerics)
@@ -130,7 +138,7 @@ def verify(
     from diffkern.bench.models import DENOISERS
     from diffkern.inspection import ModelError, first_call, load_model, read_inputs, verify_model
 
-    where, kind = device_of("verify", device), _dtype("verify", dtype)
+    where, kind = device_of("verify", device), dtype_of("verify", dtype)
     _require_numerics("verify", numerics)
     try:
         arguments = DENOISERS[model].step(where, kind) if model in DENOISERS else None
@@ -160,15 +168,6 @@ def verify(
 def _require_numerics(command: str, numerics: str) -> None:
     if numerics not in ("fast", "exact", "fp8"):
         fail(command, f"numerics={numerics!r}: choose one of exact, fast, fp8", 2)
-
-
-def _dtype(command: str, name: str) -> torch.dtype:
-    import torch
-
-    if name not in ("bfloat16", "float16", "float32"):
-        fail(command, f"dtype={name!r}: choose bfloat16, float16 or float32", 2)
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 @app.command(
@@ -220,21 +219,9 @@ def build(
     quiet: Quiet = False,
 ) -> None:
     """Compile the kernels. Without a choice of platform, everything this machine has a compiler for."""
-    from diffkern.build import ArchError, BuildError, OutputError, ToolchainError, available_backends, build_kernels
+    from diffkern.build import ArchError, BuildError, OutputError, ToolchainError, build_kernels
 
     backends = [name for name, wanted in (("cpu", cpu), ("cuda", cuda), ("rocm", rocm)) if wanted]
-    if arch and backends == ["cpu"]:
-        fail(
-            "build",
-            "--arch names GPU architectures, and --cpu builds for none: leave one out, or add --cuda or --rocm",
-            2,
-        )
-    if arch and not backends and available_backends() == ("cpu",):
-        fail(
-            "build",
-            "--arch names GPU architectures, and no GPU compiler was found: --cuda or --rocm says what is missing",
-            2,
-        )
     try:
         results = build_kernels(backends or "auto", archs=arch or None, output=output, force=force, verbose=verbose)
     except OSError as error:
@@ -245,16 +232,13 @@ def build(
         fail("build", error)
     if as_json:
         typer.echo(json.dumps([asdict(result) for result in results], indent=2, default=str))
-    for result in results:
+    for result in () if as_json else results:
         archs = f" for {', '.join(result.archs)}" if result.archs else ""
-        if as_json:
-            continue
+        done = f"built{archs} in {result.seconds:.0f} s" if result.fresh else f"already there{archs}"
         if result.directory is None:
             typer.echo(f"{result.backend}: failed: {result.reason}", err=True)
-        elif result.fresh:
-            typer.echo(f"{result.backend}: built{archs} in {result.seconds:.0f} s: {result.directory}")
         else:
-            typer.echo(f"{result.backend}: already there{archs}: {result.directory}")
+            typer.echo(f"{result.backend}: {done}: {result.directory}")
         for note in result.notes:
             typer.echo(f"  {note}")
     if not results:

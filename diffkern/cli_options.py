@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -73,6 +74,23 @@ def device_of(command: str, name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         fail(command, f"--device {name}: this machine has none, or torch is built without it ({_first_line(error)})")
     return device
+
+
+def dtype_of(command: str, name: str) -> torch.dtype:
+    """The dtype that was named; ends the program where there is none such."""
+    import torch
+
+    if name not in ("bfloat16", "float16", "float32"):
+        fail(command, f"dtype={name!r}: choose bfloat16, float16 or float32", 2)
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def require_known(command: str, kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Ends the program where one of the names is none of those that are known."""
+    for name in names:
+        if name not in known:
+            fail(command, f"{kind} {name!r} is not known: choose from {', '.join(known)}", 2)
 
 
 def require_writable(command: str, **options: Path | None) -> None:

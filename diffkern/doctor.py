@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 
+from diffkern import __version__
+from diffkern.bench.environment import version_of
 from diffkern.build.installed import KERNELS_VARIABLE
 from diffkern.hub.config import MEASURE_VARIABLE
 from diffkern.hub.defaults import DEFAULTS
@@ -63,7 +64,8 @@ def examine() -> Checkup:
     """Asks every provider about every device of this machine. Loads libraries, downloads nothing."""
     devices = _devices()
     rows = tuple(row for device in devices for row in _rows(device))
-    standing = {_label(device): _standing(device) for device in devices}
+    platforms = {_label(device): platform_of(device) for device in devices}
+    standing = {label: f"{known.name}: {known.evidence}" for label, known in platforms.items()}
     return Checkup(_versions(), _settings(), rows, standing)
 
 
@@ -79,11 +81,6 @@ def _devices() -> list[torch.device]:
 
 def _label(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-
-
-def _standing(device: torch.device) -> str:
-    known = platform_of(device)
-    return f"{known.name}: {known.evidence}"
 
 
 def _rows(device: torch.device) -> list[Row]:
@@ -139,8 +136,9 @@ def _settings() -> tuple[str, ...]:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"diffkern": _version("diffkern"), "python": platform.python_version(), "torch": torch.__version__}
-    versions |= {name: _version(name) for name in ("triton", "diffusers", "transformers", "accelerate", "kernels")}
+    versions = {"diffkern": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("triton", "diffusers", "transformers", "accelerate", "kernels"):
+        versions[name] = version_of(name) or "not installed"
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
         library = cublaslt.find()
@@ -148,10 +146,3 @@ def _versions() -> dict[str, str]:
     if torch.version.hip:
         versions["rocm"] = torch.version.hip
     return versions
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -16,8 +16,10 @@ from diffkern.cli_options import (
     JsonFile,
     Quiet,
     device_of,
+    dtype_of,
     epilog,
     fail,
+    require_known,
     require_writable,
     say_why,
 )
@@ -99,9 +101,7 @@ def bench_step(
     from diffkern.bench.results import write_json
 
     known = {**DENOISERS, **AUTOENCODERS}
-    for name in model or ():
-        if name not in known:
-            fail("bench step", f"model {name!r} is not known: choose from {', '.join(known)}", 2)
+    require_known("bench step", "model", model or (), known)
     require_writable("bench step", json=output, plot=plot)
     chosen = _arms("bench step", arm) or steps.default_arms()
     where = device_of("bench step", device)
@@ -123,10 +123,9 @@ def bench_step(
             "layers": dict(denoiser.layers),
             "arms": [result.to_dict() for result in results],
         }
-        if output is not None and str(output) != "-":  # after each model, so that an interrupted run leaves something
+        # After each model, so that an interrupted run leaves something.
+        if output is not None and (str(output) != "-" or len(rows) == len(model or DENOISERS)):
             write_json(output, {"environment": describe_environment(where), "models": rows})
-    if output is not None and str(output) == "-":
-        write_json(output, {"environment": describe_environment(where), "models": rows})
 
 
 @app.command(
@@ -190,9 +189,7 @@ def _arms(command: str, names: list[str] | None) -> tuple[Arm, ...]:
     """The arms of these names; ends the program where there is none such."""
     from diffkern.bench.arms import NAMED
 
-    for name in names or ():
-        if name not in NAMED:
-            fail(command, f"arm {name!r} is not known: choose from {', '.join(NAMED)}", 2)
+    require_known(command, "arm", names or (), NAMED)
     return tuple(NAMED[name] for name in names or ())
 
 
@@ -221,23 +218,18 @@ def bench_attention(
     quiet: Quiet = False,
 ) -> None:
     """Compare the implementations of attention on given shapes: time, memory, error against float64."""
-    import torch
-
     from diffkern.bench import attention
     from diffkern.bench.environment import describe_device, describe_environment
     from diffkern.bench.results import write_json
 
     require_writable("bench attention", json=output, plot=plot)
-    where = device_of("bench attention", device)
+    where, kind = device_of("bench attention", device), dtype_of("bench attention", dtype)
     # It is timed as diffusers calls it, and torch would say at length that compiled it is faster.
     warnings.filterwarnings("ignore", "flex_attention called without", UserWarning)
     try:
-        kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[dtype]
         shapes = [attention.Shape.parse(text) for text in shape]
         calls = [(str(s), s.call(where, kind, mask, causal, dropout, backward)) for s in shapes]
         runs = [attention.run(call, name, backend or ()) for name, call in calls]
-    except KeyError:
-        fail("bench attention", f"dtype={dtype!r}: choose bfloat16, float16 or float32", 2)
     except ValueError as error:
         fail("bench attention", error, 2)
     except RuntimeError as error:

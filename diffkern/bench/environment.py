@@ -32,7 +32,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        "versions": {name: _version(name) for name in _DISTRIBUTIONS},
+        "versions": {name: version_of(name) for name in _DISTRIBUTIONS},
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -47,7 +47,8 @@ def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {"dtype" if (int(major), int(minor)) >= (0, 42) else "torch_dtype": dtype}
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The version of a package, or None if it is not installed."""
     if distribution == "torch":  # with its build tag, which the metadata may lack
         return str(torch.__version__)
     if distribution == "diffkern":  # also in a checkout that is not installed

@@ -85,59 +85,6 @@ def _flux(randn: Randn) -> Mapping[str, Any]:
     }
 
 
-def _chroma(randn: Randn) -> Mapping[str, Any]:
-    return {name: value for name, value in _flux(randn).items() if name not in ("pooled_projections", "guidance")}
-
-
-def _flux2(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(1, 4096, 128),
-        "encoder_hidden_states": randn(1, 512, 15360),
-        "timestep": _time(randn, 0.5),
-        "img_ids": _image_ids(randn, 64, axes=4),
-        "txt_ids": torch.zeros_like(randn(512, 4)),
-        "guidance": _time(randn, 3.5),
-    }
-
-
-def _qwen(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(1, 4096, 64),
-        "encoder_hidden_states": randn(1, 128, 3584),
-        "encoder_hidden_states_mask": torch.ones_like(randn(1, 128), dtype=torch.bool),
-        "timestep": _time(randn, 0.5),
-        "img_shapes": [[(1, 64, 64)]],
-    }
-
-
-def _sd3(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(2, 16, 128, 128),
-        "encoder_hidden_states": randn(2, 333, 4096),
-        "pooled_projections": randn(2, 2048),
-        "timestep": _time(randn, 500, 2),
-    }
-
-
-def _wan(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(1, 16, 21, 60, 104),
-        "encoder_hidden_states": randn(1, 512, 4096),
-        "timestep": _time(randn, 500),
-    }
-
-
-def _hunyuan_video(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(1, 16, 9, 68, 120),
-        "encoder_hidden_states": randn(1, 256, 4096),
-        "encoder_attention_mask": torch.ones_like(randn(1, 256), dtype=torch.bool),
-        "pooled_projections": randn(1, 768),
-        "timestep": _time(randn, 500),
-        "guidance": _time(randn, 6000),
-    }
-
-
 def _cogvideox(randn: Randn) -> Mapping[str, Any]:
     angles = randn(17550, 64, dtype=torch.float32)
     return {
@@ -145,28 +92,6 @@ def _cogvideox(randn: Randn) -> Mapping[str, Any]:
         "encoder_hidden_states": randn(2, 226, 4096),
         "timestep": _time(randn, 500, 2),
         "image_rotary_emb": (angles.cos(), angles.sin()),
-    }
-
-
-def _sana(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(2, 32, 32, 32),
-        "encoder_hidden_states": randn(2, 300, 2304),
-        "encoder_attention_mask": torch.ones_like(randn(2, 300)),
-        "timestep": _time(randn, 500, 2),
-    }
-
-
-def _z_image(randn: Randn) -> Mapping[str, Any]:
-    return {"x": [randn(16, 1, 128, 128)], "t": _time(randn, 0.5), "cap_feats": [randn(32, 2560)]}
-
-
-def _lumina2(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(2, 16, 128, 128),
-        "encoder_hidden_states": randn(2, 256, 2304),
-        "encoder_attention_mask": torch.ones_like(randn(2, 256), dtype=torch.bool),
-        "timestep": _time(randn, 0.5, 2),
     }
 
 
@@ -207,16 +132,47 @@ NO_DOWNLOAD = "Nothing is downloaded: for a model of the Hub, run `hf download` 
 DENOISERS: Mapping[str, Denoiser] = {
     "flux": Denoiser("FluxTransformer2DModel", "Flux.1-dev, 1024x1024", _flux, {"guidance_embeds": True}),
     "flux2": Denoiser(
-        "Flux2Transformer2DModel", "Flux.2-dev, 1024x1024", _flux2, layers={"num_layers": 2, "num_single_layers": 12}
+        "Flux2Transformer2DModel",
+        "Flux.2-dev, 1024x1024",
+        lambda randn: {
+            "hidden_states": randn(1, 4096, 128),
+            "encoder_hidden_states": randn(1, 512, 15360),
+            "timestep": _time(randn, 0.5),
+            "img_ids": _image_ids(randn, 64, axes=4),
+            "txt_ids": torch.zeros_like(randn(512, 4)),
+            "guidance": _time(randn, 3.5),
+        },
+        layers={"num_layers": 2, "num_single_layers": 12},
     ),
     "chroma": Denoiser(
-        "ChromaTransformer2DModel", "Chroma, 1024x1024", _chroma, layers={"num_layers": 6, "num_single_layers": 12}
+        "ChromaTransformer2DModel",
+        "Chroma, 1024x1024",
+        lambda randn: {
+            name: value for name, value in _flux(randn).items() if name not in ("pooled_projections", "guidance")
+        },
+        layers={"num_layers": 6, "num_single_layers": 12},
     ),
-    "qwen": Denoiser("QwenImageTransformer2DModel", "Qwen-Image, 1024x1024", _qwen, layers={"num_layers": 12}),
+    "qwen": Denoiser(
+        "QwenImageTransformer2DModel",
+        "Qwen-Image, 1024x1024",
+        lambda randn: {
+            "hidden_states": randn(1, 4096, 64),
+            "encoder_hidden_states": randn(1, 128, 3584),
+            "encoder_hidden_states_mask": torch.ones_like(randn(1, 128), dtype=torch.bool),
+            "timestep": _time(randn, 0.5),
+            "img_shapes": [[(1, 64, 64)]],
+        },
+        layers={"num_layers": 12},
+    ),
     "sd3": Denoiser(
         "SD3Transformer2DModel",
         "Stable Diffusion 3 medium, 1024x1024, CFG",
-        _sd3,
+        lambda randn: {
+            "hidden_states": randn(2, 16, 128, 128),
+            "encoder_hidden_states": randn(2, 333, 4096),
+            "pooled_projections": randn(2, 2048),
+            "timestep": _time(randn, 500, 2),
+        },
         {
             "sample_size": 128,
             "num_layers": 24,
@@ -225,25 +181,55 @@ DENOISERS: Mapping[str, Denoiser] = {
             "pos_embed_max_size": 192,
         },
     ),
-    "sana": Denoiser("SanaTransformer2DModel", "Sana 1.6B, 1024x1024, CFG", _sana),
-    "z_image": Denoiser("ZImageTransformer2DModel", "Z-Image, 1024x1024", _z_image, layers={"n_layers": 10}),
+    "sana": Denoiser(
+        "SanaTransformer2DModel",
+        "Sana 1.6B, 1024x1024, CFG",
+        lambda randn: {
+            "hidden_states": randn(2, 32, 32, 32),
+            "encoder_hidden_states": randn(2, 300, 2304),
+            "encoder_attention_mask": torch.ones_like(randn(2, 300)),
+            "timestep": _time(randn, 500, 2),
+        },
+    ),
+    "z_image": Denoiser(
+        "ZImageTransformer2DModel",
+        "Z-Image, 1024x1024",
+        lambda randn: {"x": [randn(16, 1, 128, 128)], "t": _time(randn, 0.5), "cap_feats": [randn(32, 2560)]},
+        layers={"n_layers": 10},
+    ),
     "lumina2": Denoiser(
         "Lumina2Transformer2DModel",
         "Lumina 2, 1024x1024, CFG",
-        _lumina2,
+        lambda randn: {
+            "hidden_states": randn(2, 16, 128, 128),
+            "encoder_hidden_states": randn(2, 256, 2304),
+            "encoder_attention_mask": torch.ones_like(randn(2, 256), dtype=torch.bool),
+            "timestep": _time(randn, 0.5, 2),
+        },
         {"cap_feat_dim": 2304},
         layers={"num_layers": 10},
     ),
     "wan": Denoiser(
         "WanTransformer3DModel",
         "Wan 2.1 1.3B, 480x832, 81 frames",
-        _wan,
+        lambda randn: {
+            "hidden_states": randn(1, 16, 21, 60, 104),
+            "encoder_hidden_states": randn(1, 512, 4096),
+            "timestep": _time(randn, 500),
+        },
         {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     ),
     "hunyuan_video": Denoiser(
         "HunyuanVideoTransformer3DModel",
         "HunyuanVideo, 544x960, 33 frames",
-        _hunyuan_video,
+        lambda randn: {
+            "hidden_states": randn(1, 16, 9, 68, 120),
+            "encoder_hidden_states": randn(1, 256, 4096),
+            "encoder_attention_mask": torch.ones_like(randn(1, 256), dtype=torch.bool),
+            "pooled_projections": randn(1, 768),
+            "timestep": _time(randn, 500),
+            "guidance": _time(randn, 6000),
+        },
         layers={"num_layers": 4, "num_single_layers": 8},
     ),
     "cogvideox": Denoiser(

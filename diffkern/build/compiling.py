@@ -32,7 +32,6 @@ def compile_library(
     cxx: Tool,
     device: Tool | None = None,
     archs: Archs | None = None,
-    defines: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Compiles ``units`` and links them into ``library``.
@@ -46,7 +45,6 @@ def compile_library(
         cxx: The C++ compiler, which also links.
         device: nvcc or hipcc, for units of kind ``"device"``.
         archs: GPU architectures.
-        defines: Macros for every unit, ``NAME`` or ``NAME=VALUE``.
         say: Receives every command line.
 
     Raises:
@@ -54,7 +52,6 @@ def compile_library(
     """
     import torch.utils.cpp_extension  # only for the places of torch's headers and libraries
 
-    macros = tuple(f"-D{define}" for define in defines)
     headers = torch.utils.cpp_extension.include_paths()
     includes = [f"-isystem{path}" for path in headers]
     # The headers' error messages name their files; the paths of the build machine stay out of them.
@@ -65,16 +62,9 @@ def compile_library(
         output = ["-c", unit.source, "-o", str(work / unit.object_name)]
         if unit.kind == "device":
             assert device is not None and archs is not None
-            return [
-                *device.command,
-                *_device_flags(device, jobs),
-                *archs.flags,
-                *macros,
-                *unit.flags,
-                *output,
-            ]
+            return [*device.command, *_device_flags(device, jobs), *archs.flags, *unit.flags, *output]
         own = [*TORCH_FLAGS, f"-DDIFFKERN_OPS={namespace}", *includes] if unit.kind == "torch" else []
-        return [*cxx.command, *COMMON_FLAGS, *macros, *unit.flags, *own, *output]
+        return [*cxx.command, *COMMON_FLAGS, *unit.flags, *own, *output]
 
     # The slow ones first: nvcc and hipcc take far longer than the rest together.
     ordered = sorted(units, key=lambda unit: unit.kind != "device")

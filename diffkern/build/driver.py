@@ -14,7 +14,7 @@ from diffkern.build import installed
 from diffkern.build.archs import ArchError, Archs, cuda_archs, rocm_archs
 from diffkern.build.compiling import BuildError, OutputError, compile_library
 from diffkern.build.layout import exclusively, library_name, staged, up_to_date, write_metadata, write_python
-from diffkern.build.sources import source_directory, source_hash, units
+from diffkern.build.sources import namespace_of, source_directory, units
 from diffkern.build.toolchain import Tool, ToolchainError, check_toolkit, find_cxx, find_hipcc, find_nvcc
 from diffkern.build.variant import TORCH_ABI, Variant
 
@@ -46,13 +46,11 @@ class BuildResult:
 
 def build_kernels(
     backends: Sequence[str] | str = "auto",
-    archs: Sequence[str] | str | None = None,
+    archs: Sequence[str] | None = None,
     output: str | os.PathLike[str] | None = None,
     *,
     force: bool = False,
-    strict: bool | None = None,
-    defines: Sequence[str] = (),
-    verbose: bool | Callable[[str], None] = False,
+    verbose: bool = False,
 ) -> tuple[BuildResult, ...]:
     """Builds the kernels.
 
@@ -64,36 +62,27 @@ def build_kernels(
         output: Directory; ``build/<variant>`` comes below it. None means ``_kernels`` inside the package,
             or the user's cache if that cannot be written to.
         force: Compiles even if the same build is there already.
-        strict: Raises at the first failure in place of reporting it; None does so for named backends.
-        defines: Macros for the compilers, ``NAME`` or ``NAME=VALUE``.
-        verbose: True prints every command; a callable receives it.
+        verbose: Whether every command is printed.
 
     Returns:
         One result per backend. Failures are kept in ``build_log.json`` in the output directory, where the
         compiled provider finds the reason.
 
     Raises:
-        BuildError, ToolchainError: a backend cannot be built, if ``strict``. Whatever ``strict`` is: the
-            output directory cannot be written to, or an architecture that was named is none, or is unknown
-            to the compiler.
+        BuildError, ToolchainError: a backend that was named cannot be built; of ``"auto"`` the result says it. Also
+            the output directory cannot be written to, or an architecture that was named is none, or is unknown to the
+            compiler.
         ValueError: a backend is unknown, or architectures are named and nothing is built for a GPU.
     """
-    say = verbose if callable(verbose) else print if verbose else (lambda line: None)
-    if strict is None:
-        strict = backends != "auto"
-    names = (
-        available_backends() if backends == "auto" else (backends,) if isinstance(backends, str) else tuple(backends)
-    )
+    say = print if verbose else (lambda line: None)
+    names = available_backends() if backends == "auto" else (backends,) if isinstance(backends, str) else backends
     for name in names:
         if name not in BACKENDS:
             raise ValueError(f"unknown backend {name!r}: choose from {', '.join(BACKENDS)}")
-    wanted = (archs,) if isinstance(archs, str) else None if archs is None else tuple(archs)
-    if wanted is not None and set(names) <= {"cpu"}:
-        missing = ", and no compiler for a GPU was found" if backends == "auto" else ""
-        raise ValueError(
-            f"an architecture ({', '.join(wanted)}) is for GPU builds, and only the CPU's is made here{missing}: "
-            "name cuda or rocm as well, or no architecture"
-        )
+    if archs is not None and set(names) <= {"cpu"}:
+        why = "no GPU compiler was found: --cuda or --rocm says what is missing"
+        named = "--cpu builds for none: leave one out, or add --cuda or --rocm"
+        raise ValueError(f"--arch names GPU architectures, and {why if backends == 'auto' else named}")
     root = Path(output).absolute() if output is not None else default_output()
     _check_writable(root)
 
@@ -101,10 +90,10 @@ def build_kernels(
     for name in names:
         started = time.monotonic()
         try:
-            result = _build(name, wanted, root, force, tuple(defines), say)
+            result = _build(name, archs, root, force, say)
         except (BuildError, ToolchainError) as error:
             installed.record(root, {name: str(error)})
-            if strict or isinstance(error, ArchError):
+            if backends != "auto" or isinstance(error, ArchError):
                 raise
             result = BuildResult(name, None, reason=str(error), seconds=time.monotonic() - started)
         else:
@@ -148,12 +137,7 @@ def _check_writable(root: Path) -> None:
 
 
 def _build(
-    backend: str,
-    wanted: tuple[str, ...] | None,
-    root: Path,
-    force: bool,
-    defines: tuple[str, ...],
-    say: Callable[[str], None],
+    backend: str, wanted: Sequence[str] | None, root: Path, force: bool, say: Callable[[str], None]
 ) -> BuildResult:
     import torch
 
@@ -171,7 +155,7 @@ def _build(
         archs = _resolve(rocm_archs, device, wanted)
 
     sources = source_directory()
-    namespace = f"_diffkern_{backend}_{source_hash(sources, backend, defines)}"
+    namespace = namespace_of(sources, backend)
     variant = Variant(backend, None if device is None else device.version, platform.machine())
     target = root / "build" / variant.name
     with exclusively(root):
@@ -179,18 +163,8 @@ def _build(
         if fresh:
             with staged(target) as stage, tempfile.TemporaryDirectory(prefix="diffkern-") as work:
                 write_python(stage, sources, namespace)
-                compile_library(
-                    units(backend),
-                    sources,
-                    Path(work),
-                    stage / library_name(namespace),
-                    namespace,
-                    cxx,
-                    device,
-                    archs,
-                    defines,
-                    say,
-                )
+                library = stage / library_name(namespace)
+                compile_library(units(backend), sources, Path(work), library, namespace, cxx, device, archs, say)
                 write_metadata(stage, namespace, variant, archs.names, torch.__version__)
     return BuildResult(backend, target, archs.names, None, archs.notes, fresh, time.monotonic() - started)
 
@@ -202,9 +176,7 @@ def _check_torch(version: str) -> None:
         raise ToolchainError(f"the kernels are built with torch {oldest} or newer, and this is torch {version}")
 
 
-def _resolve(
-    resolve: Callable[[Tool, Sequence[str] | None], Archs], tool: Tool, wanted: tuple[str, ...] | None
-) -> Archs:
+def _resolve(resolve: Callable[[Tool, Sequence[str] | None], Archs], tool: Tool, wanted: Sequence[str] | None) -> Archs:
     """Turns "native", and no wish at all, into the architectures of the GPUs that are here."""
     native = None
     if wanted is None or "native" in wanted:

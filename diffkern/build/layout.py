@@ -47,10 +47,15 @@ def library_name(namespace: str) -> str:
     return f"{namespace}.abi3.so"
 
 
-def write_python(directory: Path, sources: Path, namespace: str) -> None:
-    """Writes the Python face of a build into ``directory``."""
+def copy_face(directory: Path, sources: Path) -> None:
+    """Copies the Python face that all builds have into ``directory``."""
     for path in (sources / "torch-ext" / KERNEL_NAME).glob("*.py"):
         shutil.copyfile(path, directory / path.name)
+
+
+def write_python(directory: Path, sources: Path, namespace: str) -> None:
+    """Writes the Python face of a build with a library into ``directory``."""
+    copy_face(directory, sources)
     (directory / "_ops.py").write_text(_OPS.format(namespace=namespace), encoding="utf-8")
 
 

@@ -84,6 +84,11 @@ def source_directory() -> Path:
     )
 
 
+def namespace_of(directory: Path, backend: str) -> str:
+    """The namespace of the ops of a build of these sources."""
+    return f"_diffkern_{backend}_{source_hash(directory, backend)}"
+
+
 def source_hash(directory: Path, backend: str, extra: tuple[str, ...] = ()) -> str:
     """Eight hexadecimal digits that change when a source, or an option it is compiled with, does."""
     digest = hashlib.sha256(repr((units(backend), COMMON_FLAGS, TORCH_FLAGS, extra)).encode())

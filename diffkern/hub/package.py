@@ -14,9 +14,9 @@ from pathlib import Path
 
 from diffkern.build import build_kernels
 from diffkern.build.installed import Build, find_builds, read_build
-from diffkern.build.layout import KERNEL_NAME, KERNEL_VERSION, metadata_of
+from diffkern.build.layout import KERNEL_NAME, KERNEL_VERSION, copy_face, metadata_of
 from diffkern.build.platform_tag import PlatformTag, platform_tag
-from diffkern.build.sources import source_directory
+from diffkern.build.sources import namespace_of, source_directory
 from diffkern.hub.policy import HubError, InputError
 from diffkern.hub.reference import is_repository
 from diffkern.providers import eager, triton
@@ -134,16 +134,10 @@ def _up_to_date_builds() -> list[Build]:
     assert result.directory is not None
     built = read_build(result.directory)
     assert built is not None
-    others = [build for build in find_builds() if build.variant.backend != "cpu" and _is_current(build)]
+    sources = source_directory()
+    others = [build for build in find_builds() if build.namespace == namespace_of(sources, build.variant.backend)]
+    others = [build for build in others if build.variant.backend != "cpu"]
     return [built, *{build.directory.name: build for build in reversed(others)}.values()]
-
-
-def _is_current(build: Build) -> bool:
-    from diffkern.build.sources import source_hash
-
-    return (
-        build.namespace == f"_diffkern_{build.variant.backend}_{source_hash(source_directory(), build.variant.backend)}"
-    )
 
 
 def _write_sources(output: Path, sources: Path, repository: str, version: int) -> None:
@@ -170,7 +164,7 @@ def _write_compiled(target: Path, sources: Path, build: Build, version: int) -> 
     target.mkdir(parents=True)
     for name in ("_ops.py", *(() if build.library is None else (build.library.file,))):
         shutil.copyfile(build.directory / name, target / name)
-    _write_face(target, sources)
+    copy_face(target, sources)
     metadata = json.loads((build.directory / "metadata.json").read_text(encoding="utf-8"))
     tag = None if build.library is None else platform_tag(target / build.library.file, build.variant.machine)
     _write_metadata(target, {**metadata, "version": version, **({} if tag is None else {"platform": tag.name})})
@@ -180,7 +174,7 @@ def _write_compiled(target: Path, sources: Path, build: Build, version: int) -> 
 def _write_triton(target: Path, sources: Path, backend: str, version: int) -> None:
     """The Triton provider's kernels as ops of their own, without the rest of diffkern."""
     target.mkdir(parents=True)
-    _write_face(target, sources)
+    copy_face(target, sources)
     for name, module in (("triton", triton), ("eager", eager)):
         _copy_modules(Path(str(module.__file__)).parent, target / name)
     # No defaults: torch does not pass what equals a default on to Python.
@@ -190,11 +184,6 @@ def _write_triton(target: Path, sources: Path, backend: str, version: int) -> No
     namespace = f"_{KERNEL_NAME}_triton_{hashlib.sha256(content).hexdigest()[:8]}"
     (target / "_ops.py").write_text(_TRITON_OPS.format(namespace=namespace, table=table), encoding="utf-8")
     _write_metadata(target, {**metadata_of(namespace, {"type": backend}), "version": version})
-
-
-def _write_face(target: Path, sources: Path) -> None:
-    for path in (sources / "torch-ext" / KERNEL_NAME).glob("*.py"):
-        shutil.copyfile(path, target / path.name)
 
 
 def _copy_modules(source: Path, target: Path) -> None:

@@ -67,10 +67,8 @@ def test_the_mismatch_stops_the_build_and_is_kept_for_later(
     output = tmp_path / "kernels"
     with pytest.raises(ToolchainError, match=r"CUDA 11\.8"):
         build_kernels("cuda", output=output)
-    (result,) = build_kernels("cuda", output=output, strict=False)
-    assert result.directory is None and result.reason is not None and "CUDA 11.8" in result.reason
     monkeypatch.setenv("DIFFKERN_KERNELS", str(output))
-    assert failure_reason("cuda") == result.reason
+    assert "CUDA 11.8" in str(failure_reason("cuda"))
 
 
 def test_a_compiler_that_cannot_tell_its_version_is_called_broken(
@@ -163,15 +161,17 @@ def test_a_named_architecture_that_is_unknown_stops_the_automatic_build(
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(ToolchainError, match=message):
-        build_kernels("auto", arch, tmp_path / "kernels")
+        build_kernels("auto", [arch], tmp_path / "kernels")
 
 
-@pytest.mark.parametrize(("backends", "hint"), [("cpu", "name cuda or rocm"), ("auto", "no compiler for a GPU")])
+@pytest.mark.parametrize(
+    ("backends", "hint"), [("cpu", "--cpu builds for none"), ("auto", "no GPU compiler was found")]
+)
 def test_architectures_for_a_build_without_a_gpu_backend_are_a_value_error(
     backends: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # where there is no nvcc
-    with pytest.raises(ValueError, match=rf"\(sm_90, sm_100\) is for GPU builds.*{hint}"):
+    with pytest.raises(ValueError, match=f"--arch names GPU architectures, and {hint}"):
         build_kernels(backends, ["sm_90", "sm_100"], tmp_path / "kernels")
     assert not (tmp_path / "kernels").exists()
 
