@@ -137,11 +137,13 @@ def _apply_rms_norm(module: ModuleType) -> list[Adapter]:
 
 
 def _declines_rms_norm(args: Sequence[Any]) -> str | None:
-    x, weight, bias, _, offset, _, out_dtype, clamp_eps, _ = args
-    if weight is None:
-        return "it needs a weight"
+    return "it needs a weight" if args[1] is None else _declines_more_than_a_weight("it", args)
+
+
+def _declines_more_than_a_weight(who: str, args: Sequence[Any]) -> str | None:
+    x, _, bias, _, offset, _, out_dtype, clamp_eps, _ = args
     if bias is not None or offset != 0.0 or clamp_eps:
-        return "it has no bias, no offset of the weight and no lower bound of the length"
+        return f"{who} has no bias, no offset of the weight and no lower bound of the length"
     return _declines_out_dtype(x, out_dtype)
 
 
@@ -252,7 +254,7 @@ def _by_token(table: Tensor, heads_first: Tensor, heads: int) -> Tensor:
 
 def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
     """A layer that takes one tensor, as whatever op it turns out to compute."""
-    parameters = [p for p in list(inspect.signature(layer.forward).parameters.values())[1:]]
+    parameters = list(inspect.signature(layer.forward).parameters.values())[1:]
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(needed) >= 4 and [p.name for p in needed[:4]] == ["q", "k", "cos", "sin"]:
         return [_transformers_rope(layer.__name__, lambda *args: layer.forward(None, *args))]
@@ -263,17 +265,13 @@ def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
     # In half precision no measurement tells the forms of GELU apart.
     stated = _FUNCTIONS.get(layer.__name__.removesuffix("AndMul").removeprefix("MulAnd").lower())
 
-    def rms_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *rest: Any) -> Tensor:
-        return _norm_result(forward(_holder(weight, bias, eps, x), x.contiguous()), x, rest[-1])
-
-    def declines_rms_norm(args: Sequence[Any]) -> str | None:
-        x, _, bias, _, offset, _, out_dtype, clamp_eps, _ = args
-        if bias is not None or offset != 0.0 or clamp_eps:
-            return "a layer has no bias, no offset of the weight and no lower bound of the length"
-        return _declines_out_dtype(x, out_dtype)
-
-    def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *rest: Any) -> Tensor:
-        return _norm_result(forward(_holder(weight, bias, eps, x), x.contiguous()), x, rest[-1])
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *rest: Any) -> Tensor:
+        size = x.shape[-1]
+        # Under the names that models have for it.
+        holder = SimpleNamespace(
+            weight=weight, bias=bias, eps=eps, variance_epsilon=eps, normalized_shape=(size,), hidden_size=size
+        )
+        return _norm_result(forward(holder, x.contiguous()), x, rest[-1])
 
     def activation(x: Tensor, function: str) -> Tensor:
         return _laid_out_like(x, forward(SimpleNamespace(), x))
@@ -281,20 +279,20 @@ def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
     def declines_function(args: Sequence[Any]) -> str | None:
         return None if stated in (None, args[-1]) else f"it computes {stated} and not {args[-1]}"
 
+    def packed(value: Tensor, gate: Tensor) -> Tensor | None:
+        return _packed(value, gate) if gate_last else _packed(gate, value)
+
     def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
-        packed = _packed(value, gate) if gate_last else _packed(gate, value)
-        return _laid_out_like(value, forward(SimpleNamespace(), packed))  # type: ignore[arg-type]
+        return _laid_out_like(value, forward(SimpleNamespace(), packed(value, gate)))  # type: ignore[arg-type]
 
     def declines_glu(args: Sequence[Any]) -> str | None:
-        value, gate = args[:2]
-        packed = _packed(value, gate) if gate_last else _packed(gate, value)
-        if packed is None:
+        if packed(*args[:2]) is None:
             return "value and gate are not the halves of one packed tensor"
         return declines_function(args[:3])
 
     return [
-        Adapter("rms_norm", layer.__name__, rms_norm, declines_rms_norm),
-        Adapter("layer_norm", layer.__name__, layer_norm, lambda args: _declines_out_dtype(args[0], args[4])),
+        Adapter("rms_norm", layer.__name__, norm, partial(_declines_more_than_a_weight, "a layer")),
+        Adapter("layer_norm", layer.__name__, norm, lambda args: _declines_out_dtype(args[0], args[4])),
         Adapter("activation", layer.__name__, activation, declines_function),
         Adapter("glu", layer.__name__, glu, declines_glu),
     ]
@@ -323,14 +321,6 @@ def _packed(first: Tensor, second: Tensor) -> Tensor | None:
     if any(a != b for a, b, n in zip(first.stride(), strides, first.shape, strict=True) if n > 1):
         return None
     return first.as_strided(shape, strides)
-
-
-def _holder(weight: Tensor | None, bias: Tensor | None, eps: float, x: Tensor) -> SimpleNamespace:
-    """What a layer reads from the module it sits on, under the names that models have for it."""
-    size = x.shape[-1]
-    return SimpleNamespace(
-        weight=weight, bias=bias, eps=eps, variance_epsilon=eps, normalized_shape=(size,), hidden_size=size
-    )
 
 
 #: What the names of layers say, in the words that kernels on the Hub have.

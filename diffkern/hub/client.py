@@ -6,7 +6,7 @@ import errno
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,15 +84,12 @@ def is_trusted_publisher(repository: str) -> bool:
     return bool(getattr(overview, "trustedKernelPublisher", False))
 
 
-def download(repository: str, commit: str, variant: str, files: Sequence[str]) -> Path:
-    """Downloads a build into the cache; returns its directory there.
-
-    Files that are there already are not fetched again.
+def download(repository: str, commit: str, variant: str, files: Sequence[str]) -> None:
+    """Downloads a build into the cache. Files that are there already are not fetched again.
 
     Raises:
         HubError: it cannot be had, or the cache cannot be written to.
     """
-    where = snapshot_directory(repository, commit) / "build" / variant
     paths = [glob.escape(f"build/{variant}/{name}") for name in files]
     try:
         _ask(
@@ -105,7 +102,6 @@ def download(repository: str, commit: str, variant: str, files: Sequence[str]) -
         if not _is_of_the_disk(error):
             raise
         raise HubError(f"the cache {cache_directory()} cannot be written to ({error.strerror})") from error
-    return where
 
 
 class Unreachable(HubError):
@@ -129,35 +125,25 @@ def _ask(repository: str, question: Callable[[Any], T]) -> T:
     except Exception as error:
         if _is_of_the_disk(error):
             raise
-        answer = next((cause for cause in _causes(error) if isinstance(cause, HfHubHTTPError)), None)
+        answer: BaseException | None = error
+        while answer is not None and not isinstance(answer, HfHubHTTPError):
+            answer = answer.__cause__
         if answer is None:  # no connection, a broken one, a file shorter than announced ...
             raise Unreachable(f"{where} cannot be reached ({_summary(error)})") from error
         status = getattr(answer.response, "status_code", None)
         if status in _HIDDEN:
-            raise _Missing(_refused(where, status)) from error
+            # The Hub gives them for what is missing and for what is private alike.
+            raise _Missing(
+                f"{where} is not there, or not for you (the Hub answered {status}): check the name, that it is a "
+                "repository of the type 'kernel', and `hf auth login`"
+            ) from error
         busy = f"is busy: it answered {status}" if status in _BUSY else f"cannot be had ({_summary(answer)})"
         raise Unreachable(f"{where} {busy}") from error
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it was raised from."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
     """Whether this machine refused to write, be it for rights or for room; the Hub has no part in it."""
     return isinstance(error, OSError) and error.errno in _UNWRITABLE
-
-
-def _refused(where: str, status: int | None) -> str:
-    """What 401, 403 and 404 mean: the Hub gives them for what is missing and for what is private alike."""
-    return (
-        f"{where} is not there, or not for you (the Hub answered {status}): check the name, that it is a repository "
-        "of the type 'kernel', and `hf auth login`"
-    )
 
 
 def _summary(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import torch
 from diffkern.hub import client, digests
 from diffkern.hub.policy import HubError, Policy, switched_off
 from diffkern.hub.reference import KernelReference
-from diffkern.hub.resolve import Found, find
+from diffkern.hub.resolve import find
 from diffkern.providers.foreign import is_of_user, preserved
 
 if TYPE_CHECKING:
@@ -30,20 +30,24 @@ class LoadedKernel:
 
     Attributes:
         reference: What was asked for.
-        found: Where it came from.
+        directory: Its build.
+        commit: The commit it comes from; empty for a local path.
+        origin: How the commit was found.
         metadata: Its ``metadata.json``.
         module: Its Python package.
     """
 
     reference: KernelReference
-    found: Found
+    directory: Path
+    commit: str
+    origin: str
     metadata: Metadata
     module: ModuleType
 
     def describe(self) -> str:
         """What was loaded, in one line."""
-        commit = f" at {self.found.commit[:7]}" if self.found.commit else ""
-        return f"{self.reference}{commit}, build {self.found.variant} ({self.found.origin})"
+        commit = f" at {self.commit[:7]}" if self.commit else ""
+        return f"{self.reference}{commit}, build {self.directory.name} ({self.origin})"
 
 
 _lock = threading.RLock()
@@ -69,15 +73,15 @@ def load(reference: KernelReference, policy: Policy, device: torch.device) -> Lo
     _require_kernels()
     with _lock:
         try:
-            found = find(reference, policy, "cpu" if device.type == "cpu" else None)
-            if found.directory not in _loaded:
-                _loaded[found.directory] = _import(found, device)
+            directory, commit, origin = find(reference, policy, "cpu" if device.type == "cpu" else None)
+            if directory not in _loaded:
+                _loaded[directory] = _import(directory, device)
         except OSError as error:
             where = error.filename or client.cache_directory()
             raise HubError(f"{reference}: {where} cannot be read ({error.strerror}): see to its permissions") from error
-        metadata, module = _loaded[found.directory]
-        _refuse_other_backends(found, metadata, device)
-        return LoadedKernel(reference, found, metadata, module)
+        metadata, module = _loaded[directory]
+        _refuse_other_backends(directory, metadata, device)
+        return LoadedKernel(reference, directory, commit, origin, metadata, module)
 
 
 def _require_kernels() -> None:
@@ -91,10 +95,9 @@ def _require_kernels() -> None:
         ) from error
 
 
-def _import(found: Found, device: torch.device) -> tuple[Metadata, ModuleType]:
+def _import(directory: Path, device: torch.device) -> tuple[Metadata, ModuleType]:
     import kernels
 
-    directory = found.directory
     metadata = _metadata(directory)
     if metadata.kernel_depends:
         needed = ", ".join(kernel.repo_id for kernel in metadata.kernel_depends)
@@ -130,12 +133,12 @@ def _metadata(directory: Path) -> Metadata:
         raise HubError(f"{directory} has no metadata.json of a kernel ({error})") from error
 
 
-def _refuse_other_backends(found: Found, metadata: Metadata, device: torch.device) -> None:
+def _refuse_other_backends(directory: Path, metadata: Metadata, device: torch.device) -> None:
     """A path may lead straight to a build, of any backend."""
     backend = str(metadata.backend.backend_type).rpartition(".")[2].lower()
     here = {"mps": "metal", "cuda": "rocm" if torch.version.hip else "cuda"}.get(device.type, device.type)
-    if backend != here and found.variant != "torch-universal":
-        raise HubError(f"{found.directory} is a build for {backend}, and this is {device}")
+    if backend != here and directory.name != "torch-universal":
+        raise HubError(f"{directory} is a build for {backend}, and this is {device}")
 
 
 def _check_arch(directory: Path, metadata: Metadata, device: torch.device) -> None:

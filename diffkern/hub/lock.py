@@ -86,18 +86,13 @@ class LockFile:
 
     def write(self, path: Path) -> None:
         """Writes the file at once, so that no reader sees half of it."""
-        data: dict[str, Any] = {"version": _FORMAT, "kernels": [vars(kernel) for kernel in self.kernels]}
-        write_json(path, data)
+        data = {"version": _FORMAT, "kernels": [vars(kernel) for kernel in self.kernels]}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def _table(data: Any) -> list[Any]:
     if not isinstance(data, Mapping):
         raise TypeError(f"{data!r} is no table")
     return list(data.values())
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Writes JSON to a temporary file and renames it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from diffkern.hub import client, digests
@@ -22,42 +21,25 @@ from diffkern.hub.reference import KernelReference
 DEFAULT_VERSION = "v1"
 
 
-@dataclass(frozen=True)
-class Found:
-    """A build on this machine whose files are what they should be.
-
-    Attributes:
-        directory: Its variant directory.
-        commit: The commit it comes from; empty for a local path.
-        origin: How the commit was found, for reports.
-    """
-
-    directory: Path
-    commit: str
-    origin: str
-
-    @property
-    def variant(self) -> str:
-        """The name of the build."""
-        return self.directory.name
-
-
-def find(reference: KernelReference, policy: Policy, backend: str | None) -> Found:
-    """Finds the build of a kernel for this machine, and downloads it if it is not there.
+def find(reference: KernelReference, policy: Policy, backend: str | None) -> tuple[Path, str, str]:
+    """Finds the build of a kernel for this machine, downloaded if it is not there, whose files are what they should be.
 
     Args:
         reference: The kernel.
         policy: Whose code may run, and pinned by what.
         backend: ``"cpu"``, or None for the accelerator of this torch.
 
+    Returns:
+        Its directory, the commit that it comes from, empty for a local path, and how that was found, for reports.
+
     Raises:
         HubError: it cannot be had; the message says why and what to do.
     """
     if reference.is_local:
-        return _find_local(reference, backend)
+        return _find_local(reference, backend), "", "a local path"
     kernel, origin = pin(reference, policy)
     variant = choose_variant(kernel.variants, backend, f"{reference} ({kernel.commit[:7]})")
-    return Found(fetch(kernel, variant), kernel.commit, origin)
+    return fetch(kernel, variant), kernel.commit, origin
 
 
 def pin(reference: KernelReference, policy: Policy) -> tuple[LockedKernel, str]:
@@ -234,7 +216,7 @@ def _warn_unchecked(reference: KernelReference, policy: Policy, error: HubError)
     warnings.warn(f"diffkern: {said}. The copy in the cache is used", stacklevel=2)
 
 
-def _find_local(reference: KernelReference, backend: str | None) -> Found:
+def _find_local(reference: KernelReference, backend: str | None) -> Path:
     path = reference.path
     if not path.is_dir():
         whole = f"{reference.source}:{reference.name}"
@@ -249,7 +231,7 @@ def _find_local(reference: KernelReference, backend: str | None) -> Found:
     wrong = _damage(directory, digests.declared(directory))
     if wrong is not None:
         raise HubError(f"{directory}: {wrong}")
-    return Found(directory, "", "a local path")
+    return directory
 
 
 def _damage(directory: Path, expected: Mapping[str, str]) -> str | None:

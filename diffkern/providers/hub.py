@@ -203,7 +203,7 @@ class KernelProvider:
 
     def kernels(self) -> list[LoadedKernel]:
         """What was loaded, for whichever devices, each build once."""
-        found = {o.kernel.found.directory: o.kernel for o in self._outcomes.values() if isinstance(o, _Loaded)}
+        found = {o.kernel.directory: o.kernel for o in self._outcomes.values() if isinstance(o, _Loaded)}
         return list(found.values())
 
     def forget_failures(self) -> bool:

@@ -41,7 +41,7 @@ def test_the_happy_path_asks_each_question_once(hub: LoopbackHub) -> None:
     commit = publish(hub)
     loaded = load(KernelReference.parse("org/tiny"), Policy(), CPU)
     assert loaded.module.VALUE == 1
-    assert (loaded.found.commit, loaded.found.variant) == (commit, "torch-cpu")
+    assert (loaded.commit, loaded.directory.name) == (commit, "torch-cpu")
     assert hub.count("/overview") == hub.count("/refs") == 1
     assert hub.count(r"GET .*/resolve/.*metadata\.json") == 1
     assert loaded.metadata.version == 1 and commit[:7] in loaded.describe()
@@ -138,7 +138,7 @@ def test_the_environment_names_the_lock(hub: LoopbackHub, tmp_path: Path, monkey
     publish(hub)
     lock(tmp_path / "a.lock", "org/tiny")
     monkeypatch.setenv("DIFFKERN_LOCK", str(tmp_path / "a.lock"))
-    assert load(KernelReference.parse("org/tiny"), Policy(), CPU).found.origin == f"pinned by {tmp_path / 'a.lock'}"
+    assert load(KernelReference.parse("org/tiny"), Policy(), CPU).origin == f"pinned by {tmp_path / 'a.lock'}"
     monkeypatch.setenv("DIFFKERN_LOCK", str(tmp_path / "b.lock"))
     with pytest.raises(HubError, match=r"b\.lock is not there"):
         fetch("org/tiny")
@@ -246,7 +246,7 @@ def test_an_unreachable_hub_leaves_what_is_here(hub: LoopbackHub, monkeypatch: p
     new_process()
     with pytest.warns(UserWarning, match=r"cannot be reached \(ConnectError: Connection refused\). The copy"):
         loaded = load(KernelReference.parse("org/tiny"), Policy(), CPU)
-    assert loaded.module.VALUE == 1 and "cannot be reached" in loaded.found.origin
+    assert loaded.module.VALUE == 1 and "cannot be reached" in loaded.origin
 
 
 # --- refusals ------------------------------------------------------------------------------------------------
@@ -488,12 +488,11 @@ def test_a_build_for_another_gpu_is_refused_before_it_is_imported(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    found = loader.Found(directory, "", "a local path")
     with pytest.raises(HubError, match=r"CUDA capability 9\.0 of the current device is not supported.*8\.0, 8\.6"):
-        loader._import(found, torch.device("cuda", 0))
+        loader._import(directory, torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
     with pytest.raises(HubError, match="it was imported"):
-        loader._import(found, torch.device("cuda", 0))
+        loader._import(directory, torch.device("cuda", 0))
 
 
 def test_the_order_of_builds_is_that_of_the_kernels_package() -> None:
