@@ -21,7 +21,7 @@ EXTRAS := diffusers,examples,hub,test,docs,dev
 
 # Another TORCH is another installation; the stamp carries its name.
 INSTALLED := $(VENV)/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
-BUILD_INPUTS := $(wildcard pyproject.toml setup.py) $(shell find csrc diffkern/build -type f -not -name '*.pyc' 2>/dev/null)
+BUILD_INPUTS := $(wildcard pyproject.toml setup.py setup_kernels.py) $(shell find csrc diffkern/build -type f -not -name '*.pyc' 2>/dev/null)
 
 .PHONY: demo test test-all test-gpu fuzz docs lint format install clean
 

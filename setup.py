@@ -1,7 +1,7 @@
 """Builds the kernels into the wheel where there is a torch and a compiler, and a pure Python wheel elsewhere.
 
 Everything else about the package is in pyproject.toml. What is built, and whether a failure matters, is
-decided by ``diffkern/build/installation.py``, from ``DIFFKERN_BUILD`` and what this machine has.
+decided by ``setup_kernels.py``, from ``DIFFKERN_BUILD`` and what this machine has.
 """
 
 import json
@@ -73,7 +73,7 @@ def build_kernels(output):
         print(f"diffkern: pure Python only: {reason}")
         return
     sys.path.insert(0, str(ROOT))
-    from diffkern.build.installation import build_for_installation
+    from setup_kernels import build_for_installation
 
     build_for_installation(output)
 

@@ -16,9 +16,9 @@ import pytest
 import setuptools
 
 from diffkern.build import Variant
-from diffkern.build.installation import build_for_installation, plan_installation
 from diffkern.build.installed import record
 from diffkern.build.platform_tag import HUB_TAG
+from setup_kernels import build_for_installation, plan_installation
 from tests.build.conftest import REPOSITORY, RunPython
 
 BUILD_WHEEL = """
@@ -38,7 +38,7 @@ def checkout(tmp_path: Path) -> Path:
     ignore = shutil.ignore_patterns("_kernels", "__pycache__", "*.egg-info")
     for name in ("csrc", "diffkern"):
         shutil.copytree(REPOSITORY / name, target / name, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("setup.py", "setup_kernels.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copyfile(REPOSITORY / name, target / name)
     return target
 

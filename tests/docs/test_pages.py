@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from diffkern.build.installation import ARCH_VARIABLES, BUILD_VARIABLE
 from diffkern.build.installed import KERNELS_VARIABLE
 from diffkern.providers.registry import ENVIRONMENT_VARIABLE
+from setup_kernels import ARCH_VARIABLES, BUILD_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
