@@ -184,7 +184,7 @@ def doctor(as_json: Json = False, quiet: Quiet = False) -> None:
 
     checkup = examine()
     if as_json:
-        typer.echo(json.dumps(checkup.to_dict(), indent=2))
+        typer.echo(json.dumps(asdict(checkup), indent=2))
         return
     console = Console(highlight=False)
     console.print(", ".join(f"{name} {version}" for name, version in checkup.versions.items()))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -54,10 +53,6 @@ class Checkup:
     settings: tuple[str, ...]
     rows: tuple[Row, ...]
     platforms: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain data."""
-        return asdict(self)
 
 
 def examine() -> Checkup:

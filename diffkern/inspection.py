@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,12 +166,9 @@ def expected_gain(name: str, model: nn.Module | SimpleNamespace, dtype: torch.dt
 
     Raises:
         ModelError: the inputs are not known, or the step cannot be run without data.
-        ValueError: the card is not known.
     """
-    from diffkern.bench.estimate import CARDS, estimate
+    from diffkern.bench.estimate import estimate
 
-    if card not in CARDS:
-        raise ValueError(f"card {card!r} is not known: choose from {', '.join(CARDS)}")
     if name not in DENOISERS or not isinstance(model, nn.Module):
         raise ModelError(f"{name}: the inputs of a step are known for names alone: {', '.join(DENOISERS)}")
     try:
@@ -216,7 +213,7 @@ class Verification:
         """Returns everything as plain data."""
         names = ("what", "fused", "stock", "exact", "restored", "remark", "broken")
         own = {name: getattr(self, name) for name in names}
-        trajectory = None if self.trajectory is None else self.trajectory.to_dict()
+        trajectory = None if self.trajectory is None else asdict(self.trajectory)
         return {**own, "trajectory": trajectory, "report": self.report.to_dict()}
 
     def __str__(self) -> str:

@@ -75,10 +75,3 @@ def platform_of(device: torch.device) -> Platform:
     if capability == (9, 0):
         return NVIDIA_HOPPER
     return NVIDIA if capability >= (7, 5) else NVIDIA_VOLTA if capability >= (7, 0) else NVIDIA_OLDER
-
-
-def markdown() -> str:
-    """Returns the table for the README."""
-    lines = ["| platform | served by | what is known |", "|---|---|---|"]
-    lines += [f"| {line.name} | {line.served} | {line.evidence} |" for line in PLATFORMS]
-    return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,10 +38,6 @@ class Trajectory:
     steps: int
     psnr: float
     without: Mapping[str, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain data."""
-        return asdict(self)
 
     def __str__(self) -> str:
         text = f"after {self.steps} step{'s' if self.steps > 1 else ''}: {self.psnr:.1f} dB against stock"

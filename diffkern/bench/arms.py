@@ -68,6 +68,8 @@ TORCHAO = Arm(compiled=True, torchao=True)
 FP8_ATTENTION = Arm("fp8", cuda_graph=True, attention="cudnn_fp8")
 FLOAT32 = Arm(float32=True)
 
+#: What is compared unless arms are named: stock, the compiler's, and ours with and without it.
+DEFAULT = (STOCK, COMPILED, FAST, FAST_GRAPH, FAST_COMPILED)
 #: The arms of a full comparison, the baseline first.
 ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8, FP8_GRAPH)
 #: Those, and what else may be compared by name.

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -118,10 +118,6 @@ class Result:
     peak_bytes: int | None = None
     error: float | None = None
     reason: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain data."""
-        return asdict(self)
 
 
 def run(call: AttentionCall, shape: str, names: Iterable[str] = ()) -> list[Result]:

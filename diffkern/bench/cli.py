@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,15 +96,14 @@ def bench_step(
 ) -> None:
     """Time steps of whole denoisers, or decodes, with random weights: stock, compiled and injected, interleaved."""
     from diffkern.bench import steps
-    from diffkern.bench.autoencoders import AUTOENCODERS
     from diffkern.bench.environment import describe_device, describe_environment
-    from diffkern.bench.models import DENOISERS
+    from diffkern.bench.models import AUTOENCODERS, DENOISERS
     from diffkern.bench.results import write_json
 
     known = {**DENOISERS, **AUTOENCODERS}
     require_known("bench step", "model", model or (), known)
     require_writable("bench step", json=output, plot=plot)
-    chosen = _arms("bench step", arm) or steps.default_arms()
+    chosen = _arms("bench step", arm)
     where = device_of("bench step", device)
     console = _console(output)
     rows: dict[str, object] = {}
@@ -150,10 +150,9 @@ def bench_pipeline(
     """Time calls of a whole pipeline, from the prompt to the decoded result: the arms in turn, on shared weights."""
     from diffkern.bench import pipelines, results
     from diffkern.bench.environment import describe_device, describe_environment
-    from diffkern.bench.steps import default_arms
 
     require_writable("bench pipeline", json=output, plot=plot)
-    chosen = _arms("bench pipeline", arm) or default_arms()
+    chosen = _arms("bench pipeline", arm)
     where = device_of("bench pipeline", device)
     call = {"prompt": prompt, "num_inference_steps": steps, "height": height, "width": width, "num_frames": frames}
     try:
@@ -186,11 +185,11 @@ def bench_pipeline(
 
 
 def _arms(command: str, names: list[str] | None) -> tuple[Arm, ...]:
-    """The arms of these names; ends the program where there is none such."""
-    from diffkern.bench.arms import NAMED
+    """The arms of these names, or those that are always compared; ends the program where there is none such."""
+    from diffkern.bench.arms import DEFAULT, NAMED
 
     require_known(command, "arm", names or (), NAMED)
-    return tuple(NAMED[name] for name in names or ())
+    return tuple(NAMED[name] for name in names) if names else DEFAULT
 
 
 @app.command(
@@ -241,5 +240,5 @@ def bench_attention(
         attention.plot([one for results in runs for one in results], f"{dtype}, {describe_device(where)}", plot)
     if output is not None:
         options = {"dtype": dtype, "mask": mask, "causal": causal, "dropout": dropout, "backward": backward}
-        rows = [result.to_dict() for results in runs for result in results]
+        rows = [asdict(result) for results in runs for result in results]
         write_json(output, {"environment": describe_environment(where), "options": options, "results": rows})

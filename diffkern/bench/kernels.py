@@ -15,13 +15,11 @@ _FLUSH_BYTES = 256 << 20
 #: with a call that costs it 0.1 ms, so that host time is not measured.
 _HEAD_START = 400_000
 
-#: Calls between two looks at the host's clock.
-_BATCH = 10
+#: Untimed calls of each before the timed ones; calls between two looks at the host's clock, and how often one looks.
+_WARM_UP, _BATCH, _BATCHES = 5, 10, 100
 
 
-def time_calls(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, repetitions: int = 50, warmup: int = 5
-) -> dict[str, float]:
+def time_calls(calls: Mapping[str, Callable[[], object]], device: torch.device, repetitions: int) -> dict[str, float]:
     """Times GPU calls with CUDA events and returns the median of each, in microseconds.
 
     The calls take turns, so that clock changes meet all of them alike. Before each one the L2 cache is
@@ -31,7 +29,6 @@ def time_calls(
         calls: What to time, by name.
         device: A CUDA or ROCm device.
         repetitions: How often each call is timed.
-        warmup: How often each call runs before that.
 
     Raises:
         ValueError: ``device`` is no GPU.
@@ -40,7 +37,7 @@ def time_calls(
         raise ValueError(f"kernels are timed with GPU events, which {device} does not have")
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
     for call in calls.values():
-        for _ in range(warmup):
+        for _ in range(_WARM_UP):
             call()
     torch.cuda.synchronize(device)
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
@@ -57,9 +54,7 @@ def time_calls(
     return {name: median(start.elapsed_time(end) for start, end in pairs) * 1000 for name, pairs in events.items()}
 
 
-def time_host(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, repetitions: int = 1000
-) -> dict[str, float]:
+def time_host(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Times asynchronous calls on the host, and returns the median of each over batches of ten, in microseconds.
 
     The batches take turns, so that a slower or busier while of the host meets all of them alike.
@@ -67,10 +62,9 @@ def time_host(
     Args:
         calls: What to time, by name.
         device: Where they run; waited for before each batch.
-        repetitions: How often each call is timed.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repetitions // _BATCH):
+    for _ in range(_BATCHES):
         for name, call in calls.items():
             torch.cuda.synchronize(device)
             started = time.perf_counter()

@@ -76,27 +76,26 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     return float((value.double() - reference).norm() / reference.norm())
 
 
-def psnr(value: Tensor, reference: Tensor, peak: float = 1.0) -> float:
-    r"""Peak signal to noise ratio :math:`10 \log_{10}(p^2 / \overline{(v - r)^2})` in dB; inf if equal.
+def psnr(value: Tensor, reference: Tensor) -> float:
+    r"""Peak signal to noise ratio :math:`-10 \log_{10} \overline{(v - r)^2}` of values up to 1 in dB; inf if equal.
 
     Raises:
         ValueError: the shapes differ.
     """
     _check_shapes(value, reference)
     mean_square = float((value.double() - reference.double()).square().mean())
-    return math.inf if mean_square == 0 else 10 * math.log10(peak**2 / mean_square)
+    return math.inf if mean_square == 0 else -10 * math.log10(mean_square)
 
 
-def ssim(value: Tensor, reference: Tensor, peak: float = 1.0) -> float:
+def ssim(value: Tensor, reference: Tensor) -> float:
     r"""Structural similarity of images, averaged over all of them and all places; 1 if they are equal.
 
     Wang et al., "Image Quality Assessment: From Error Visibility to Structural Similarity", 2004: a Gaussian window
-    of 11 x 11 pixels with a deviation of 1.5, :math:`C_1 = (0.01 p)^2`, :math:`C_2 = (0.03 p)^2`; computed in float64.
+    of 11 x 11 pixels with a deviation of 1.5, :math:`C_1 = 0.01^2`, :math:`C_2 = 0.03^2`; computed in float64.
 
     Args:
-        value: Images, [..., height, width], each channel an image of its own; at least 11 x 11.
+        value: Images, [..., height, width], each channel an image of its own; at least 11 x 11, values up to 1.
         reference: What to compare with.
-        peak: Largest possible value :math:`p`.
 
     Raises:
         ValueError: the shapes differ, or the images are smaller than the window.
@@ -116,7 +115,7 @@ def ssim(value: Tensor, reference: Tensor, peak: float = 1.0) -> float:
     variance_a = local_mean(a * a) - mean_a * mean_a
     variance_b = local_mean(b * b) - mean_b * mean_b
     covariance = local_mean(a * b) - mean_a * mean_b
-    c1, c2 = (0.01 * peak) ** 2, (0.03 * peak) ** 2
+    c1, c2 = 0.01**2, 0.03**2
     luminance = (2 * mean_a * mean_b + c1) / (mean_a * mean_a + mean_b * mean_b + c1)
     structure = (2 * covariance + c2) / (variance_a + variance_b + c2)
     return float((luminance * structure).mean())

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern import ops
+from diffkern.bench.models import Randn
 
 Call = Callable[[], object]
 
@@ -43,9 +44,9 @@ class OpCase:
     rivals: Mapping[str, Call] = field(default_factory=dict)
 
 
-def cases(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Callable[[], OpCase]]:
-    """Yields builders of the cases one by one: together their tensors would not fit a small card."""
-    draw = _Draw(device, dtype)
+def cases(device: torch.device) -> Iterator[Callable[[], OpCase]]:
+    """Yields builders of the cases, in bfloat16, one by one: together their tensors would not fit a small card."""
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     rows: tuple[tuple[int, ...], ...] = (
         (1, 1024, 2048),
         (4, 1024, 2048),
@@ -84,17 +85,6 @@ def cases(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator
         yield partial(_channel_rms_norm_silu, draw, (1, 96, 9, 256, 256), channels_last)
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """Draws random tensors of one dtype on one device."""
-
-    device: torch.device
-    dtype: torch.dtype
-
-    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype or self.dtype)
-
-
 def _size(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -103,7 +93,7 @@ def _name(shape: tuple[int, ...], *notes: str) -> str:
     return " ".join(("x".join(map(str, shape)), *notes))
 
 
-def _rms_norm(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
+def _rms_norm(draw: Randn, shape: tuple[int, ...]) -> OpCase:
     x, weight = draw(*shape), draw(shape[-1])
 
     def chain(x: Tensor, weight: Tensor) -> Tensor:
@@ -118,7 +108,7 @@ def _rms_norm(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
     return OpCase("rms_norm", _name(shape), 2 * _size(x), fused, chain, (x, weight), rivals)
 
 
-def _layer_norm(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
+def _layer_norm(draw: Randn, shape: tuple[int, ...]) -> OpCase:
     x, weight, bias = draw(*shape), draw(shape[-1]), draw(shape[-1])
 
     def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -132,13 +122,13 @@ def _layer_norm(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
     return OpCase("layer_norm", _name(shape), 2 * _size(x), fused, chain, (x, weight, bias), rivals)
 
 
-def _modulation(draw: _Draw, shape: tuple[int, ...], per_token: bool, count: int) -> tuple[Tensor, ...]:
+def _modulation(draw: Randn, shape: tuple[int, ...], per_token: bool, count: int) -> tuple[Tensor, ...]:
     """Views of one tensor of six modulations per sample or token, as an AdaLN block makes them."""
     batch, tokens, size = shape
     return draw(batch, tokens if per_token else 1, 6, size).unbind(2)[:count]
 
 
-def _norm_modulate(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCase:
+def _norm_modulate(draw: Randn, shape: tuple[int, ...], per_token: bool) -> OpCase:
     x = draw(*shape)
     scale, shift = _modulation(draw, shape, per_token, 2)
 
@@ -150,7 +140,7 @@ def _norm_modulate(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCa
     return OpCase("norm_modulate", label, 2 * _size(x) + _size(scale, shift), fused, chain, (x, scale, shift))
 
 
-def _gate_residual(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCase:
+def _gate_residual(draw: Randn, shape: tuple[int, ...], per_token: bool) -> OpCase:
     residual, x = draw(*shape), draw(*shape)
     (gate,) = _modulation(draw, shape, per_token, 1)
 
@@ -162,7 +152,7 @@ def _gate_residual(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCa
     return OpCase("gate_residual", label, 3 * _size(x) + _size(gate), fused, chain, (residual, x, gate))
 
 
-def _gate_residual_norm_modulate(draw: _Draw, shape: tuple[int, ...], per_token: bool) -> OpCase:
+def _gate_residual_norm_modulate(draw: Randn, shape: tuple[int, ...], per_token: bool) -> OpCase:
     residual, x = draw(*shape), draw(*shape)
     gate, scale, shift = _modulation(draw, shape, per_token, 3)
 
@@ -182,7 +172,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + rotated.float() * sin).to(x.dtype)
 
 
-def _qk_norm_rope_ltx(draw: _Draw, batch: int, grid: tuple[int, int, int], heads: int, head_dim: int) -> OpCase:
+def _qk_norm_rope_ltx(draw: Randn, batch: int, grid: tuple[int, int, int], heads: int, head_dim: int) -> OpCase:
     """LTX: a norm across all heads, then one rotation over them all, with tables per axis."""
     tokens, size = grid[0] * grid[1] * grid[2], heads * head_dim
     q, k, _ = draw(batch, tokens, 3 * size).chunk(3, -1)
@@ -212,7 +202,7 @@ def _qk_norm_rope_ltx(draw: _Draw, batch: int, grid: tuple[int, int, int], heads
     return OpCase("qk_norm_rope", label, 4 * _size(q), fused, chain, (q, k, *weights, cos, sin))
 
 
-def _qk_norm_rope_heads(draw: _Draw, batch: int, tokens: int, heads: int, head_dim: int, across: bool) -> OpCase:
+def _qk_norm_rope_heads(draw: Randn, batch: int, tokens: int, heads: int, head_dim: int, across: bool) -> OpCase:
     """Flux (a norm per head) and Wan (across heads), with one table shared by all heads."""
     q, k = (draw(batch, tokens, heads * head_dim) for _ in range(2))
     norm_size = heads * head_dim if across else head_dim
@@ -237,7 +227,7 @@ def _qk_norm_rope_heads(draw: _Draw, batch: int, tokens: int, heads: int, head_d
     return OpCase("qk_norm_rope", label, size, fused, chain, (q, k, *weights, cos, sin))
 
 
-def _joint_qk_norm_rope(draw: _Draw, batch: int, tokens: tuple[int, int], heads: int, head_dim: int) -> OpCase:
+def _joint_qk_norm_rope(draw: Randn, batch: int, tokens: tuple[int, int], heads: int, head_dim: int) -> OpCase:
     """Flux: text and image have norms of their own, and attend to each other in one sequence."""
     queries, keys = ([draw(batch, count, heads, head_dim) for count in tokens] for _ in "qk")
     weights = [draw(head_dim) for _ in range(4)]
@@ -259,7 +249,7 @@ def _joint_qk_norm_rope(draw: _Draw, batch: int, tokens: tuple[int, int], heads:
     return OpCase("joint_qk_norm_rope", label, size, fused, chain, (*queries, *keys, *weights, cos, sin))
 
 
-def _glu(draw: _Draw, shape: tuple[int, ...], name: str) -> OpCase:
+def _glu(draw: Randn, shape: tuple[int, ...], name: str) -> OpCase:
     x = draw(*shape)
     function = F.gelu if name == "geglu" else F.silu
 
@@ -271,7 +261,7 @@ def _glu(draw: _Draw, shape: tuple[int, ...], name: str) -> OpCase:
     return OpCase(name, _name(shape), _size(x) * 3 // 2, fused, chain, (x,))
 
 
-def _gelu(draw: _Draw, shape: tuple[int, ...]) -> OpCase:
+def _gelu(draw: Randn, shape: tuple[int, ...]) -> OpCase:
     x = draw(*shape)
 
     def chain(x: Tensor) -> Tensor:
@@ -287,7 +277,7 @@ def _memory_format(x: Tensor, channels_last: bool) -> Tensor:
     return x.to(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
 
 
-def _group_norm_silu(draw: _Draw, shape: tuple[int, ...], channels_last: bool) -> OpCase:
+def _group_norm_silu(draw: Randn, shape: tuple[int, ...], channels_last: bool) -> OpCase:
     x, weight, bias = _memory_format(draw(*shape), channels_last), draw(shape[1]), draw(shape[1])
 
     def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -300,7 +290,7 @@ def _group_norm_silu(draw: _Draw, shape: tuple[int, ...], channels_last: bool) -
     return OpCase("group_norm_silu", label, 2 * _size(x), fused, chain, (x, weight, bias))
 
 
-def _channel_rms_norm_silu(draw: _Draw, shape: tuple[int, ...], channels_last: bool) -> OpCase:
+def _channel_rms_norm_silu(draw: Randn, shape: tuple[int, ...], channels_last: bool) -> OpCase:
     x, weight = _memory_format(draw(*shape), channels_last), draw(shape[1])
     gamma = weight.view(-1, *(1,) * (len(shape) - 2))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from diffkern.bench.arms import STOCK, Arm, ArmUnavailableError, applied, unavailable_reason
+from diffkern.bench.arms import NAMED, Arm, ArmUnavailableError, applied, unavailable_reason
 from diffkern.bench.measure import peak_memory, relative_error, reset_peak_memory, wall_clock
 from diffkern.bench.models import Denoiser
 from diffkern.bench.profile import profiled
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 #: Differences below this share of the time are called no gain.
 NOISE = 0.01
-
-#: Puts a model into an arm's state for the length of a ``with`` block, as :func:`diffkern.bench.arms.applied` does.
-Apply = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,6 @@ def run(
     arms: Sequence[Arm],
     device: torch.device,
     repetitions: int = 10,
-    apply: Mapping[str, Apply] | None = None,
 ) -> list[StepResult]:
     """Times a step of every arm, one step of each in turn.
 
@@ -79,7 +75,6 @@ def run(
         arms: The first is the baseline.
         device: Where it runs.
         repetitions: Timed steps of each arm.
-        apply: Replaces :func:`~diffkern.bench.arms.applied` for the arms of these names.
     """
     model = denoiser.build(device)
     inputs = denoiser.step(device)
@@ -94,7 +89,7 @@ def run(
             own = sharing_weights(model)
             started = wall_clock(device)
             try:
-                stack.enter_context((apply or {}).get(arm.name, applied)(arm, denoiser.injected(own), own))
+                stack.enter_context(applied(arm, denoiser.injected(own), own))
             except ArmUnavailableError as error:
                 results[arm.name] = StepResult(arm.name, unavailable=str(error))
                 continue
@@ -205,16 +200,8 @@ def _speedup(result: StepResult, baseline: StepResult) -> str:
 
 def plot(results: Iterable[StepResult], title: str, path: Path) -> None:
     """Draws the step of every arm that ran as a bar, with its gain, and writes a PNG."""
-    from diffkern.bench.arms import NAMED
     from diffkern.bench.results import bars
 
     ran = [result for result in results if not result.unavailable]
     labels = [f"{result.wall_ms:.1f} ms  {_speedup(result, ran[0])}" for result in ran]
     bars([NAMED[result.arm] for result in ran], [result.wall_ms for result in ran], labels, title, path)
-
-
-def default_arms() -> tuple[Arm, ...]:
-    """Stock, the compiler's, and ours with and without it."""
-    from diffkern.bench.arms import COMPILED, FAST, FAST_COMPILED, FAST_GRAPH
-
-    return STOCK, COMPILED, FAST, FAST_GRAPH, FAST_COMPILED

@@ -15,7 +15,7 @@ from pathlib import Path
 from diffkern.build.installed import METADATA_FILE, Build, damage, describe_library, read_build
 from diffkern.build.variant import Variant
 
-#: The name of the kernel on the Hub, and its version there.
+#: The name of the kernel on the Hub, and the version of its interface there: to be raised with every change of it.
 KERNEL_NAME = "diffkern"
 KERNEL_VERSION = 1
 

@@ -37,11 +37,6 @@ class PlatformTag:
     name: str
     needs: Mapping[str, Version]
 
-    @property
-    def fits_hub(self) -> bool:
-        """Whether it is what a build on the Hub may need."""
-        return self.name.startswith(HUB_TAG)
-
     def describe(self) -> str:
         """The tag, and what makes it newer than the Hub's."""
         beyond = [

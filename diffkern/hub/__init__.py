@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diffkern.hub.config import KernelConfig
-    from diffkern.hub.mode import Mode
+    from diffkern.hub.rule import Mode
 
 __all__ = ["KernelConfig", "Mode"]
 
@@ -13,6 +13,6 @@ def __getattr__(name: str) -> Any:
     """Imports a public name at its first use: ``diffkern hub`` shows its help without torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from diffkern.hub import config, mode
+    from diffkern.hub import config
 
-    return getattr(config if name == "KernelConfig" else mode, name)
+    return getattr(config, name)

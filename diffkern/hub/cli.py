@@ -150,12 +150,13 @@ def write_package(
 ) -> None:
     """Write diffkern's kernels as a kernel repository: every build on this machine, Triton kernels, and the sources."""
     from diffkern.build import BuildError, ToolchainError
+    from diffkern.build.layout import KERNEL_VERSION
     from diffkern.hub.package import package
 
     with _reasons("package", BuildError, ToolchainError):
         written = package(output, repo_id)
     rows: list[_Row] = []
-    lines = [f"{written.directory}: version {written.version}"]
+    lines = [f"{written.directory}: version {KERNEL_VERSION}"]
     for variant in written.variants:
         tag = written.platforms.get(variant)
         rows.append({"build": variant, "platform": None if tag is None else tag.name})

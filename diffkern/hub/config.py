@@ -15,9 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from diffkern.hub.mode import MODE_NAMES, PREFERENCE, Mode
 from diffkern.hub.reference import KernelReference, is_reference, is_repository
-from diffkern.hub.rule import ALIASES, DEVICES, Rule, Value
+from diffkern.hub.rule import ALIASES, DEVICES, MODE_NAMES, PREFERENCE, Mode, Rule, Value
 from diffkern.providers import OPS, ORDER
 
 __all__ = ["MODULE_OPS", "KernelConfig", "Mode"]

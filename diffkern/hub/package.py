@@ -73,14 +73,12 @@ class Package:
     Attributes:
         directory: Where it is.
         repository: The repository of the Hub that it is for.
-        version: Its version, ``v<version>`` being its branch on the Hub.
         variants: Names of its builds.
         platforms: What the library of each compiled build needs; those beyond the Hub's tag run on newer systems alone.
     """
 
     directory: Path
     repository: str
-    version: int
     variants: tuple[str, ...]
     platforms: Mapping[str, PlatformTag] = field(default_factory=dict)
 
@@ -89,13 +87,11 @@ class Package:
         """What puts it on the branch of its version, where builds of other platforms stay."""
         # What an older build of the same name had besides must not stay behind: its digest would not hold.
         stale = " ".join(f"--delete 'build/{variant}/**'" for variant in self.variants)
-        what = f"{self.repository} {shlex.quote(str(self.directory))} . --type kernel --revision v{self.version}"
+        what = f"{self.repository} {shlex.quote(str(self.directory))} . --type kernel --revision v{KERNEL_VERSION}"
         return f"hf upload {what} --exclude '**/__pycache__/**' {stale}"
 
 
-def package(
-    output: Path, repository: str, *, builds: Sequence[Build] | None = None, version: int = KERNEL_VERSION
-) -> Package:
+def package(output: Path, repository: str, *, builds: Sequence[Build] | None = None) -> Package:
     """Writes a kernel repository.
 
     Args:
@@ -103,7 +99,6 @@ def package(
         repository: ``"org/repo"``, for the card and for kernel-builder.
         builds: The compiled builds to include; None takes those on this machine, and builds the CPU's if there is
             none that is up to date.
-        version: Version of the interface: to be raised with every change of it.
 
     Raises:
         InputError: ``output`` is not empty, or ``repository`` is no name of one.
@@ -114,18 +109,16 @@ def package(
         raise InputError(f"{output} is not empty: name a new directory")
     sources = source_directory()
     chosen = _up_to_date_builds() if builds is None else list(builds)
-    _write_sources(output, sources, repository, version)
+    _write_sources(output, sources, repository)
     platforms = {}
     for build in chosen:
         name = build.directory.name
-        tag = _write_compiled(output / "build" / name, sources, build, version)
+        tag = _write_compiled(output / "build" / name, sources, build)
         if tag is not None:
             platforms[name] = tag
     for name, backend in TRITON_VARIANTS.items():
-        _write_triton(output / "build" / name, sources, backend, version)
-    return Package(
-        output, repository, version, tuple(sorted(path.name for path in (output / "build").iterdir())), platforms
-    )
+        _write_triton(output / "build" / name, sources, backend)
+    return Package(output, repository, tuple(sorted(path.name for path in (output / "build").iterdir())), platforms)
 
 
 def _up_to_date_builds() -> list[Build]:
@@ -140,7 +133,7 @@ def _up_to_date_builds() -> list[Build]:
     return [built, *{build.directory.name: build for build in reversed(others)}.values()]
 
 
-def _write_sources(output: Path, sources: Path, repository: str, version: int) -> None:
+def _write_sources(output: Path, sources: Path, repository: str) -> None:
     """Everything that kernel-builder needs to build the same again."""
     for path in sorted(sources.rglob("*")):
         if path.is_file() and path.suffix in _SOURCES and "__pycache__" not in path.parts:
@@ -150,16 +143,16 @@ def _write_sources(output: Path, sources: Path, repository: str, version: int) -
     shutil.copyfile(sources / "flake.nix", output / "flake.nix")
     shutil.copyfile(sources / "CARD.md", output / "CARD.md")
     card = (sources / "CARD.md").read_text(encoding="utf-8")
-    for name, value in (("repo_id", repository), ("version", str(version))):
+    for name, value in (("repo_id", repository), ("version", str(KERNEL_VERSION))):
         card = re.sub(rf"{{{{ ?{name} ?}}}}", value, card)
     (output / "README.md").write_text(card, encoding="utf-8")
     config = (sources / "build.toml").read_text(encoding="utf-8")
-    config = re.sub(r"(?m)^version = \d+$", f"version = {version}", config, count=1)
+    config = re.sub(r"(?m)^version = \d+$", f"version = {KERNEL_VERSION}", config, count=1)
     config = config.replace("\n[torch]\n", f'\n[general.hub]\nrepo-id = "{repository}"\n\n[torch]\n', 1)
     (output / "build.toml").write_text(config, encoding="utf-8")
 
 
-def _write_compiled(target: Path, sources: Path, build: Build, version: int) -> PlatformTag | None:
+def _write_compiled(target: Path, sources: Path, build: Build) -> PlatformTag | None:
     """A build of ``diffkern build``, with the Python face of these sources; its metadata says what it runs on."""
     target.mkdir(parents=True)
     for name in ("_ops.py", *(() if build.library is None else (build.library.file,))):
@@ -167,11 +160,11 @@ def _write_compiled(target: Path, sources: Path, build: Build, version: int) -> 
     copy_face(target, sources)
     metadata = json.loads((build.directory / "metadata.json").read_text(encoding="utf-8"))
     tag = None if build.library is None else platform_tag(target / build.library.file, build.variant.machine)
-    _write_metadata(target, {**metadata, "version": version, **({} if tag is None else {"platform": tag.name})})
+    _write_metadata(target, {**metadata, **({} if tag is None else {"platform": tag.name})})
     return tag
 
 
-def _write_triton(target: Path, sources: Path, backend: str, version: int) -> None:
+def _write_triton(target: Path, sources: Path, backend: str) -> None:
     """The Triton provider's kernels as ops of their own, without the rest of diffkern."""
     target.mkdir(parents=True)
     copy_face(target, sources)
@@ -183,7 +176,7 @@ def _write_triton(target: Path, sources: Path, backend: str, version: int) -> No
     content = table.encode() + b"".join(path.read_bytes() for path in sorted(target.rglob("*.py")))
     namespace = f"_{KERNEL_NAME}_triton_{hashlib.sha256(content).hexdigest()[:8]}"
     (target / "_ops.py").write_text(_TRITON_OPS.format(namespace=namespace, table=table), encoding="utf-8")
-    _write_metadata(target, {**metadata_of(namespace, {"type": backend}), "version": version})
+    _write_metadata(target, metadata_of(namespace, {"type": backend}))
 
 
 def _copy_modules(source: Path, target: Path) -> None:

@@ -72,9 +72,9 @@ def test_ranges_name_the_ops_of_every_provider_inside_of_the_block_alone() -> No
 
 
 def test_the_table_has_a_row_for_every_family_that_occurs_and_one_for_all() -> None:
-    before = Profile("kernels", {"GEMM": 6.0, "copies": 3.0}, {"GEMM": 30, "copies": 60})
-    after = Profile("kernels", {"GEMM": 6.0}, {"GEMM": 30})
-    assert markdown({"stock": before, "fast": after}, runs=3).splitlines() == [
+    before = Profile("kernels", {"GEMM": 2.0, "copies": 1.0}, {"GEMM": 10, "copies": 20})
+    after = Profile("kernels", {"GEMM": 2.0}, {"GEMM": 10})
+    assert markdown({"stock": before, "fast": after}).splitlines() == [
         "| family | stock, ms | stock, kernels | fast, ms | fast, kernels |",
         "| --- | ---: | ---: | ---: | ---: |",
         "| GEMM | 2.00 | 10 | 2.00 | 10 |",

@@ -11,8 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from diffkern.bench import arms, steps
-from diffkern.bench.autoencoders import AUTOENCODERS, Autoencoder
-from diffkern.bench.models import DENOISERS, Denoiser
+from diffkern.bench.models import AUTOENCODERS, DENOISERS, Autoencoder, Denoiser
 from diffkern.cli import app
 
 TINY_LTX = Path(__file__).parents[2] / "examples" / "ltx_video" / "tiny"

@@ -15,8 +15,9 @@ from diffkern.build.archs import CUDA_ARCHS, ROCM_ARCHS
 from diffkern.cli import app
 from diffkern.doctor import examine
 from diffkern.hub.defaults import DEFAULTS
-from diffkern.platforms import markdown, platform_of
+from diffkern.platforms import platform_of
 from diffkern.providers import get_provider
+from scripts.write_platform_table import markdown
 from tests.hub.server import LoopbackHub
 from tests.ops.triton_compile import MAIN_TARGETS, OTHER_TARGETS
 

@@ -13,8 +13,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 
 from diffkern import __version__, cli_options, inspection
-from diffkern.bench.autoencoders import AUTOENCODERS
-from diffkern.bench.models import DENOISERS
+from diffkern.bench.models import AUTOENCODERS, DENOISERS
 from diffkern.cli_options import NAMES, VAES
 from diffkern.injection import report as reports
 from diffkern.inspection import ModelError, first_call, load_model, verify_model
