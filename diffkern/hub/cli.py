@@ -105,7 +105,7 @@ def list_kernels(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, qui
             publisher = "trusted publisher" if kernel.trusted else "publisher not on the Hub's list"
             lines.append(f"{_title(kernel)}: {kernel.commit[:12]}, {publisher}")
             for variant in kernel.variants:
-                here = (client.snapshot_directory(kernel.repository, kernel.commit) / "build" / variant).is_dir()
+                here = client.build_directory(kernel.repository, kernel.commit, variant).is_dir()
                 ours = variant in _variants(kernel, False, quiet=True)
                 mark = "for this machine" if ours else "for others"
                 lines.append(f"  {variant}: {mark}, {'downloaded' if here else 'not downloaded'}")
@@ -125,7 +125,7 @@ def verify(path: _LockOption = Path(LOCK_FILE), as_json: Json = False, quiet: Qu
     with _reasons("verify"):
         for kernel in LockFile.read(path).kernels:
             for variant, files in kernel.variants.items():
-                directory = client.snapshot_directory(kernel.repository, kernel.commit) / "build" / variant
+                directory = client.build_directory(kernel.repository, kernel.commit, variant)
                 if not directory.is_dir():
                     continue
                 wrong = digests.damage(directory, files)

@@ -48,9 +48,9 @@ def repository_directory(repository: str) -> Path:
     return cache_directory() / f"kernels--{repository.replace('/', '--')}"
 
 
-def snapshot_directory(repository: str, commit: str) -> Path:
-    """Where the files of one commit are kept."""
-    return repository_directory(repository) / "snapshots" / commit
+def build_directory(repository: str, commit: str, variant: str) -> Path:
+    """Where the files of a build at a commit are kept."""
+    return repository_directory(repository) / "snapshots" / commit / "build" / variant
 
 
 def references(repository: str) -> dict[str, str]:

@@ -97,15 +97,24 @@ def _require_kernels() -> None:
 
 def _import(directory: Path, device: torch.device) -> tuple[Metadata, ModuleType]:
     import kernels
+    from kernels.validate import ArchValidator
 
-    metadata = _metadata(directory)
+    try:
+        metadata = kernels.Metadata.read_from_file(directory / "metadata.json")
+    except ValueError as error:
+        raise HubError(f"{directory} has no metadata.json of a kernel ({error})") from error
     if metadata.kernel_depends:
         needed = ", ".join(kernel.repo_id for kernel in metadata.kernel_depends)
         raise HubError(
             f"{directory} is built on other kernels ({needed}), and diffkern loads only those that the "
             "configuration names: name a kernel that needs no other, or call this one yourself, by kernels.get_kernel"
         )
-    _check_arch(directory, metadata, device)
+    if device.type == "cuda":
+        try:  # before anything of it runs
+            with torch.cuda.device(device):
+                ArchValidator().validate_metadata(metadata=metadata, variant=directory.name)
+        except RuntimeError as error:
+            raise HubError(str(error)) from error
     name = metadata.id
     same = _already_here(name, directory)
     if same is not None:
@@ -124,34 +133,12 @@ def _import(directory: Path, device: torch.device) -> tuple[Metadata, ModuleType
     return metadata, module
 
 
-def _metadata(directory: Path) -> Metadata:
-    from kernels import Metadata
-
-    try:
-        return Metadata.read_from_file(directory / "metadata.json")
-    except ValueError as error:
-        raise HubError(f"{directory} has no metadata.json of a kernel ({error})") from error
-
-
 def _refuse_other_backends(directory: Path, metadata: Metadata, device: torch.device) -> None:
     """A path may lead straight to a build, of any backend."""
     backend = str(metadata.backend.backend_type).rpartition(".")[2].lower()
     here = {"mps": "metal", "cuda": "rocm" if torch.version.hip else "cuda"}.get(device.type, device.type)
     if backend != here and directory.name != "torch-universal":
         raise HubError(f"{directory} is a build for {backend}, and this is {device}")
-
-
-def _check_arch(directory: Path, metadata: Metadata, device: torch.device) -> None:
-    """Compares the architectures of a build with the GPU at hand, before anything of it runs."""
-    if device.type != "cuda":
-        return
-    from kernels.validate import ArchValidator
-
-    try:
-        with torch.cuda.device(device):
-            ArchValidator().validate_metadata(metadata=metadata, variant=directory.name)
-    except RuntimeError as error:
-        raise HubError(str(error)) from error
 
 
 def _already_here(name: str, directory: Path) -> ModuleType | None:

@@ -20,6 +20,9 @@ from diffkern.hub.reference import KernelReference
 #: The version that a reference without one means: the first stable interface of a kernel, as in transformers.
 DEFAULT_VERSION = "v1"
 
+#: What the Hub answered in this process, by its address, the repository and the revision.
+_answers: dict[tuple[str, str, str], LockedKernel] = {}
+
 
 def find(reference: KernelReference, policy: Policy, backend: str | None) -> tuple[Path, str, str]:
     """Finds the build of a kernel for this machine, downloaded if it is not there, whose files are what they should be.
@@ -56,7 +59,16 @@ def pin(reference: KernelReference, policy: Policy) -> tuple[LockedKernel, str]:
         if not kernel.trusted and not policy.trusts(kernel.repository):
             raise HubError(_untrusted(reference))
         return kernel, f"pinned by {path}"
-    return _pin_without_lock(reference, policy)
+    key = client.endpoint(), reference.source, reference.revision
+    kernel = _answers.get(key)
+    if kernel is None or not (kernel.trusted or policy.trusts(kernel.repository)):
+        try:
+            kernel = _answers[key] = ask_hub(reference, policy)
+        except Unreachable as error:
+            kernel = _from_cache(reference, error)
+            _warn_unchecked(reference, policy, error)
+            return kernel, f"from the cache; {error}"
+    return kernel, "found on the Hub"
 
 
 def ask_hub(reference: KernelReference, policy: Policy) -> LockedKernel:
@@ -84,7 +96,7 @@ def fetch(kernel: LockedKernel, variant: str) -> Path:
     Raises:
         HubError: a file is not what was published, or is missing and cannot be downloaded.
     """
-    directory = client.snapshot_directory(kernel.repository, kernel.commit) / "build" / variant
+    directory = client.build_directory(kernel.repository, kernel.commit, variant)
     expected = kernel.variants[variant]
     wrong = _damage(directory, expected)
     if wrong is None:
@@ -154,24 +166,6 @@ def choose_variant(names: Iterable[str], backend: str | None, what: str) -> str:
     rejected = [f"{parsed[d.variant]}: {d.reason}" for d in decisions if not isinstance(d, VariantAccepted)]
     more = f"; and {len(rejected) - 4} more" if len(rejected) > 4 else ""
     raise HubError(f"no build of {what} suits {_this_machine()}: {'; '.join(rejected[:4]) or 'it has none'}{more}")
-
-
-#: What the Hub answered in this process, by its address, the repository and the revision.
-_answers: dict[tuple[str, str, str], LockedKernel] = {}
-
-
-def _pin_without_lock(reference: KernelReference, policy: Policy) -> tuple[LockedKernel, str]:
-    """As :func:`pin`, by what the Hub says, or the cache where it cannot be reached."""
-    key = client.endpoint(), reference.source, reference.revision
-    kernel = _answers.get(key)
-    if kernel is None or not (kernel.trusted or policy.trusts(kernel.repository)):
-        try:
-            kernel = _answers[key] = ask_hub(reference, policy)
-        except Unreachable as error:
-            kernel = _from_cache(reference, error)
-            _warn_unchecked(reference, policy, error)
-            return kernel, f"from the cache; {error}"
-    return kernel, "found on the Hub"
 
 
 def _from_cache(reference: KernelReference, error: HubError) -> LockedKernel:

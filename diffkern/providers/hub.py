@@ -13,7 +13,7 @@ import contextvars
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from diffkern.providers.foreign import is_of_user, preserved, summary
 
 if TYPE_CHECKING:
     from diffkern.hub.adapters import Adapter
-    from diffkern.hub.contract import Verdict
     from diffkern.hub.loader import LoadedKernel
     from diffkern.hub.policy import Policy
 
@@ -69,7 +68,7 @@ class _Op:
         self.op = op
         self._adapters = adapters
         self._device = device
-        self._verdicts: dict[tuple[int, torch.dtype], dict[Hashable, Verdict]] = {}
+        self._reasons: dict[tuple[int, torch.dtype], Mapping[Hashable, str]] = {}
         self._given_up: dict[str, str] = {}
 
     def give_up(self, adapter: Adapter, reason: str) -> None:
@@ -81,10 +80,10 @@ class _Op:
         reasons = []
         for dtype in sorted(dtypes & KERNEL_DTYPES, key=str):
             for index, adapter in enumerate(self._adapters):
-                verdicts = self._examined(index, dtype).values()
-                if self._passes(adapter, verdicts):
+                found = self._examined(index, dtype).values()
+                if self._passes(adapter, found):
                     return None
-                bad = next((verdict.reason for verdict in verdicts if verdict.reason), "it takes none of its arguments")
+                bad = next(filter(None, found), "it takes none of its arguments")
                 reasons.append(f"{adapter.interface} in {str(dtype).removeprefix('torch.')}: {bad}")
         return "; ".join(dict.fromkeys(reasons))
 
@@ -103,29 +102,27 @@ class _Op:
             if refused is not None:
                 reason = f"{adapter.interface}: {refused}"
                 continue
-            verdicts = self._examined(index, dtype)
-            if adapter.whole and self._passes(adapter, verdicts.values()):
+            reasons = self._examined(index, dtype)
+            if adapter.whole and self._passes(adapter, reasons.values()):
                 return adapter, ""
             key = pattern(self.op, args) if key is None else key
-            verdict = verdicts.get(key)
-            if verdict is not None and not verdict.reason:
+            bad = reasons.get(key, "never compared with such arguments")
+            if not bad:
                 return adapter, ""
-            reason = f"{adapter.interface}: {verdict.reason if verdict else 'never compared with such arguments'}"
+            reason = f"{adapter.interface}: {bad}"
         return None, reason
 
-    def _examined(self, index: int, dtype: torch.dtype) -> Mapping[Hashable, Verdict]:
+    def _examined(self, index: int, dtype: torch.dtype) -> Mapping[Hashable, str]:
         from diffkern.hub.contract import examine
 
-        if (index, dtype) not in self._verdicts:
+        if (index, dtype) not in self._reasons:
             adapter = self._adapters[index]
-            found = examine(self.op, adapter.call, adapter.declines, self._device, dtype)
-            self._verdicts[index, dtype] = found
-        return self._verdicts[index, dtype]
+            self._reasons[index, dtype] = examine(self.op, adapter.call, adapter.declines, self._device, dtype)
+        return self._reasons[index, dtype]
 
     @staticmethod
-    def _passes(adapter: Adapter, verdicts: Iterator[Verdict] | Any) -> bool:
-        passed = [not verdict.reason for verdict in verdicts]
-        return bool(passed) and (all(passed) if adapter.whole else any(passed))
+    def _passes(adapter: Adapter, reasons: Collection[str]) -> bool:
+        return bool(reasons) and not (any if adapter.whole else all)(reasons)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ def test_the_samples_pass_with_plain_pytorch_and_cover_every_op_of_a_build() -> 
     for op in contract.EXAMINED:
         kernel_of = get_provider("eager").kernel(op, CPU)
         for dtype in DTYPES:
-            verdicts = contract.examine(op, kernel_of, lambda args: None, CPU, dtype)
-            assert verdicts and not [verdict for verdict in verdicts.values() if verdict.reason]
+            reasons = contract.examine(op, kernel_of, lambda args: None, CPU, dtype)
+            assert reasons and not any(reasons.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
