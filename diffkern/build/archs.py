@@ -53,7 +53,8 @@ def cuda_archs(nvcc: Tool, requested: Sequence[str] | None) -> Archs:
     named = requested is not None and "all" not in requested
     wanted = tuple(map(_capability, requested)) if requested is not None and named else CUDA_ARCHS
     wanted = tuple(sorted(set(wanted), key=_order))
-    known = _known_to(nvcc)
+    run = subprocess.run([*nvcc.command, "--list-gpu-code"], capture_output=True, text=True, check=False)
+    known = {_capability(name) for name in re.findall(r"^sm_(\d{2,3})$", run.stdout, re.MULTILINE)}
     names = tuple(name for name in wanted if name in known)
     notes = _notes(nvcc, names, [f"sm_{_number(name)}" for name in wanted if name not in known], named)
     flags = [f"-gencode=arch=compute_{_number(name)},code=sm_{_number(name)}" for name in names]
@@ -117,11 +118,6 @@ def _order(name: str) -> tuple[int, int]:
 
 def _number(name: str) -> str:
     return name.replace(".", "")
-
-
-def _known_to(nvcc: Tool) -> frozenset[str]:
-    run = subprocess.run([*nvcc.command, "--list-gpu-code"], capture_output=True, text=True, check=False)
-    return frozenset(_capability(name) for name in re.findall(r"^sm_(\d{2,3})$", run.stdout, re.MULTILINE))
 
 
 def _hipcc_knows(hipcc: Tool, name: str) -> bool:

@@ -56,7 +56,7 @@ def compile_library(
     includes = [f"-isystem{path}" for path in headers]
     # The headers' error messages name their files; the paths of the build machine stay out of them.
     includes += [f"-ffile-prefix-map={path}/=" for path in headers]
-    jobs = _jobs()
+    jobs = int(os.environ.get("MAX_JOBS") or min(os.cpu_count() or 1, 8))
 
     def command(unit: Unit) -> list[str]:
         output = ["-c", unit.source, "-o", str(work / unit.object_name)]
@@ -93,10 +93,6 @@ def compile_library(
         directory,
         say,
     )
-
-
-def _jobs() -> int:
-    return int(os.environ.get("MAX_JOBS") or min(os.cpu_count() or 1, 8))
 
 
 def _device_flags(device: Tool, jobs: int) -> list[str]:

@@ -83,7 +83,11 @@ def build_kernels(
         why = "no GPU compiler was found: --cuda or --rocm says what is missing"
         named = "--cpu builds for none: leave one out, or add --cuda or --rocm"
         raise ValueError(f"--arch names GPU architectures, and {why if backends == 'auto' else named}")
-    root = Path(output).absolute() if output is not None else default_output()
+    if output is None:
+        package = installed.package_directory()
+        existing = package if package.exists() else package.parent
+        output = package if os.access(existing, os.W_OK) else installed.cache_directory()
+    root = Path(output).absolute()
     _check_writable(root)
 
     results = []
@@ -115,13 +119,6 @@ def available_backends() -> tuple[str, ...]:
     if torch.version.hip is not None and _finds(find_hipcc):
         backends.append("rocm")
     return tuple(backends)
-
-
-def default_output() -> Path:
-    """The directory inside the package, or the user's cache if the package cannot be written to."""
-    package = installed.package_directory()
-    existing = package if package.exists() else package.parent
-    return package if os.access(existing, os.W_OK) else installed.cache_directory()
 
 
 def _check_writable(root: Path) -> None:

@@ -96,11 +96,6 @@ def read_build(directory: Path) -> Build | None:
     return Build(directory, variant, namespace, archs, library)
 
 
-def describe_library(path: Path, torch_version: str) -> Library:
-    """Measures a library that was just written."""
-    return Library(path.name, path.stat().st_size, _sha256(path), torch_version)
-
-
 def damage(build: Build) -> str | None:
     """Returns what is wrong with the library of ``build``, or None. Reads it; does not open it as a library.
 
@@ -115,7 +110,7 @@ def damage(build: Build) -> str | None:
         size = path.stat().st_size
         if size != expected.size:
             return f"{path.name} has {size} bytes, and had {expected.size} when it was built"
-        if _sha256(path) != expected.sha256:
+        if sha256(path) != expected.sha256:
             return f"{path.name} is not what was built: its SHA-256 is another"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
@@ -141,7 +136,8 @@ def record(root: Path, reasons: dict[str, str | None]) -> None:
     os.replace(temporary, root / LOG_FILE)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The hexadecimal digest of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):

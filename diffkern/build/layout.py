@@ -12,34 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from diffkern.build.installed import METADATA_FILE, Build, damage, describe_library, read_build
+from diffkern.build.installed import METADATA_FILE, Build, Library, damage, read_build, sha256
 from diffkern.build.variant import Variant
 
 #: The name of the kernel on the Hub, and the version of its interface there: to be raised with every change of it.
 KERNEL_NAME = "diffkern"
 KERNEL_VERSION = 1
 
-_OPS = '''"""Loads the library of this build and gives its ops."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-import torch
-
-NAMESPACE = "{namespace}"
-
-ops = getattr(torch.ops, NAMESPACE)
-
-# Loading a second copy of the same build would define the same ops again, which torch does not allow.
-if not hasattr(ops, "rms_norm"):
-    torch.ops.load_library(str(Path(__file__).with_name(f"{{NAMESPACE}}.abi3.so")))
-
-
-def add_op_namespace_prefix(name: str) -> str:
-    """Returns the full name of an op of this build."""
-    return f"{{NAMESPACE}}::{{name}}"
-'''
+_OPS = Path(__file__).with_name("ops.py.template")
 
 
 def library_name(namespace: str) -> str:
@@ -56,7 +36,8 @@ def copy_face(directory: Path, sources: Path) -> None:
 def write_python(directory: Path, sources: Path, namespace: str) -> None:
     """Writes the Python face of a build with a library into ``directory``."""
     copy_face(directory, sources)
-    (directory / "_ops.py").write_text(_OPS.format(namespace=namespace), encoding="utf-8")
+    ops = _OPS.read_text(encoding="utf-8").replace("@namespace@", namespace)
+    (directory / "_ops.py").write_text(ops, encoding="utf-8")
 
 
 def write_metadata(directory: Path, namespace: str, variant: Variant, archs: Sequence[str], torch_version: str) -> None:
@@ -64,8 +45,9 @@ def write_metadata(directory: Path, namespace: str, variant: Variant, archs: Seq
     backend: dict[str, object] = {"type": variant.backend}
     if archs:
         backend["archs"] = list(archs)
-    library = asdict(describe_library(directory / library_name(namespace), torch_version))
-    metadata = {**metadata_of(namespace, backend), "library": library}
+    path = directory / library_name(namespace)
+    library = Library(path.name, path.stat().st_size, sha256(path), torch_version)
+    metadata = {**metadata_of(namespace, backend), "library": asdict(library)}
     (directory / METADATA_FILE).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
 

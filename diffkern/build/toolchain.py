@@ -76,10 +76,8 @@ def find_nvcc() -> Tool:
     Raises:
         ToolchainError: there is none.
     """
-    found = _find("nvcc", ("CUDA_HOME", "CUDA_PATH"), Path("/usr/local/cuda"))
-    if found is None:
-        raise ToolchainError("nvcc was not found: install the CUDA toolkit, or set CUDA_HOME to where it is")
-    return Tool("nvcc", (found,), _version((found,), "--version", r"release (\d+)\.(\d+)"))
+    variables, remedy = ("CUDA_HOME", "CUDA_PATH"), "install the CUDA toolkit, or set CUDA_HOME to where it is"
+    return _of_toolkit("nvcc", variables, Path("/usr/local/cuda"), remedy, r"release (\d+)\.(\d+)")
 
 
 def find_hipcc() -> Tool:
@@ -88,10 +86,9 @@ def find_hipcc() -> Tool:
     Raises:
         ToolchainError: there is none.
     """
-    found = _find("hipcc", ("ROCM_HOME", "ROCM_PATH", "HIP_PATH"), Path("/opt/rocm"))
-    if found is None:
-        raise ToolchainError("hipcc was not found: install ROCm's HIP compiler, or set ROCM_HOME to where it is")
-    return Tool("hipcc", (found,), _version((found,), "--version", r"HIP version: (\d+)\.(\d+)"))
+    variables = ("ROCM_HOME", "ROCM_PATH", "HIP_PATH")
+    remedy = "install ROCm's HIP compiler, or set ROCM_HOME to where it is"
+    return _of_toolkit("hipcc", variables, Path("/opt/rocm"), remedy, r"HIP version: (\d+)\.(\d+)")
 
 
 def check_toolkit(tool: Tool, torch_version: str, torch_toolkit: str | None) -> None:
@@ -119,15 +116,19 @@ def check_toolkit(tool: Tool, torch_version: str, torch_toolkit: str | None) -> 
         )
 
 
-def _find(name: str, variables: Iterable[str], usual: Path) -> str | None:
+def _of_toolkit(name: str, variables: Iterable[str], usual: Path, remedy: str, version: str) -> Tool:
     """A set variable is binding: a toolkit other than the one it names is not looked for."""
     for variable in variables:
         if home := os.environ.get(variable):
-            path = Path(home) / "bin" / name
-            if not os.access(path, os.X_OK):
-                raise ToolchainError(f"{variable} is {home}, but there is no {path}: correct or unset {variable}")
-            return str(path)
-    return shutil.which(name) or shutil.which(usual / "bin" / name)
+            found: str | None = str(Path(home) / "bin" / name)
+            if not os.access(str(found), os.X_OK):
+                raise ToolchainError(f"{variable} is {home}, but there is no {found}: correct or unset {variable}")
+            break
+    else:
+        found = shutil.which(name) or shutil.which(usual / "bin" / name)
+    if found is None:
+        raise ToolchainError(f"{name} was not found: {remedy}")
+    return Tool(name, (found,), _version((found,), "--version", version))
 
 
 def _version(command: tuple[str, ...], option: str, pattern: str, *more: str) -> tuple[int, int]:

@@ -27,43 +27,7 @@ TRITON_VARIANTS = {"torch-cuda": "cuda", "torch-rocm": "rocm", "torch-xpu": "xpu
 
 _SOURCES = (".h", ".cpp", ".cu", ".cuh", ".py")
 
-_TRITON_OPS = '''"""Defines the ops of this build; Triton compiles their kernels at the first call."""
-
-from __future__ import annotations
-
-from importlib import import_module
-
-import torch
-
-NAMESPACE = "{namespace}"
-
-#: Every op: its signature, and the module that computes it.
-_OPS = {{
-{table}
-}}
-
-ops = getattr(torch.ops, NAMESPACE)
-
-
-def _define(op, signature, module):
-    def call(*args):
-        return getattr(import_module(f".triton.{{module}}", __package__), op)(*args)
-
-    name = f"{{NAMESPACE}}::{{op}}"
-    torch.library.define(name, signature, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(name, "default", call)
-
-
-# A second copy of the same build must not define its ops again, which torch does not allow.
-if not hasattr(ops, "rms_norm"):
-    for _op, (_signature, _module) in _OPS.items():
-        _define(_op, _signature, _module)
-
-
-def add_op_namespace_prefix(name: str) -> str:
-    """Returns the full name of an op of this build."""
-    return f"{{NAMESPACE}}::{{name}}"
-'''
+_TRITON_OPS = Path(__file__).with_name("triton_ops.py.template")
 
 
 @dataclass(frozen=True)
@@ -175,7 +139,8 @@ def _write_triton(target: Path, sources: Path, backend: str) -> None:
     table = "\n".join(f"    {op!r}: ({signatures[op]!r}, {triton.MODULES[op]!r})," for op in sorted(signatures))
     content = table.encode() + b"".join(path.read_bytes() for path in sorted(target.rglob("*.py")))
     namespace = f"_{KERNEL_NAME}_triton_{hashlib.sha256(content).hexdigest()[:8]}"
-    (target / "_ops.py").write_text(_TRITON_OPS.format(namespace=namespace, table=table), encoding="utf-8")
+    ops = _TRITON_OPS.read_text(encoding="utf-8").replace("@namespace@", namespace).replace("@table@", table)
+    (target / "_ops.py").write_text(ops, encoding="utf-8")
     _write_metadata(target, metadata_of(namespace, {"type": backend}))
 
 

@@ -119,10 +119,9 @@ class LigerNormFusion(NormFusion):
 
 
 def _gated(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way) -> Any:
-    """Liger's gated units; it has none with the GELU of the error function."""
-    kernel = {"silu": liger.swiglu, "gelu_tanh": liger.geglu}.get(way.options["activation"])
-    gate, value = operands["gate"], operands["value"]
-    return None if kernel is None or gate.dtype != value.dtype else kernel(gate, value)
+    """Liger's gated units."""
+    gate, value, activation = operands["gate"], operands["value"], way.options["activation"]
+    return liger.glu(gate, value, activation) if activation in liger.GATED and gate.dtype == value.dtype else None
 
 
 def _rotated(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way) -> Any:

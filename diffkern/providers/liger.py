@@ -27,6 +27,8 @@ from diffkern.providers.registry import Choice
 from diffkern.providers.triton.availability import unavailable_reason as triton_unavailable_reason
 
 NAME = "liger"
+#: Activations of gated units, with the names that Liger has for these; it has none with the GELU of the error function.
+GATED = {"silu": "swiglu", "gelu_tanh": "geglu"}
 
 #: The contract of :func:`fused_linear_cross_entropy` for gradients in float16 and bfloat16: their error against float64
 #: is at most this much of stock's. Without logits to go back to, they are finished in the forward, in the dtype of the
@@ -123,17 +125,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str)
 
 
 @mark_file_errors
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``."""
-    kernels = _package().swiglu
-    return _Gated.apply(gate, up, kernels.swiglu_forward, kernels.swiglu_backward)  # type: ignore[no-any-return]
-
-
-@mark_file_errors
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``gelu_tanh(gate) * up``."""
-    kernels = _package().geglu
-    return _Gated.apply(gate, up, kernels.geglu_forward, kernels.geglu_backward)  # type: ignore[no-any-return]
+def glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up``, for the activations of :data:`GATED`."""
+    name = GATED[activation]
+    kernels = getattr(_package(), name)
+    forward, backward = getattr(kernels, f"{name}_forward"), getattr(kernels, f"{name}_backward")
+    return _Gated.apply(gate, up, forward, backward)  # type: ignore[no-any-return]
 
 
 @mark_file_errors

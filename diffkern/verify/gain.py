@@ -50,12 +50,9 @@ def kept_costs(computations: Sequence[Callable[[], Any]], device: torch.device, 
     if found is None:
         with uncounted():
             found = costs(computations, device)
-        choices.remember(device, _text_of(found), *key)
+        text = " ".join(str(value) for cost in found for value in (cost.host, cost.device))
+        choices.remember(device, text, *key)
     return found
-
-
-def _text_of(found: Sequence[Cost]) -> str:
-    return " ".join(str(value) for cost in found for value in (cost.host, cost.device))
 
 
 def costs_of(text: str) -> list[Cost] | None:

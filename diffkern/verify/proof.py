@@ -208,7 +208,8 @@ def _guarded(
         if is_of_user(error):
             raise
         none, name = float("nan"), public_name(provider or "auto")
-        return Measurement(str(device), _name(dtype), name, none, none, False, False, _said(error), of_gradients)
+        reason = str(error) if isinstance(error, NoProviderError) else f"failed: {summary(error)}"
+        return Measurement(str(device), _name(dtype), name, none, none, False, False, reason, of_gradients)
 
 
 def _side_effects(
@@ -229,13 +230,6 @@ def _side_effects(
 def _as_integers(tensor: Tensor) -> Tensor:
     """The same bits, of which NaN is equal to itself."""
     return tensor.reshape(-1).contiguous().view(torch.uint8)
-
-
-def _said(error: BaseException) -> str:
-    """Why a provider refused, or what its kernel raised, in one line."""
-    if isinstance(error, NoProviderError):
-        return str(error)
-    return f"failed: {summary(error)}"
 
 
 def _margin(proof: Measurement) -> tuple[bool, float]:

@@ -103,6 +103,8 @@ def test_build_isolation_without_torch_gives_a_pure_wheel_that_works(
     assert wheel.name == "diffkern-0.1.0-py3-none-any.whl"
     assert said in log_of(checkout)["cpu"]
     assert (checkout / "site" / "diffkern" / "csrc" / "build.toml").is_file()
+    assert (checkout / "site" / "diffkern" / "build" / "ops.py.template").is_file()
+    assert (checkout / "site" / "diffkern" / "hub" / "triton_ops.py.template").is_file()
 
     used = run_python(PRINT_REASON, checkout / "site", XDG_CACHE_HOME=str(tmp_path))
     reason, values = used.stdout.splitlines()
