@@ -37,20 +37,18 @@ class Denoiser:
     config: Mapping[str, Any] = field(default_factory=dict)
     layers: Mapping[str, int] = field(default_factory=dict)
 
-    def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Module:
-        """Makes the model on ``device``; its parameters need no gradients."""
+    def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+        """Makes the model on ``device``, the same at every call; its parameters need no gradients."""
         import diffusers
 
-        generator = torch.get_rng_state()
         default = torch.get_default_dtype()
-        torch.manual_seed(seed)
         torch.set_default_dtype(dtype)
         try:
-            with torch.device(device):
+            with torch.random.fork_rng(devices=[]), torch.device(device):
+                torch.manual_seed(0)
                 model: nn.Module = getattr(diffusers, self.class_name)(**self.config, **self.layers)
         finally:
             torch.set_default_dtype(default)
-            torch.set_rng_state(generator)
         return nn.Module.to(model, dtype).eval().requires_grad_(False)
 
     def injected(self, model: nn.Module) -> nn.Module:
@@ -300,8 +298,8 @@ class Autoencoder(Denoiser):
     method: str = "decode"
 
     @override
-    def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> nn.Module:
-        return Half(super().build(device, dtype, seed), self.method)
+    def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+        return Half(super().build(device, dtype), self.method)
 
     @override
     def injected(self, model: nn.Module) -> nn.Module:

@@ -166,32 +166,29 @@ class KernelProvider:
 
         def call(*args: Any) -> Any:
             adapter, reason = served.choose(args)
+            plainly = self._falls_through and not _refusals_raise.get()
             if adapter is not None:
                 try:
                     return adapter.call(*args)
                 except OSError as error:  # a kernel that is compiled at its first use
                     raise KernelFileError(str(error)) from error
                 except Exception as error:
-                    if not self._falls_through or _refusals_raise.get() or is_of_user(error):
+                    if not plainly or is_of_user(error):
                         raise
                     reason = f"{adapter.interface} failed: {summary(error)}"
-                result = plain(*args)  # raises as well where the call is wrong, and not the kernel
-                served.give_up(adapter, reason)
-                self._note_refused(reason)
-                return result
-            if not self._falls_through or _refusals_raise.get():
+            elif not plainly:
                 from diffkern.providers.registry import NoProviderError
 
                 raise NoProviderError(f"{self.reference}: {reason}")
-            self._note_refused(reason)
-            return plain(*args)
+            result = plain(*args)  # raises as well where the call is wrong, and not the kernel
+            if adapter is not None:
+                served.give_up(adapter, reason)
+            self.refused_calls[reason] += 1
+            if self.refused_calls[reason] == 1:
+                warnings.warn(f"diffkern: {self.reference}: {reason}; such calls run in plain PyTorch", stacklevel=2)
+            return result
 
         return call
-
-    def _note_refused(self, reason: str) -> None:
-        self.refused_calls[reason] += 1
-        if self.refused_calls[reason] == 1:
-            warnings.warn(f"diffkern: {self.reference}: {reason}; such calls run in plain PyTorch", stacklevel=3)
 
     def loaded(self, device: torch.device) -> LoadedKernel | str:
         """The kernel for ``device``, or why it is not to be had."""
