@@ -77,7 +77,7 @@ class LTXBlock(BlockRecipe):
     """
 
     op = "ltx_block"
-    ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
+    kernel_ops = ("norm_modulate", "qk_norm_rope", "gate_residual", "gate_residual_norm_modulate")
     fingerprints = frozenset({"c846e58e0ac2885e"})
     versions = "diffusers 0.42"
     is_one_op = True
@@ -102,7 +102,7 @@ class LTXBlock(BlockRecipe):
         return hidden_states, encoder_hidden_states, temb, image_rotary_emb, encoder_attention_mask
 
     @override
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         x, text, temb, tables, mask = call
         reason = unfit_input(x)
         if reason is not None:
@@ -236,7 +236,7 @@ class LTXBlock(BlockRecipe):
         )
 
     @override
-    def samples(
+    def sample_calls(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         block: Any = module

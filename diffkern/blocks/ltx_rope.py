@@ -130,7 +130,6 @@ class LTXRotaryEmbedding(BlockRecipe):
     """``LTXVideoRotaryPosEmbed``."""
 
     op = "ltx_rope"
-    ops = ()
     fingerprints = frozenset({"100bb1261b00b56b"})
     versions = "diffusers 0.42"
 
@@ -147,7 +146,7 @@ class LTXRotaryEmbedding(BlockRecipe):
         return hidden_states, num_frames, height, width, rope_interpolation_scale, video_coords
 
     @override
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         x, *sizes, scale, coords = call
         if type(x) is not Tensor or x.is_meta or x.ndim < 1:
             return "the hidden states are not a plain tensor with data"
@@ -198,7 +197,7 @@ class LTXRotaryEmbedding(BlockRecipe):
         return LTXVideoRotaryPosEmbed.forward, LTXVideoRotaryPosEmbed._prepare_video_coords
 
     @override
-    def samples(
+    def sample_calls(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         x = torch.empty(2, 1, 1, device=device, dtype=dtype)

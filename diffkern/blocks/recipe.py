@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from diffkern.matching import full_name
+from diffkern.providers import KERNEL_DTYPES, Choice, select
+from diffkern.verify.contract import FEW_TOKENS, TOKENS
+from diffkern.verify.fusion import Fusion
+from diffkern.verify.gain import reason_to_stay_stock
+from diffkern.verify.gradients import with_gradients
+from diffkern.verify.samples import clone_tree
 
 #: Full name of a block's class -> its name as an op, and the module with its recipe, ``RECIPE`` unless it is named.
 #: That may import diffusers, which a user of such a block has imported already.
@@ -50,10 +60,12 @@ _RECIPES = {
 OPS = tuple(dict.fromkeys(op for op, _ in _RECIPES.values()))
 
 
-class BlockRecipe(ABC):
+class BlockRecipe(Fusion):
     """How the block of one class is computed fused, and when it may be, in ``fast`` and ``fp8``.
 
-    What is fused here has other bits, or is kept between calls: in ``exact`` the rules read the class.
+    What is fused here has other bits, or is kept between calls: in ``exact`` the rules read the class. A call is the
+    tuple of its arguments. The proof compares the fused forward with the stock one, and both with the stock forward of
+    a copy in float64, so that nothing but the stock forward itself says what the block computes.
 
     A recipe reads the block at every call, so that one object serves all blocks of a class. What it remembers of a
     block stands in :mod:`diffkern.cache.memory`.
@@ -62,32 +74,34 @@ class BlockRecipe(ABC):
 
     Attributes:
         op: Name of the whole in reports and configurations.
-        ops: The ops of :mod:`diffkern.ops` between which providers can be chosen; none where none of them is called.
+        kernel_ops: The ops of :mod:`diffkern.ops` between which providers can be chosen; none where none is called.
         served_by: What reports name as the provider where there are no such ops.
         fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
         versions: The versions of the library that these sources are from.
-        covers: Other recipes, by their ops, whose modules are no sites of their own inside such a block.
-        is_one_op: Whether the block is one op in the graph of ``torch.compile`` where that compiles it by itself. Its
-            result must be like its first operand.
-        lays_out: Whether it decides by itself how its weights and activations lie in memory.
-        is_timed: Whether calls on a CPU run stock where they take no less time so.
-        allowance: Error against float64 that is granted beyond what the contract grants, for products in fp8.
+        is_timed_on_cpu: Whether calls on a CPU run stock where they take no less time so.
+        matched_sources: What :meth:`sources` returned when a block was matched.
     """
 
-    op: str
-    ops: tuple[str, ...]
-    served_by: str = "cache"
-    fingerprints: frozenset[str]
-    versions: str
-    covers: frozenset[str] = frozenset()
-    is_one_op: bool = False
-    lays_out: bool = True
-    is_timed: bool = False
-    allowance: float = 0.0
+    served_by: ClassVar[str] = "cache"
+    fingerprints: ClassVar[frozenset[str]]
+    versions: ClassVar[str]
+    is_timed_on_cpu: ClassVar[bool] = False
+    is_block = True
+    lays_out = True
+    matched_sources: tuple[Callable[..., Any], ...] = ()
 
     def in_fp8(self) -> BlockRecipe:
         """Returns the recipe with products in fp8: this one, unless it has any."""
         return self
+
+    def matched(self, replayed: bool | None) -> Self:
+        """Returns the recipe for a block that has just been matched; ``replayed`` is that of :class:`Fusion`."""
+        recipe = copy(self)
+        recipe.matched_sources = self.sources()
+        recipe.replayed = replayed if self.is_timed_on_cpu else None
+        return recipe
+
+    # --- what each recipe says --------------------------------------------------------------------------
 
     @staticmethod
     @abstractmethod
@@ -99,35 +113,15 @@ class BlockRecipe(ABC):
         """
 
     @abstractmethod
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         """Says why a call must run the stock forward altogether, or None. Never looks at data."""
-
-    def allowed_in_strict(self, module: nn.Module, call: tuple[Any, ...]) -> bool:
-        """Whether a call is declined since it would gain nothing, so that a strict injection lets it be."""
-        return False
-
-    def stock_pieces(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...]:
-        """Names the pieces that must go through their child; those a call that is not declined can have."""
-        return ()
-
-    @abstractmethod
-    def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Any:
-        """Computes the block's forward. ``stock`` comes from :meth:`stock_pieces`. Differentiable."""
-
-    def operands(self, call: tuple[Any, ...]) -> list[Tensor | None]:
-        """Returns all tensors of a call; only of a recipe with :attr:`is_one_op`."""
-        return []
-
-    def call_of(self, operands: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Returns the call with these tensors: the way back from :meth:`operands`."""
-        return ()
 
     @abstractmethod
     def sources(self) -> tuple[Callable[..., Any], ...]:
         """The stock functions whose work :meth:`compute` does, the forward of the block first."""
 
     @abstractmethod
-    def samples(
+    def sample_calls(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         """Random arguments of every kind that the block is called with, of about ``tokens`` tokens each."""
@@ -135,6 +129,115 @@ class BlockRecipe(ABC):
     def make_plain(self, module: nn.Module) -> None:
         """Makes a private copy of a block computable anywhere: stock processors, torch's own attention."""
         return
+
+    # --- what follows from it ---------------------------------------------------------------------------
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        try:
+            return self.arguments(*args, **kwargs)
+        except TypeError:
+            return None
+
+    @override
+    def primary_input(self, call: tuple[Any, ...]) -> Tensor:
+        x: Tensor = call[0]
+        return x
+
+    @override
+    def declines(self, module: nn.Module, call: tuple[Any, ...] | None) -> str | None:
+        if call is None:
+            return "it is called with other arguments than the recipe knows"
+        if self.sources() != self.matched_sources:
+            return "what its class computes was replaced after the injection"
+        return self.unfit(module, call)
+
+    @override
+    def weigh(self, module: nn.Module, call: tuple[Any, ...], patched: Callable[..., Any]) -> str | None:
+        x = self.primary_input(call)
+        if x.is_cuda:
+            return ""  # where what is kept is checked once in each step, whatever is called how often
+        key = "call of a block", self.op, str(x.dtype), x.shape[-1], x.numel().bit_length()
+        both = lambda: patched(module, *call), lambda: self.stock(module, call)
+        return reason_to_stay_stock(both, x.device, bool(self.replayed), *key)
+
+    @override
+    def kind(self, module: nn.Module) -> Hashable:
+        children = tuple((full_name(type(child)), settings(child)) for child in module.modules())
+        parameters = tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
+        return self.op, children, parameters
+
+    @override
+    def choose(
+        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    ) -> Choice:
+        """The least preferred of the choices for its ops speaks for the block, if it has ops."""
+        choices = [select(op, device, dtypes[:1], provider) for op in self.kernel_ops]
+        return max(choices, key=lambda choice: len(choice.declined), default=Choice(self.served_by, self.compute, ()))
+
+    @override
+    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Its own: a block casts nothing. Those of a quantised or layerwise cast one are the model's."""
+        own = next((p.dtype for p in module.parameters() if p.dtype in KERNEL_DTYPES), whole)
+        return (own,)
+
+    @override
+    def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        dtype = dtype if dtype in KERNEL_DTYPES else torch.float32
+        twin = clone_tree(
+            module, device, lambda tensor: tensor.dtype if tensor.dtype in KERNEL_DTYPES else dtype, dtype
+        )
+        self.make_plain(twin)
+        return twin
+
+    @override
+    def samples(
+        self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool
+    ) -> Sequence[tuple[Any, ...]]:
+        return self.sample_calls(module, TOKENS, device, dtype)
+
+    @override
+    def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[tuple[Any, ...]]:
+        return self.sample_calls(module, FEW_TOKENS, device, dtype)[:1]
+
+    @override
+    def stock(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
+        return type(module).forward(module, *call)
+
+    @override
+    def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
+        return self.stock(self._in_float64(module, call), _doubled(call))
+
+    @override
+    def exact_training(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        """By autograd through the stock forward; None for what computes nothing that gradients go through."""
+        if not self.kernel_ops:
+            return None
+        wide, exact = self._in_float64(module, call), _doubled(call)
+        return with_gradients(lambda: self.stock(wide, exact), (self.primary_input(exact), *wide.parameters()))
+
+    def _in_float64(self, module: nn.Module, call: tuple[Any, ...]) -> nn.Module:
+        twin = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64, torch.float64)
+        self.make_plain(twin)
+        return twin
+
+
+def settings(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
+    """The plain attributes of a module itself, which may decide what it computes: strides, say, or a mode."""
+    return tuple((name, value) for name, value in vars(module).items() if _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _doubled(value: Any) -> Any:
+    """A call with every floating point tensor in float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    return tuple(_doubled(item) for item in value) if isinstance(value, tuple) else value
 
 
 @cache

@@ -77,10 +77,9 @@ class TextProjection(BlockRecipe):
     """``PixArtAlphaTextProjection``."""
 
     op = "caption"
-    ops = ()
     fingerprints = frozenset({"35e6748325cb9cda"})
     versions = "diffusers 0.42"
-    is_timed = True  # to see that nothing was written reads the caption and all weights
+    is_timed_on_cpu = True  # to see that nothing was written reads the caption and all weights
 
     @staticmethod
     @override
@@ -88,7 +87,7 @@ class TextProjection(BlockRecipe):
         return (caption,)
 
     @override
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         (caption,) = call
         if type(caption) is not Tensor or caption.is_meta or caption.ndim < 1 or caption.is_nested:
             return "the caption is not a plain tensor with data"
@@ -146,7 +145,7 @@ class TextProjection(BlockRecipe):
         return (PixArtAlphaTextProjection.forward,)
 
     @override
-    def samples(
+    def sample_calls(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         owner: Any = module

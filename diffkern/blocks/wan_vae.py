@@ -30,7 +30,6 @@ class LayerRecipe(BlockRecipe):
         class_name: Its full name.
     """
 
-    ops = ()
     served_by = "torch"
     lays_out = False
     versions = "diffusers 0.42"
@@ -39,7 +38,7 @@ class LayerRecipe(BlockRecipe):
         self._module, _, self._class = class_name.rpartition(".")
 
     @override
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         x: Tensor = call[0]
         reason = unfit(x)
         if reason is None and not x.numel():
@@ -68,10 +67,10 @@ class CausalConvolution(LayerRecipe):
         return x, cache_x
 
     @override
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         conv: Any = module
         x, cache = call
-        reason = super().declines(module, call)
+        reason = super().unfit(module, call)
         if reason is not None:
             return reason
         if x.ndim != 5:
@@ -102,7 +101,7 @@ class CausalConvolution(LayerRecipe):
         return F.conv3d(x, weight, bias, conv.stride, (0, height, width), conv.dilation, groups)
 
     @override
-    def samples(
+    def sample_calls(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         conv: Any = module
@@ -135,7 +134,7 @@ class Upsampling(LayerRecipe):
         return nn.Upsample.forward(module, call[0])  # type: ignore[arg-type]
 
     @override
-    def samples(
+    def sample_calls(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         generator = torch.Generator("cpu").manual_seed(20)

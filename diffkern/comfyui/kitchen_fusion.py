@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, KitchenBackend
-from diffkern.injection.fusion import Fusion
 from diffkern.providers import Choice, select
+from diffkern.verify.fusion import Fusion
 
 _BATCH, _HEADS, _TOKENS, _SIZE = 2, 6, 45, 128
 #: Tokens where one differing bit decides.

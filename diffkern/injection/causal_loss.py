@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks.pieces import plain, untouched
-from diffkern.injection.fusion import Fusion
 from diffkern.providers import Choice, liger
 from diffkern.verify.contract import ROWS
+from diffkern.verify.fusion import Fusion
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.samples import bare
 

@@ -33,14 +33,14 @@ from diffkern.cache import memory
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
 from diffkern.injection.components import is_denoiser
-from diffkern.injection.fusion import OneTensorFusion
 from diffkern.injection.state import STOCK
 from diffkern.matching import full_name
 from diffkern.providers import Choice, select
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.verify import gradients
 from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO, ROWS
-from diffkern.verify.gain import kept_costs, reason_without_gain
+from diffkern.verify.fusion import OneTensorFusion
+from diffkern.verify.gain import reason_to_stay_stock
 from diffkern.verify.samples import bare, clone_leaf, clone_tree, random_input
 
 #: The names under which configurations and reports know such layers, and two of them with a GELU between.
@@ -135,7 +135,8 @@ class Fp8Layers:
         names = {id(child): name for name, child in module.named_modules(prefix=path)}
         if len(layers) != 2 or any(self.reason(names[id(layer)], layer) is not None for layer in layers):
             return None
-        return Fp8FeedForward(kind_of(path), self.fusion(names[id(layers[0])]))
+        one = self.fusion(names[id(layers[0])])
+        return Fp8FeedForward(kind_of(path), one.replayed, one.replaces)
 
     def _delicate(self, path: str) -> str | None:
         if any(map(_DELICATE.search, path.split("."))):
@@ -251,39 +252,27 @@ class Fp8Fusion(OneTensorFusion):
             return "a hook on it moves or casts its weight at every call: a copy in fp8 would stay on the GPU"
         return unfit_weights(module, x.device, x.dtype)
 
-    @property
     @override
-    def is_timed(self) -> bool:
-        return self.replayed is not None
-
-    @override
-    def weigh(self, module: nn.Module, call: Tensor) -> str | None:
+    def weigh(self, module: nn.Module, call: Tensor, patched: Callable[..., Any]) -> str | None:
         linear: Any = module
-        if call.numel() * linear.out_features > CERTAIN or self.replaces:
-            return ""
         weights = weights_of(module, call.device)
 
         def fused() -> Tensor:
             return weights.run("weight", module, quantize_rowwise(call, None))
 
-        reason = self.without_gain(call, (OP, linear.out_features), fused, lambda: self.stock(module, call))
+        reason = self._slower(call, linear.out_features, fused, lambda: self.stock(module, call))
         if reason:
             weights.drop("")
         return reason
 
-    def without_gain(
-        self, call: Tensor, key: tuple[Hashable, ...], fused: Callable[[], Tensor], stock: Callable[[], Tensor]
-    ) -> str:
-        """Times both for an input; returns why the fused one is not worth it, or ""."""
-        provider = select("activation_fp8", call.device, (call.dtype,), None).provider
-        width = call.shape[-1]
+    def _slower(self, call: Tensor, features: int, fused: Callable[[], Tensor], stock: Callable[[], Tensor]) -> str:
+        """Why the fused one is not worth it for an input, whose first product has so many features; or ""."""
+        if call.numel() * features > CERTAIN or self.replaces:
+            return ""
+        provider, width = select("activation_fp8", call.device, (call.dtype,), None).provider, call.shape[-1]
         size = f"{width} features", f"2^{(call.numel() // width).bit_length() - 1} rows"
-        try:
-            with torch.no_grad():
-                found = kept_costs((fused, stock), call.device, *key, provider, str(call.dtype), *size)
-        except torch.OutOfMemoryError:
-            return ""  # the call itself says so
-        return reason_without_gain(found[0], found[1], bool(self.replayed))
+        key = self.op, features, provider, str(call.dtype), *size
+        return reason_to_stay_stock((fused, stock), call.device, bool(self.replayed), *key)
 
     @override
     def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
@@ -346,18 +335,11 @@ def _gelu_of(feed_forward: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class Fp8FeedForward(OneTensorFusion):
+class Fp8FeedForward(Fp8Fusion):
     """Diffusers' ``FeedForward`` with a GELU, which writes its rows in fp8. A call is its input.
 
     Where it runs stock, its layers are in fp8 each by itself.
-
-    Attributes:
-        layer: As in :class:`Fp8Fusion`.
-        linear: What computes one of its layers, and says when it does not.
     """
-
-    layer: str
-    linear: Fp8Fusion
 
     op = FEED_FORWARD_OP
     argument = "hidden_states"
@@ -368,6 +350,14 @@ class Fp8FeedForward(OneTensorFusion):
         return rule_of(self.op) or rule_of(OP)
 
     @override
+    def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
+        """Leaves that to its layers."""
+
+    @override
+    def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
+        return next(module.parameters()).dtype
+
+    @override
     def declines(self, module: nn.Module, call: Any) -> str | None:
         if torch.compiler.is_compiling():
             return "its graph holds no fp8"
@@ -376,25 +366,16 @@ class Fp8FeedForward(OneTensorFusion):
         layers, dropouts = parts_of_feed_forward(module)
         if len(layers) != 2 or not all(untouched(layer, nn.Linear) for layer in layers) or not are_silent(dropouts):
             return "a layer inside of it has a hook or an adapter, or drops values"
-        return next((why for layer in layers if (why := self.linear.declines(layer, call)) is not None), None)
-
-    @property
-    @override
-    def is_timed(self) -> bool:
-        return self.linear.is_timed
+        return next((why for layer in layers if (why := super(Fp8FeedForward, self).declines(layer, call))), None)
 
     @override
-    def weigh(self, module: nn.Module, call: Tensor) -> str | None:
+    def weigh(self, module: nn.Module, call: Tensor, patched: Callable[..., Any]) -> str | None:
         """Without a gain each of the layers is timed by itself."""
         first: Any = parts_of_feed_forward(module)[0][0]
-        if call.numel() * first.out_features > CERTAIN or self.linear.replaces:
-            return ""
         # As stock would: its layers have patches of their own.
         twin = cache(lambda: self.clone_for_verification(module, call.device, call.dtype))
-        return self.linear.without_gain(
-            call, (FEED_FORWARD_OP, first.out_features), lambda: self.compute(module, call, None, ()),
-            lambda: self.stock(twin(), call),
-        )  # fmt: skip
+        both = lambda: self.compute(module, call, None, ()), lambda: self.stock(twin(), call)
+        return self._slower(call, first.out_features, *both)
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
@@ -412,27 +393,12 @@ class Fp8FeedForward(OneTensorFusion):
         return gelu_feed_forward(run, layers, function, shared_rows(call, layers[0], provider), provider)
 
     @override
-    def kind(self, module: nn.Module) -> Hashable:
-        return self.layer, tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
-
-    @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
-        return self.linear.choose(module, provider, device, dtypes)
-
-    @override
-    def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
-        return (next(module.parameters()).dtype,)
-
-    @override
     def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return clone_tree(module, device, lambda tensor: tensor.dtype, dtype)
 
     @override
     def samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool) -> Sequence[Tensor]:
-        (first, _), _ = parts_of_feed_forward(module)
-        return self.linear.samples(first, device, dtype, exact)
+        return super().samples(parts_of_feed_forward(module)[0][0], device, dtype, exact)
 
     @override
     def reference(self, module: nn.Module, call: Tensor) -> Tensor:

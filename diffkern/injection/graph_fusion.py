@@ -27,12 +27,12 @@ from diffkern.graph.capture import CaptureError, NoRoomError
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.graph.timing import Stage, Stopwatch
 from diffkern.injection import hooks, notes
-from diffkern.injection.fusion import Fusion
 from diffkern.injection.patching import patches, run_below
 from diffkern.injection.rewrite_fusion import RewriteFusion
 from diffkern.injection.state import ATTRIBUTE, PatchState, StrictModeError
 from diffkern.providers import Choice
 from diffkern.rewrite.span import Span, with_span
+from diffkern.verify.fusion import Fusion
 
 _log = logging.getLogger(__name__)
 

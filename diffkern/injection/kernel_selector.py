@@ -11,10 +11,10 @@ from diffkern.hub import KernelConfig
 from diffkern.hub.policy import Policy
 from diffkern.hub.reference import KernelReference, is_reference
 from diffkern.hub.rule import Rule
-from diffkern.injection.fusion import Fusion
 from diffkern.injection.layer_fusion import LayerFusion
 from diffkern.injection.state import STOCK
 from diffkern.providers import hub
+from diffkern.verify.fusion import Fusion
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from diffkern.hub.rule import Rule
-from diffkern.injection.fusion import Fusion
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, NoProviderError
 from diffkern.providers.foreign import identical, summary
 from diffkern.providers.hub import is_kernel, layer_for, public_name
 from diffkern.verify import gradients
 from diffkern.verify.contract import SANE
+from diffkern.verify.fusion import Fusion
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.isolation import Copy
 from diffkern.verify.measures import as_one, relative_error

@@ -15,7 +15,6 @@ from typing_extensions import override
 from diffkern.blocks import layout
 from diffkern.cache import memory
 from diffkern.injection import notes
-from diffkern.injection.fusion import Fusion
 from diffkern.injection.patching import patches, run_below
 from diffkern.injection.state import LOCK, PatchState
 from diffkern.ops.group_norm import following_layout
@@ -24,6 +23,7 @@ from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.providers.foreign import preserved, summary
 from diffkern.verify import choices, gradients
 from diffkern.verify.contract import SANE
+from diffkern.verify.fusion import Fusion
 from diffkern.verify.gain import costs_of, kept_costs, reason_without_gain
 from diffkern.verify.isolation import Copy, tensors_of
 from diffkern.verify.measures import relative_error
@@ -45,11 +45,11 @@ class LayoutFusion(Fusion):
 
     Attributes:
         numerics: ``"exact"`` has it only with the bits of stock, on the input of the first call.
-        replayed: What counts, see :func:`diffkern.verify.gain.reason_without_gain`.
+        device_counts: Whether only the time of the device counts, see :func:`diffkern.verify.gain.reason_without_gain`.
     """
 
     numerics: str
-    replayed: bool
+    device_counts: bool
 
     op = OP
     proves_itself = True
@@ -108,7 +108,7 @@ class LayoutFusion(Fusion):
         results = choices.recall(x.device, _RESULT, *key)
         if reason is None and known is not None and results is not None and self.numerics != "exact":
             memory(module)[_RESULT] = results
-            reason = reason_without_gain(known[0], known[1], self.replayed)
+            reason = reason_without_gain(known[0], known[1], self.device_counts)
             self._tell(module, reason, reason or f"{known[0]} instead of {known[1]}")
             return self._in_channels_last(module, call) if not reason else self._as_it_is(module, call, reason)
         if reason is not None:
@@ -160,7 +160,7 @@ class LayoutFusion(Fusion):
             return (reason := f"it does not run in channels last: {summary(error)}"), reason
         if found is None:
             return reason, reason
-        reason = reason_without_gain(found[0], found[1], self.replayed)
+        reason = reason_without_gain(found[0], found[1], self.device_counts)
         return reason, reason or f"{found[0]} instead of {found[1]}"
 
     def _difference(self, ours: list[Tensor], stock: list[Tensor]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level
 from typing_extensions import override
 
-from diffkern.injection import patching
-from diffkern.injection.fusion import OneTensorFusion
 from diffkern.matching import NormSemantics, apply, declines, full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
 from diffkern.verify.contract import EXACT_ELEMENTS, ROWS, SEMANTIC_TOLERANCE
-from diffkern.verify.gain import LARGEST_TIMED, kept_costs, reason_without_gain
+from diffkern.verify.fusion import OneTensorFusion
+from diffkern.verify.gain import LARGEST_TIMED, reason_to_stay_stock
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.measures import relative_error
 from diffkern.verify.samples import clone_leaf, random_input, sample_shape
@@ -29,7 +28,7 @@ class NormFusion(OneTensorFusion):
 
     Attributes:
         semantics: What it computes.
-        replayed: Whether steps may become CUDA graphs, which decides about norms without a gain; None times none.
+        replayed: As in :class:`~diffkern.verify.fusion.Fusion`.
     """
 
     semantics: NormSemantics
@@ -62,27 +61,15 @@ class NormFusion(OneTensorFusion):
     def declines(self, module: nn.Module, call: Any) -> str | None:
         return declines(self.semantics, module, call)
 
-    @property
     @override
-    def is_timed(self) -> bool:
-        return self.replayed is not None
-
-    @override
-    def weigh(self, module: nn.Module, call: Tensor) -> str | None:
+    def weigh(self, module: nn.Module, call: Tensor, patched: Callable[..., Any]) -> str | None:
         if call.numel() * call.element_size() > LARGEST_TIMED:
             return ""  # time goes into memory traffic, of which the op has no more
         provider = select(self.op, call.device, (call.dtype,), None).provider
         shape = sample_shape(self.semantics, module, 1)
         key = "call of a norm", full_name(type(module)), provider, str(call.dtype), tuple(shape)
-        size = call.numel().bit_length()
-        both = lambda: patching.forward(module, call), lambda: type(module).forward(module, call)
-        try:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # as in stock()
-                found = kept_costs(both, call.device, *key, size)
-        except torch.OutOfMemoryError:
-            return ""  # the call itself says so
-        return reason_without_gain(found[0], found[1], bool(self.replayed))
+        both = lambda: patched(module, call), lambda: type(module).forward(module, call)
+        return reason_to_stay_stock(both, call.device, bool(self.replayed), *key, call.numel().bit_length())
 
     @override
     def compute(self, module: nn.Module, call: Tensor, provider: str | None, stock: tuple[str, ...]) -> Tensor:

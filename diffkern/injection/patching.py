@@ -21,7 +21,7 @@ from diffkern.providers.dispatch_modes import is_exporting
 from diffkern.providers.foreign import is_of_user, summary
 
 if TYPE_CHECKING:
-    from diffkern.injection.fusion import Fusion
+    from diffkern.verify.fusion import Fusion
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
         if result is not None:
             return result
         notes.traced(state.report)
-    stock = state.check_guards(module, call)
+    stock = state.check_guards(module, call, forward)
     if stock is None:
         return _run_below(state, module, args, kwargs)
     return _compute(state, module, call, stock, args, kwargs)

@@ -19,12 +19,10 @@ from diffkern.blocks.stored_fp8 import stored_weight
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks
-from diffkern.injection.block_fusion import BlockFusion
 from diffkern.injection.components import is_denoiser
 from diffkern.injection.fp8_fusion import OP as LINEAR_FP8
 from diffkern.injection.fp8_fusion import OPS as FP8_OPS
 from diffkern.injection.fp8_fusion import Fp8Layers, is_linear
-from diffkern.injection.fusion import Fusion
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
 from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
 from diffkern.injection.layout_fusion import LayoutFusion
@@ -40,6 +38,7 @@ from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.rewrite import OPS as REWRITE_OPS
 from diffkern.rewrite import Rewritten
 from diffkern.rewrite.facts import child_of
+from diffkern.verify.fusion import Fusion
 
 if TYPE_CHECKING:
     from diffkern.injection.liger import Liger
@@ -292,11 +291,11 @@ def _match(
         recipe = recipe.in_fp8() if numerics == "fp8" else recipe
     if recipe is not None and numerics != "exact":
         if fingerprint(recipe.sources()) in recipe.fingerprints:
-            return _Match(BlockFusion(recipe, rewriters.replayed), "recipe")
+            return _Match(recipe.matched(rewriters.replayed), "recipe")
         if not rewriters.verify:
             reason = f"its stock forward is not that of {recipe.versions}, and verify=False forbids to compare"
             return _Match(None, "probe", reason)
-        return _Match(BlockFusion(recipe, rewriters.replayed), "probe")
+        return _Match(recipe.matched(rewriters.replayed), "probe")
     loss = None if liger is None else liger.loss(module)
     if loss is not None:
         return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")

@@ -6,10 +6,9 @@ import itertools
 
 import torch
 
-from diffkern.injection.fusion import only_eager
 from diffkern.injection.planning import ALREADY_PATCHED, BY_CONFIG, Candidate
 from diffkern.injection.report import ONLY_EAGER, InjectionReport
-from diffkern.injection.state import STOCK, PatchState
+from diffkern.injection.state import STOCK, PatchState, only_eager
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 from diffkern.rewrite import DISAGREES
 from diffkern.verify.measures import Measurement

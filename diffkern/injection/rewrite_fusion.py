@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from diffkern.hub.rule import Rule
-from diffkern.injection.fusion import Fusion
 from diffkern.injection.patching import patches
 from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError
 from diffkern.providers import Choice, hub, requested, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
+from diffkern.verify.fusion import Fusion
 from diffkern.verify.measures import Measurement
 
 
@@ -135,7 +135,7 @@ class RewriteFusion(Fusion):
         return self.rewritten.without_sites
 
     @override
-    def weigh(self, module: nn.Module, call: Any) -> str | None:
+    def weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
         """Says that no site gains where none did in the call before: so no result changes from one call to the next."""
         x = self.primary_input(call)
         size = x.device, x.dtype, x.numel().bit_length(), x.is_contiguous()

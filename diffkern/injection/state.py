@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from diffkern.hub.rule import Rule
 from diffkern.injection import notes
 from diffkern.injection.counts import CallCounts
-from diffkern.injection.fusion import only_eager
-from diffkern.injection.report import Site
-from diffkern.providers import NoProviderError, requested
+from diffkern.injection.report import ONLY_EAGER, Site
+from diffkern.providers import Choice, NoProviderError, hub, requested, select
 from diffkern.providers.dispatch_modes import transforms_active
-from diffkern.providers.hub import is_kernel
 from diffkern.verify import gradients
 
 if TYPE_CHECKING:
-    from diffkern.injection.fusion import Fusion
+    from diffkern.verify.fusion import Fusion
     from diffkern.verify.proof import Verifier
 
 #: The one attribute that a patched module has besides its forward. It holds no tensor of the model and no module.
@@ -110,7 +108,7 @@ class PatchState:
         """Of the fused calls, those in which a part ran stock, by part."""
         return self.counts.stock_pieces
 
-    def check_guards(self, module: nn.Module, call: Any) -> tuple[str, ...] | None:
+    def check_guards(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> tuple[str, ...] | None:
         """The parts of this call that run stock, or None if all of it does. Counts it, and proves it the first time."""
         fusion = self.fusion
         if torch.compiler.is_compiling():
@@ -123,7 +121,7 @@ class PatchState:
         if reason is None and torch.is_grad_enabled() and gradients.wanted(module, fusion.primary_input(call)):
             reason = self._prove_gradients(module, call)
         if reason is None and fusion.is_timed:
-            reason = self._weigh(module, call)
+            reason = self._weigh(module, call, patched)
         if reason is not None:
             if self.strict and not fusion.allowed_in_strict(module, call):
                 raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
@@ -223,7 +221,7 @@ class PatchState:
         """Gives a call without a proof to the next provider, as the injection would have done; or returns why not."""
         x = self.fusion.primary_input(call)
         another_may = not self.fusion.is_layer
-        if another_may and provider and is_kernel(provider) and not self.strict:
+        if another_may and provider and hub.is_kernel(provider) and not self.strict:
             self.rule = self.rule.map(lambda choice: None if choice == provider else choice)
             self._warn(module, reason, f"the next provider serves {_situation(module, x.device)}")
             return None if self._is_proven(module, call) else self._prove(module, call)
@@ -268,7 +266,7 @@ class PatchState:
             return None  # times of an inference say nothing of training, where others may compute
         return reason
 
-    def _weigh(self, module: nn.Module, call: Any) -> str | None:
+    def _weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
         """Times calls of a size at the first one that can be; returns why they run stock from then on, or None."""
         x = self.fusion.primary_input(call)
         size = _size(x)
@@ -281,7 +279,7 @@ class PatchState:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         self.gains[size] = ""  # while it is timed as it will be called
-        reason = self.fusion.weigh(module, call)
+        reason = self.fusion.weigh(module, call, patched)
         if reason is None:
             del self.gains[size]
         else:
@@ -333,6 +331,29 @@ class PatchState:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled module comes back unpatched: pickle stores a bound ``forward`` by its name alone."""
         return _nothing, ()
+
+
+def only_eager(
+    fusion: Fusion, choice: Choice, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> str | None:
+    """Says why a fusion is not worth patching: ``eager`` was not asked for, and would compute all of it.
+
+    Args:
+        fusion: What would be patched in.
+        choice: Its choice for calls of ``dtypes`` on ``device``.
+        provider: What the configuration names, or None.
+        device: Where the calls run.
+        dtypes: Their dtypes, the likeliest first.
+    """
+    name = requested(provider)
+    if choice.gains or not fusion.kernel_ops or not (name is None or name.startswith(hub.WITH_HUB)):
+        return None
+    if any(select(op, device, dtypes[:1], provider).gains for op in fusion.kernel_ops[1:]):
+        return None
+    wanted = ("compiled",) if device.type == "cpu" else ("compiled", "triton")
+    wanted = wanted if name is None else (*wanted, hub.NAME)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined if name in wanted)
+    return f"{ONLY_EAGER} ({reasons})"
 
 
 def _size(x: Tensor) -> tuple[torch.device, torch.dtype, int, bool]:

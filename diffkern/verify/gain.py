@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,26 @@ def kept_costs(computations: Sequence[Callable[[], Any]], device: torch.device, 
         text = " ".join(str(value) for cost in found for value in (cost.host, cost.device))
         choices.remember(device, text, *key)
     return found
+
+
+def reason_to_stay_stock(
+    computations: Sequence[Callable[[], Any]], device: torch.device, replayed: bool, *key: Hashable
+) -> str:
+    """Why a fused computation, the first of two, is not worth it by its time, kept for a key; "" if it is.
+
+    Args:
+        computations: It, and what it replaces. They run without gradients, and do not warn: no user asked for them.
+        device: Where they run.
+        replayed: As in :func:`reason_without_gain`.
+        key: As in :func:`kept_costs`.
+    """
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fused, stock = kept_costs(computations, device, *key)
+    except torch.OutOfMemoryError:
+        return ""  # the call itself says so
+    return reason_without_gain(fused, stock, replayed)
 
 
 def costs_of(text: str) -> list[Cost] | None:

@@ -18,7 +18,7 @@ from diffkern.verify.isolation import Copy, snapshot
 from diffkern.verify.measures import Measurement, as_one, error_beside, relative_error
 
 if TYPE_CHECKING:
-    from diffkern.injection.fusion import Fusion
+    from diffkern.verify.fusion import Fusion
 
 
 def wanted(module: nn.Module, x: Tensor) -> bool:

@@ -37,7 +37,7 @@ from diffkern.verify.isolation import Copy, snapshot
 from diffkern.verify.measures import Measurement, as_one, relative_error
 
 if TYPE_CHECKING:
-    from diffkern.injection.fusion import Fusion
+    from diffkern.verify.fusion import Fusion
 
 
 class Verifier:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from diffkern import InjectionReport, inject_optimized_kernels, restore
 from diffkern.blocks.ltx_vae import conv, resnet, upsampler
-from diffkern.injection.block_fusion import BlockFusion
 from tests.ops.reference import relative_error
 
 _SIZES: dict[str, Any] = {
@@ -342,13 +341,13 @@ def test_convolutions_are_sites_where_config_leaves_their_block_alone(path: str)
 
 
 def test_a_proof_is_shared_by_blocks_that_compute_the_same_and_by_no_others() -> None:
-    fusion = BlockFusion(resnet.RECIPE)
+    fusion = resnet.RECIPE
     block, twin = resnet_block(), resnet_block()
     twin.register_forward_hook(lambda module, args, output: None)
     assert fusion.kind(block) == fusion.kind(twin)
     for different in (resnet_block(is_causal=False), resnet_block(eps=1e-3), resnet_block(inject_noise=True)):
         assert fusion.kind(block) != fusion.kind(different)
-    strides = [BlockFusion(upsampler.RECIPE).kind(LTXVideoUpsampler3d(8, s)) for s in ((1, 2, 2), (2, 1, 2))]
+    strides = [upsampler.RECIPE.kind(LTXVideoUpsampler3d(8, s)) for s in ((1, 2, 2), (2, 1, 2))]
     assert strides[0] != strides[1]
 
 

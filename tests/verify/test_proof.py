@@ -237,7 +237,7 @@ def test_a_block_with_wrong_gradients_trains_on_stock(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ltx.LTXBlock, "compute", lambda *args: Doubled.apply(right(*args)))
     stock, model = tiny_ltx(1).transformer_blocks[0], tiny_ltx(1).transformer_blocks[0]
     report = inject_optimized_kernels(model)
-    (call,) = ltx.RECIPE.samples(stock, 9, CPU, torch.float32)[:1]
+    (call,) = ltx.RECIPE.sample_calls(stock, 9, CPU, torch.float32)[:1]
     gradients = []
     for block in (stock, model):
         x = call[0].clone().requires_grad_()

@@ -21,7 +21,7 @@ class AutoencoderRecipe(BlockRecipe):
     A convolution in another memory order adds up in another order.
     """
 
-    ops = ("add_norm_silu_pad",)
+    kernel_ops = ("add_norm_silu_pad",)
     versions = "diffusers 0.42"
 
 

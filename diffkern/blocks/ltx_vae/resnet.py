@@ -41,7 +41,7 @@ class LTXResnetBlock(AutoencoderRecipe):
         return inputs, temb, generator
 
     @override
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         block: Any = module
         x, temb, _ = call
         table = block.scale_shift_table
@@ -117,7 +117,7 @@ class LTXResnetBlock(AutoencoderRecipe):
         return LTXVideoResnetBlock3d.forward, LTXVideoCausalConv3d.forward, RMSNorm.forward
 
     @override
-    def samples(
+    def sample_calls(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         block: Any = module

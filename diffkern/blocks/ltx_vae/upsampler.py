@@ -35,7 +35,7 @@ class LTXUpsampler(AutoencoderRecipe):
         return (hidden_states,)
 
     @override
-    def declines(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         reason = unfit_call(module, call[0])
         if reason is None and not is_plain_conv(module._modules["conv"], call[0]):
             return "its convolution is not a plain one with weights like the hidden states, or it has a hook"
@@ -81,7 +81,7 @@ class LTXUpsampler(AutoencoderRecipe):
         return LTXVideoUpsampler3d.forward, LTXVideoCausalConv3d.forward
 
     @override
-    def samples(
+    def sample_calls(
         self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
     ) -> list[tuple[Any, ...]]:
         upsampler: Any = module

@@ -1,21 +1,23 @@
-"""What a patch needs to know of the module it sits on, be that a norm or a whole block."""
+"""What a patch and its proof need to know of the module that they are for, be that a norm or a whole block."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.hub.rule import Rule
-from diffkern.injection.report import ONLY_EAGER
-from diffkern.providers import Choice, hub, requested, select
+from diffkern.providers import Choice
 from diffkern.verify.measures import Measurement
 
+if TYPE_CHECKING:
+    from diffkern.hub.rule import Rule
 
-class Fusion(Protocol):
+
+class Fusion(ABC):
     """How the forward of a module is computed fused, when it may be, and how that is proven.
 
     A *call* is what :meth:`bind` makes of the arguments of one call; only the fusion looks into it.
@@ -27,6 +29,11 @@ class Fusion(Protocol):
         takes_layers: Whether a layer of another package serves its op on modules of any class.
         is_block: Whether it computes all that stands in the module.
         is_model: Whether a call of it is one of the whole model, in which rotary tables are made once.
+        is_one_op: Whether it can be one op in a graph of ``torch.compile``, whose result is like its first operand.
+        lays_out: Whether it decides by itself how the weights in the module lie in memory.
+        covers: Ops of modules that are no sites of their own inside of it.
+        allowance: Error against float64 that is granted beyond what the contract grants.
+        replayed: Whether steps may become CUDA graphs, which decides about calls without a gain; None times none.
     """
 
     counts_itself: ClassVar[bool] = False
@@ -35,8 +42,14 @@ class Fusion(Protocol):
     takes_layers: ClassVar[bool] = False
     is_block: ClassVar[bool] = False
     is_model: ClassVar[bool] = False
+    is_one_op: ClassVar[bool] = False
+    lays_out: ClassVar[bool] = False
+    covers: ClassVar[frozenset[str]] = frozenset()
+    allowance: float = 0.0
+    replayed: bool | None = None
 
     @property
+    @abstractmethod
     def op(self) -> str:
         """The op, as reports and configurations name it."""
 
@@ -44,21 +57,6 @@ class Fusion(Protocol):
     def kernel_ops(self) -> tuple[str, ...]:
         """The ops between whose providers it can choose; none for what gains something without a kernel."""
         return ()
-
-    @property
-    def allowance(self) -> float:
-        """Error against float64 that is granted beyond what the contract grants."""
-        return 0.0
-
-    @property
-    def lays_out(self) -> bool:
-        """Whether it decides by itself how the weights in the module lie in memory."""
-        return False
-
-    @property
-    def covers(self) -> frozenset[str]:
-        """Ops of modules that are no sites of their own inside of it."""
-        return frozenset()
 
     def computes(self, path: str) -> bool:
         """Whether it computes the module at a path, as seen from its own, itself."""
@@ -79,9 +77,11 @@ class Fusion(Protocol):
 
     # --- at every call ---------------------------------------------------------------------------------
 
+    @abstractmethod
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns the call; None for arguments that the fusion does not know."""
 
+    @abstractmethod
     def primary_input(self, call: Any) -> Tensor:
         """The input whose device and dtype decide whether a call is proven."""
 
@@ -100,15 +100,21 @@ class Fusion(Protocol):
     @property
     def is_timed(self) -> bool:
         """Whether calls run stock where they take no less time fused."""
-        return False
+        return self.replayed is not None
 
     @property
     def without_gain(self) -> Callable[..., Any] | None:
         """What computes calls that gain nothing in the place of the forward of the class; None if that does."""
         return None
 
-    def weigh(self, module: nn.Module, call: Any) -> str | None:
-        """Times a proven call: why it takes no less time fused, or "". None where it says too little by itself."""
+    def weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
+        """Times a proven call: why it takes no less time fused, or "". None where it says too little by itself.
+
+        Args:
+            module: The module.
+            call: The call.
+            patched: The forward that runs the patches of a module, guards and all.
+        """
         return None
 
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:
@@ -119,15 +125,11 @@ class Fusion(Protocol):
         """Names the parts of the module that run stock inside a fused call."""
         return ()
 
+    @abstractmethod
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         """Computes the forward; ``stock`` comes from :meth:`stock_pieces`."""
 
     # --- where torch.compile compiles the module by itself, see :mod:`~diffkern.injection.one_op` ----------
-
-    @property
-    def is_one_op(self) -> bool:
-        """Whether it can be one op in a graph, whose result is like its first operand."""
-        return False
 
     def operands(self, call: Any) -> list[Tensor | None]:
         """Returns the tensors of a call; asked for if it can be one op."""
@@ -153,6 +155,7 @@ class Fusion(Protocol):
         """What modules must have in common to share a proof."""
         return None
 
+    @abstractmethod
     def choose(
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
@@ -239,26 +242,3 @@ class OneTensorFusion(Fusion):
     def stock(self, module: nn.Module, call: Tensor) -> Tensor:
         result: Tensor = type(module).forward(module, call)
         return result
-
-
-def only_eager(
-    fusion: Fusion, choice: Choice, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-) -> str | None:
-    """Says why a fusion is not worth patching: ``eager`` was not asked for, and would compute all of it.
-
-    Args:
-        fusion: What would be patched in.
-        choice: Its choice for calls of ``dtypes`` on ``device``.
-        provider: What the configuration names, or None.
-        device: Where the calls run.
-        dtypes: Their dtypes, the likeliest first.
-    """
-    name = requested(provider)
-    if choice.gains or not fusion.kernel_ops or not (name is None or name.startswith(hub.WITH_HUB)):
-        return None
-    if any(select(op, device, dtypes[:1], provider).gains for op in fusion.kernel_ops[1:]):
-        return None
-    wanted = ("compiled",) if device.type == "cpu" else ("compiled", "triton")
-    wanted = wanted if name is None else (*wanted, hub.NAME)
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.declined if name in wanted)
-    return f"{ONLY_EAGER} ({reasons})"
