@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from diffkern.matching import diffusers, torch_nn, transformers
-from diffkern.matching.probe import probe
+from diffkern.matching.genuine import replacement
+from diffkern.matching.probe import PARAMETERS, is_empty, probe
 from diffkern.matching.probe_eligibility import unprobeable_reason
 from diffkern.matching.semantics import Entry, LeftAlone, Match, NormSemantics
 
@@ -14,7 +15,6 @@ from diffkern.matching.semantics import Entry, LeftAlone, Match, NormSemantics
 TABLE: dict[str, Entry] = {**torch_nn.TABLE, **diffusers.TABLE, **transformers.TABLE}
 
 _SCALES = ("weight", "gamma", "scale")
-_PARAMETERS = (*_SCALES, "g", "bias", "beta", "shift")
 
 
 def full_name(cls: type) -> str:
@@ -44,9 +44,7 @@ def match(module: nn.Module) -> Match | None:
     if entry is not None:
         if isinstance(entry, LeftAlone):
             return Match(None, "table", entry.reason)
-        if not _has_own_forward(cls):
-            forward = cls.forward
-            replaced = f"{getattr(forward, '__module__', '?')}.{getattr(forward, '__qualname__', '?')}"
+        if (replaced := replacement(cls)) is not None:
             return Match(None, "table", f"the forward of its class was replaced by {replaced}")
         return Match(entry, "table")
     # A scripted module has no Python forward to replace, whatever it was scripted from.
@@ -59,24 +57,10 @@ def match(module: nn.Module) -> Match | None:
         if known is None:
             return None
         return Match(None, None, f"a {known.__qualname__} with modules inside, for example a parametrization")
-    reason = unprobeable_reason(
-        type(module), set(module._parameters) | {n for n in _PARAMETERS if _is_empty(module, n)}
-    )
+    reason = unprobeable_reason(cls, set(module._parameters) | {n for n in PARAMETERS if is_empty(module, n)})
     if reason is not None:
         return Match(None, None, f"not in the tables, and not probed: {reason}")
     return probe(module)
-
-
-def _is_empty(module: nn.Module, name: str) -> bool:
-    """Whether there is such an attribute, holding None or the number 0 in place of a parameter."""
-    value = getattr(module, name, "missing")
-    return value is None or (type(value) is float and value == 0.0)
-
-
-def _has_own_forward(cls: type[nn.Module]) -> bool:
-    """Whether the forward is the one that the class, or a base of it, was defined with."""
-    name = f"{getattr(cls.forward, '__module__', None)}.{getattr(cls.forward, '__qualname__', None)}"
-    return any(name == f"{full_name(base)}.forward" for base in cls.__mro__)
 
 
 def _looks_like_norm(module: nn.Module) -> bool:

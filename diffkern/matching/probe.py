@@ -1,19 +1,20 @@
 """Finds out what an unknown norm class computes, by comparing its forward with the candidates.
 
-The forward runs on a copy whose parameters are random (with weights of one, ``w`` and ``1 + w`` or two
+Only forwards that :mod:`diffkern.matching.probe_eligibility` lets through are run: they read parameters, eps and shapes
+and write nothing. They run on twins whose parameters are random (with weights of one, ``w`` and ``1 + w`` or two
 rounding orders could not be told apart), on inputs of several ranks, scales and dtypes. What is found is
 proven for these only; the guard of every call, and the proof at injection, come on top.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,19 +28,19 @@ from diffkern.providers import KERNEL_DTYPES
 _TOLERANCE = 1e-5
 #: The same in half precision, in units of the dtype's epsilon: a class may round after each of its steps.
 _HALF_ROUNDINGS = 4
-#: Larger parameters are not copied; a norm has a few thousand elements.
-_LARGEST = 1 << 20
 #: Size of the normalised dimension where the module does not say it. Not a power of 4: multiplying by the
 #: root of one is exact, which hides a rounding.
 _SIZE = 24
-#: From where the usual eps has no influence down to where it decides.
-_SCALES = (100.0, 1.0, 1e-3, 1e-6, 1e-13)
+#: From where the usual eps has no influence down to where it decides; that of ordinary inputs comes first.
+_SCALES = (1.0, 100.0, 1e-3, 1e-6, 1e-13)
 #: Values of eps to try for a class that has no attribute for it.
 _EPS = (1e-5, 1e-6, 1e-7, torch.finfo(torch.float32).eps, 1e-8, 1e-10, 1e-12)
-#: In the copy eps takes this value too, which proves that the attribute is read and how it enters.
+#: In a twin eps takes this value too, which proves that the attribute is read and how it enters.
 _OTHER_EPS = 0.03
 _WEIGHTS = ("weight", "gamma", "scale", "g")
 _BIASES = ("bias", "beta", "shift")
+#: Names that a norm has for its parameters, be they there or not.
+PARAMETERS = (*_WEIGHTS, *_BIASES)
 _NOT_COPIED = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "_diffkern")
 #: What nn.Module itself keeps in every instance; ``training`` is the one that a forward may read.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -56,22 +57,13 @@ class _StockRaises(_Unknown):
     """The stock forward does not take an input."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """One call of the stock forward: on the copy in which state, with what, to what result."""
+class _Run(NamedTuple):
+    """One call of the stock forward: of which twin, with what, to what result."""
 
     module: nn.Module
     x: Tensor
     y: Tensor
     ordinary: bool = True
-
-
-@dataclass(frozen=True)
-class _Score:
-    """How far a candidate is from stock at worst, in how many calls."""
-
-    deviation: float = math.inf
-    calls: int = 0
 
 
 def probe(module: nn.Module) -> Match:
@@ -80,10 +72,10 @@ def probe(module: nn.Module) -> Match:
     Modules of one class, with equal attributes and equal shapes of parameters, share one answer.
 
     Args:
-        module: A module without children. Neither it nor the random state of torch is changed.
+        module: A module without children, whose forward can be judged by its results. Not changed.
 
     Returns:
-        A match with ``how="probe"``; without semantics if the module cannot be tried safely, raises,
+        A match with ``how="probe"``; without semantics if the module cannot be tried, raises,
         computes something else, or two answers fit. The reason names the nearest candidate and its error.
     """
     answers = _found.setdefault(type(module), {})
@@ -100,106 +92,66 @@ def _key(module: nn.Module) -> Hashable:
     ignored = _INTERNAL.union(_NOT_COPIED)
     attributes = tuple(sorted((k, repr(v)) for k, v in vars(module).items() if k not in ignored))
     parameters = tuple((k, None if p is None else (p.shape, p.dtype, p.device)) for k, p in module._parameters.items())
-    hooked = bool(module._forward_hooks or module._forward_pre_hooks or module._buffers)
     forward = type(module).forward
     # The code, not the function, which would keep its class alive.
-    return getattr(forward, "__code__", forward), attributes, parameters, hooked
+    return getattr(forward, "__code__", forward), attributes, parameters
 
 
 def _find(module: nn.Module) -> NormSemantics:
     argument = _argument(module)
-    stock = _copy(module)
-    device = next((p.device for p in stock.parameters()), torch.device("cpu"))
-    generator = torch.Generator("cpu").manual_seed(0)
-    cuda = [device.index] if device.type == "cuda" else []
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(devices=cuda),
-        torch.autocast(device.type, enabled=False),
-        warnings.catch_warnings(),
-    ):
+    for name, parameter in module._parameters.items():
+        if parameter is not None and (type(parameter) is not nn.Parameter or parameter.dtype not in KERNEL_DTYPES):
+            raise _Unknown(f"its {name} is a {type(parameter).__name__} of {parameter.dtype}")
+        if parameter is not None and parameter.is_meta:
+            raise _Unknown(f"its {name} has no data (meta device), so it cannot be tried")
+    stock = _twin(module, torch.float32)
+    device = _device(stock)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
         # torch warns where stock mixes dtypes, which is what is tried on purpose.
         warnings.simplefilter("ignore")
-        _randomise(stock, generator)
-        state, values = _state(stock), copy.deepcopy(stock._parameters)
-        fits = _fit_formula(stock, argument, generator, device)
-        fits = _fit_layout(stock, fits, generator, device)
+        runs = _runs_in_float32(stock)
+        fits = _fit_formula(stock, argument, runs)
+        shapes = list(dict.fromkeys(run.x.shape for run in runs if declines(fits[0], run.module, run.x) is None))
+        fits = _fit_layout(stock, fits, shapes)
         if len(fits) > 1:
             raise _Unknown("two answers fit: " + " and ".join(_describe(candidate) for candidate in fits[:2]))
-        candidate = _fit_dtypes(stock, fits[0], generator, device)
-    if _state(stock) != state or not _same(stock._parameters, values):
-        raise _Unknown("its forward changes the module itself")
-    return candidate
-
-
-# --- a copy that is safe to run ------------------------------------------------------------------------
+        return _fit_dtypes(stock, fits[0], shapes[0])
 
 
 def _argument(module: nn.Module) -> str:
     """The name of the one tensor that the forward needs."""
-    try:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    except (TypeError, ValueError) as error:
-        raise _Unknown(f"the signature of its forward cannot be read: {error}") from error
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(needed) != 1 or parameters[0].name != needed[0]:
         raise _Unknown(f"its forward takes ({', '.join(needed)}), not one tensor")
     return needed[0]
 
 
-def _copy(module: nn.Module) -> nn.Module:
-    """A deep copy without the wrappers that hooks and patches put around the forward."""
-    if module._buffers:
-        raise _Unknown(f"it has buffers ({', '.join(module._buffers)}), which its forward may update")
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise _Unknown("it has forward hooks")
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        if type(parameter) is not nn.Parameter or parameter.dtype not in KERNEL_DTYPES:
-            raise _Unknown(f"its {name} is a {type(parameter).__name__} of {parameter.dtype}")
-        if parameter.is_meta:
-            raise _Unknown(f"its {name} has no data (meta device), so it cannot be tried")
-        if parameter.numel() > _LARGEST:
-            raise _Unknown(f"its {name} has {parameter.numel()} elements, too many for a norm")
-    loose = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-    if loose:
-        raise _Unknown(f"it keeps tensors outside its parameters ({', '.join(loose)})")
+# --- runs of the stock forward -------------------------------------------------------------------------
+
+
+def _twin(module: nn.Module, dtype: torch.dtype, **attributes: object) -> nn.Module:
+    """The module with random parameters of a dtype, and other attributes, without what wraps its forward."""
     twin = type(module).__new__(type(module))
-    try:
-        twin.__dict__.update({k: copy.deepcopy(v) for k, v in vars(module).items() if k not in _NOT_COPIED})
-    except Exception as error:
-        raise _Unknown(f"it cannot be copied: {type(error).__name__}: {error}") from error
+    twin.__dict__.update({k: v for k, v in vars(module).items() if k not in _NOT_COPIED} | attributes)
+    own = module._parameters.items()
+    values = {name: None if p is None else (_random(p.shape, 0.8) * 0.5).to(p.device, dtype) for name, p in own}
+    twin.__dict__["_parameters"] = {name: None if v is None else nn.Parameter(v, False) for name, v in values.items()}
     return twin
 
 
-def _state(module: nn.Module) -> dict[str, str]:
-    """What a forward could change in its module, besides the values of parameters."""
-    return {k: repr(v) for k, v in vars(module).items() if k != "_parameters"}
+def _random(shape: Sequence[int], mean: float) -> Tensor:
+    """The same numbers at each call; torch's own generators stay as they are."""
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu") + mean
 
 
-def _same(one: dict[str, nn.Parameter | None], other: dict[str, nn.Parameter | None]) -> bool:
-    pairs = ((one[name], other[name]) for name in one)
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-def _randomise(module: nn.Module, generator: torch.Generator) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            values = torch.randn(parameter.shape, generator=generator, device="cpu") * 0.5 + 0.4
-            module._parameters[name] = nn.Parameter(values.to(parameter.device), requires_grad=False)
-
-
-def _with(module: nn.Module, dtype: torch.dtype, **attributes: object) -> nn.Module:
-    """A twin of the copy with parameters of another dtype, and other attributes."""
-    twin = copy.deepcopy(module).to(dtype)
-    for name, value in attributes.items():
-        setattr(twin, name, value)
-    return twin
-
-
-def _run(module: nn.Module, x: Tensor) -> Tensor:
+def _run(module: nn.Module, x: Tensor, ordinary: bool = True) -> _Run:
     """Calls the stock forward and holds it to what a norm may do."""
+    x = x.to(_device(module))
     before = x.clone()
     try:
         y = type(module).forward(module, x)
@@ -210,53 +162,28 @@ def _run(module: nn.Module, x: Tensor) -> Tensor:
         raise _Unknown(f"its forward returns a {type(y).__name__}, not a tensor")
     if not torch.equal(x, before):
         raise _Unknown("its forward changes its input")
-    return y
+    return _Run(module, x, y, ordinary)
 
 
-# --- the formula, in float32 ---------------------------------------------------------------------------
-
-
-def _fit_formula(
-    stock: nn.Module, argument: str, generator: torch.Generator, device: torch.device
-) -> list[NormSemantics]:
-    """Finds op, dimension, eps and offset."""
-    eps_attributes = [k for k, v in vars(stock).items() if "eps" in k and (v is None or type(v) is float)]
-    states = [stock] + [_with(stock, torch.float32, **{name: _OTHER_EPS}) for name in eps_attributes]
-    runs: list[_Run] = []
-    refused: _StockRaises | None = None
-    for shape in _shapes(stock):
-        for scale in _SCALES:
-            x = (torch.randn(shape, generator=generator, device="cpu") + 0.5).mul_(scale).to(device)
-            for state in states:
-                try:
-                    runs.append(_Run(state, x, _run(state, x), state is stock and scale == 1.0))
-                except _StockRaises as error:
-                    refused = refused or error
-    if refused is not None and not any(run.ordinary for run in runs):
-        raise refused
-
-    scores: dict[NormSemantics, _Score] = {}
-    for eps in (eps_attributes, _EPS):
-        scores |= {candidate: _compare(candidate, runs) for candidate in _candidates(stock, argument, eps)}
-        fits = {candidate: score for candidate, score in scores.items() if score.deviation <= _TOLERANCE}
-        # On inputs of rank 2 the last dimension is also the second: what explains more inputs is the answer.
-        most = max((score.calls for score in fits.values()), default=0)
-        if fits:
-            return [candidate for candidate, score in fits.items() if score.calls == most]
-    if not scores:
-        raise _Unknown(f"no candidate has its parameters ({', '.join(stock._parameters)})")
-    nearest, score = min(scores.items(), key=lambda item: (-item[1].calls, item[1].deviation))
-    raise _Unknown(
-        f"it computes no norm that is known; the nearest is {_describe(nearest)}, off by {score.deviation:.1e}"
-    )
+def _runs_in_float32(stock: nn.Module) -> list[_Run]:
+    """Runs of all shapes and scales that it takes, with its own eps and another; ordinary ones first."""
+    attributes = _eps_attributes(stock)
+    twins = [stock, *(_twin(stock, torch.float32, **{name: _OTHER_EPS}) for name in attributes)]
+    runs, refusals = [], []
+    for scale, shape, twin in itertools.product(_SCALES, _shapes(stock), twins):
+        try:
+            runs.append(_run(twin, _random(shape, 0.5) * scale, twin is stock and scale == 1.0))
+        except _StockRaises as error:
+            refusals.append(error)
+    if refusals and not any(run.ordinary for run in runs):
+        raise refusals[0]
+    return sorted(runs, key=lambda run: not run.ordinary)
 
 
 def _shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
     """Shapes with the normalised dimension last, and with it second."""
-    normalized_shape = getattr(module, "normalized_shape", None)
-    if isinstance(normalized_shape, tuple) and normalized_shape:
-        trailing = tuple(normalized_shape)
-    else:
+    trailing = getattr(module, "normalized_shape", None)
+    if not (isinstance(trailing, tuple) and trailing):
         sizes = [p.numel() for p in module._parameters.values() if p is not None]
         sizes += [
             v for k, v in vars(module).items() if k in ("dim", "hidden_size", "size") and type(v) is int and v > 4
@@ -268,76 +195,84 @@ def _shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
         yield (2, trailing[0], *positions)
 
 
-def _candidates(module: nn.Module, argument: str, eps_values: Sequence[str | float]) -> Iterator[NormSemantics]:
+# --- the formula, in float32 ---------------------------------------------------------------------------
+
+
+def _fit_formula(stock: nn.Module, argument: str, runs: list[_Run]) -> list[NormSemantics]:
+    """Finds op, dimension, eps and offset."""
+    scores: dict[NormSemantics, tuple[int, float]] = {}
+    for eps in (_eps_attributes(stock), _EPS):
+        scores |= {candidate: _compare(candidate, runs) for candidate in _candidates(stock, argument, eps)}
+        fits = {candidate: calls for candidate, (calls, deviation) in scores.items() if deviation <= _TOLERANCE}
+        # On inputs of rank 2 the last dimension is also the second: what explains more inputs is the answer.
+        if fits:
+            return [candidate for candidate, calls in fits.items() if calls == max(fits.values())]
+    if not scores:
+        raise _Unknown(f"no candidate has its parameters ({', '.join(stock._parameters)})")
+    nearest, (_, deviation) = min(scores.items(), key=lambda item: (-item[1][0], item[1][1]))
+    raise _Unknown(f"it computes no norm that is known; the nearest is {_describe(nearest)}, off by {deviation:.1e}")
+
+
+def _eps_attributes(module: nn.Module) -> list[str]:
+    return [k for k, v in vars(module).items() if "eps" in k and (v is None or type(v) is float)]
+
+
+def _candidates(module: nn.Module, argument: str, eps_values: Iterable[str | float]) -> Iterator[NormSemantics]:
     """Every formula that has a place for all parameters of the module."""
     names = [name for name, p in module._parameters.items() if p is not None]
-    weight = next((name for name in _WEIGHTS if name in names), None)
-    bias = next((name for name in _BIASES if name in names), None)
+    # An attribute that holds nothing now is named all the same: it may hold a parameter one day.
+    there = [*names, *(name for name in PARAMETERS if name not in names and is_empty(module, name))]
+    weight = next((name for name in there if name in _WEIGHTS), None)
+    bias = next((name for name in there if name in _BIASES), None)
     if set(names) - {weight, bias}:
         return
-    # An attribute that holds nothing now is named all the same: it may hold a parameter one day.
-    weight = weight or next((name for name in _WEIGHTS if _is_empty(module, name)), None)
-    bias = bias or next((name for name in _BIASES if _is_empty(module, name)), None)
     dims: list[int | str] = [-1, 1]
+    layer_norms: list[dict[str, str]] = [{}]
     if isinstance(getattr(module, "normalized_shape", None), tuple):
         dims = ["normalized_shape", 1]
-    formulas = [("layer_norm", 0.0, False), ("rms_norm", 0.0, False), ("rms_norm", 0.0, True)]
-    if weight in names:
-        formulas += [("rms_norm", 1.0, False), ("rms_norm", 1.0, True)]
-    for (op, offset, clamp), dim, eps in itertools.product(formulas, dims, eps_values):
-        yield NormSemantics(
-            op,  # type: ignore[arg-type]
-            argument,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            optional_eps=op == "rms_norm" and isinstance(eps, str) and getattr(module, eps) is None,
-            dim=dim,
-            weight_offset=offset,
-            clamp_eps=clamp,
-        )
-    if dims[0] == "normalized_shape":
-        for eps in eps_values:
-            yield NormSemantics(
-                "layer_norm", argument, weight, bias, eps, dim="normalized_shape", layout="channels_last"
-            )
+        layer_norms += [{"layout": "channels_last"}]
+    rms_norms: list[dict[str, float]] = [
+        {"weight_offset": offset, "clamp_eps": clamp}
+        for offset in ((0.0, 1.0) if weight in names else (0.0,))
+        for clamp in (False, True)
+    ]
+    for eps, dim in itertools.product(eps_values, dims):
+        common = NormSemantics("layer_norm", argument, weight, bias, eps, dim=dim)
+        for options in layer_norms if dim == dims[0] else layer_norms[:1]:
+            yield replace(common, **options)  # type: ignore[arg-type]
+        optional = isinstance(eps, str) and getattr(module, eps) is None
+        for numbers in rms_norms:
+            yield replace(common, op="rms_norm", optional_eps=optional, **numbers)  # type: ignore[arg-type]
 
 
-def _is_empty(module: nn.Module, name: str) -> bool:
-    """Whether there is such an attribute, without a value: None, or a bias that is the number 0."""
+def is_empty(module: nn.Module, name: str) -> bool:
+    """Whether there is such an attribute, holding None or the number 0 in the place of a parameter."""
     value = getattr(module, name, "missing")
     return value is None or (type(value) is float and value == 0.0)
 
 
-def _compare(candidate: NormSemantics, runs: list[_Run]) -> _Score:
-    """Compares with the calls that the candidate may serve; the guard of each call sends others to stock.
+def _compare(candidate: NormSemantics, runs: list[_Run]) -> tuple[int, float]:
+    """With how many calls a candidate was compared, and how far from stock it was at worst.
 
-    Scale 1 with the module's own eps comes first. Who fails there is not compared any further.
+    The guard of each call sends those that it may not serve to stock. What fails ordinary ones is compared no further.
     """
-    score = _Score()
-    for ordinary in (True, False):
-        deviations = [
-            _deviation(apply(candidate, run.module, run.x, provider="eager"), run.y)
-            for run in runs
-            if run.ordinary == ordinary and declines(candidate, run.module, run.x) is None
-        ]
-        if not deviations:
-            return score
-        deviation = max(deviations) if ordinary else max(*deviations, score.deviation)
-        score = _Score(deviation, score.calls + len(deviations))
-        if deviation > _TOLERANCE:
-            return score
-    return score
+    calls, worst = 0, 0.0
+    for run in runs:
+        if worst > _TOLERANCE and not run.ordinary:
+            break
+        if declines(candidate, run.module, run.x) is None:
+            calls, worst = calls + 1, max(worst, _deviation(candidate, run))
+    return calls, worst if calls else math.inf
 
 
-def _deviation(y: Tensor, stock: Tensor) -> float:
+def _deviation(candidate: NormSemantics, run: _Run) -> float:
     """The largest difference of two elements, relative to the stock element and the root mean square."""
+    y, stock = apply(candidate, run.module, run.x, provider="eager").double(), run.y.double()
     if y.shape != stock.shape:
-        return float("inf")
-    y, stock = y.double(), stock.double()
+        return math.inf
     size = stock.abs() + stock.square().mean().sqrt()
     deviation = ((y - stock).abs() / size.clamp_min(1e-300)).max().item()
-    return float("inf") if math.isnan(deviation) else deviation
+    return math.inf if math.isnan(deviation) else deviation
 
 
 def _describe(candidate: NormSemantics) -> str:
@@ -347,106 +282,17 @@ def _describe(candidate: NormSemantics) -> str:
     return f"{candidate.op} over {candidate.dim} {kind} eps={candidate.eps} with {offset}{weight}"
 
 
-# --- rounding and dtype of the result ------------------------------------------------------------------
+# --- strides, rounding and dtype of the result ---------------------------------------------------------
 
 
-def _fit_dtypes(
-    stock: nn.Module, candidate: NormSemantics, generator: torch.Generator, device: torch.device
-) -> NormSemantics:
-    """Finds where the class rounds and which dtype it returns; of several that fit, the nearest."""
-    shape = next(s for s in _shapes(stock) if _served(candidate, stock, torch.ones(s, device=device)))
-    uniform = [_half_run(stock, shape, dtype, dtype, generator, device) for dtype in _HALF]
-    variants = [candidate]
-    if candidate.op == "rms_norm" and candidate.weight in stock._parameters:
-        variants = [
-            replace(candidate, rounding=rounding, output=output)
-            for rounding in ("once", "weight", "input")
-            for output in ("input", "weight", "promote")
-        ]
-    fits: dict[NormSemantics, float] = {}
-    if any(True for _ in stock.parameters()):
-        try:
-            mixed = [
-                _half_run(stock, shape, x_dtype, weight_dtype, generator, device)
-                for x_dtype, weight_dtype in (
-                    (torch.bfloat16, torch.float32),
-                    (torch.float32, torch.bfloat16),
-                )
-            ]
-        except _StockRaises:
-            mixed = []
-        if mixed:
-            fits = _half_fits(variants, uniform + mixed)
-        if not fits:
-            variants = [replace(variant, mixed_dtypes=False) for variant in variants]
-    fits = fits or _half_fits(variants, uniform)
-    if not fits:
-        raise _Unknown("it computes a known norm in float32, but rounds otherwise in half precision")
-    return min(fits, key=lambda variant: fits[variant])
-
-
-def _half_fits(variants: list[NormSemantics], runs: list[_Run]) -> dict[NormSemantics, float]:
-    """The variants that agree with stock within rounding, and how far they are from it."""
-    deviations = {variant: _half_deviation(variant, runs) for variant in variants}
-    return {variant: deviation for variant, deviation in deviations.items() if deviation is not None}
-
-
-def _served(candidate: NormSemantics, module: nn.Module, x: Tensor) -> bool:
-    try:
-        _run(module, x)
-    except _StockRaises:
-        return False
-    return declines(candidate, module, x) is None
-
-
-def _half_run(
-    stock: nn.Module,
-    shape: tuple[int, ...],
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    generator: torch.Generator,
-    device: torch.device,
-) -> _Run:
-    module = _with(stock, weight_dtype)
-    x = (torch.randn(shape, generator=generator, device="cpu") + 0.5).to(device, x_dtype)
-    return _Run(module, x, _run(module, x))
-
-
-def _half_deviation(candidate: NormSemantics, runs: list[_Run]) -> float | None:
-    """The mean deviation from stock, or None if one is more than rounding or a dtype is not the same."""
-    total = 0.0
-    for run in runs:
-        if declines(candidate, run.module, run.x) is not None:
-            return None
-        y = apply(candidate, run.module, run.x, provider="eager")
-        coarsest = torch.bfloat16 if torch.bfloat16 in _dtypes_of(run) else torch.float16
-        if y.dtype != run.y.dtype or _deviation(y, run.y) > _HALF_ROUNDINGS * torch.finfo(coarsest).eps:
-            return None
-        total += (y.double() - run.y.double()).abs().mean().item()
-    return total
-
-
-def _dtypes_of(run: _Run) -> set[torch.dtype]:
-    return {run.x.dtype, *(p.dtype for p in run.module.parameters())}
-
-
-# --- strides of the result -----------------------------------------------------------------------------
-
-
-def _fit_layout(
-    stock: nn.Module, candidates: list[NormSemantics], generator: torch.Generator, device: torch.device
-) -> list[NormSemantics]:
+def _fit_layout(stock: nn.Module, fits: list[NormSemantics], shapes: list[torch.Size]) -> list[NormSemantics]:
     """Finds which strides the class gives to the result for inputs that are not contiguous."""
-    runs = []
-    for shape in _shapes(stock):
-        x = torch.randn(shape, generator=generator, device="cpu").to(device)
-        if len(shape) > 2 and _served(candidates[0], stock, x):
-            for order in ((-1, 1), (0, 1)):
-                view = x.transpose(*order).contiguous().transpose(*order)
-                runs.append(_Run(stock, view, _run(stock, view)))
+    views = [_random(shape, 0.0) for shape in shapes if len(shape) > 2]
+    views = [x.transpose(*order).contiguous().transpose(*order) for x in views for order in ((-1, 1), (0, 1))]
+    runs = [_run(stock, x) for x in views]
     laid_out = [
         candidate if candidate.layout == "channels_last" else replace(candidate, layout=layout)
-        for candidate in candidates
+        for candidate in fits
         for layout in ("contiguous", "preserve")
     ]
     fits = [
@@ -456,4 +302,48 @@ def _fit_layout(
     ]
     if not fits:
         raise _Unknown("it lays out its result in memory as no candidate does")
+    return fits
+
+
+def _fit_dtypes(stock: nn.Module, candidate: NormSemantics, shape: torch.Size) -> NormSemantics:
+    """Finds where the class rounds and which dtype it returns; of several that fit, the nearest."""
+    variants = [candidate]
+    if candidate.op == "rms_norm" and candidate.weight in stock._parameters:
+        variants = [
+            replace(candidate, rounding=rounding, output=output)
+            for rounding in ("once", "weight", "input")
+            for output in ("input", "weight", "promote")
+        ]
+    x = _random(shape, 0.5)
+    uniform = [_run(_twin(stock, dtype), x.to(dtype)) for dtype in _HALF]
+    mixes = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))
+    fits: dict[NormSemantics, float] = {}
+    try:
+        mixed = [_run(_twin(stock, own), x.to(given)) for given, own in mixes if any(True for _ in stock.parameters())]
+        fits = _fit_half(variants, uniform + mixed)
+    except _StockRaises:
+        pass
+    fits = fits or _fit_half([replace(variant, mixed_dtypes=False) for variant in variants], uniform)
+    if not fits:
+        raise _Unknown("it computes a known norm in float32, but rounds otherwise in half precision")
+    return min(fits, key=lambda variant: fits[variant])
+
+
+def _fit_half(variants: list[NormSemantics], runs: list[_Run]) -> dict[NormSemantics, float]:
+    """The variants that agree with stock within rounding and in the dtype, and their mean deviations from it."""
+    fits = {}
+    for variant in variants:
+        total = 0.0
+        for run in runs:
+            if declines(variant, run.module, run.x) is not None:
+                break
+            y = apply(variant, run.module, run.x, provider="eager")
+            dtypes = (run.x.dtype, *(p.dtype for p in run.module.parameters()))
+            coarsest = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
+            rounding = torch.finfo(coarsest).eps
+            if y.dtype != run.y.dtype or _deviation(variant, run) > _HALF_ROUNDINGS * rounding:
+                break
+            total += (y.double() - run.y.double()).abs().mean().item()
+        else:
+            fits[variant] = total
     return fits

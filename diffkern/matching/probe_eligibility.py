@@ -69,6 +69,8 @@ def _judge(node: ast.AST, cls: type, function: Callable[..., Any], parameters: s
     if isinstance(node, (ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.Await, ast.Yield, ast.NamedExpr)):
         return f"its forward has a {type(node).__name__.lower()}"
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        if not isinstance(node.ctx, ast.Load):
+            return f"its forward writes self.{node.attr}"
         return _judge_attribute(node.attr, cls, parameters, seen)
     if isinstance(node, ast.Call):
         return _judge_call(node, cls, function, parameters, seen)
