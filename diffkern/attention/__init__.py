@@ -3,7 +3,7 @@
 from diffkern.attention.backends import BACKENDS, Backend, UnavailableError, backend_of
 from diffkern.attention.call import AttentionCall, Signature
 from diffkern.attention.hub import find_backend
-from diffkern.attention.route import Route, Trial
+from diffkern.attention.route import Route
 
 __all__ = [
     "BACKENDS",
@@ -11,7 +11,6 @@ __all__ = [
     "Backend",
     "Route",
     "Signature",
-    "Trial",
     "UnavailableError",
     "backend_of",
     "find_backend",

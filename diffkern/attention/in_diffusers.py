@@ -56,24 +56,19 @@ def is_routed(processor: Any) -> bool:
     return getattr(vars(processor).get(ATTRIBUTE), "name", None) in _before
 
 
-class Installation:
-    """The processors of one model on a route: what :meth:`restore` takes back."""
-
-    def __init__(self, model: nn.Module, route: Route) -> None:
-        self.routed: list[weakref.ref[Any]] = []
-        groups: dict[Any, list[Any]] = {}
-        for _, _, processor in processors(model):
-            if refusal(processor) is None:
-                groups.setdefault(vars(processor).get(ATTRIBUTE, _MISSING), []).append(processor)
-        for before, members in groups.items():
-            member = _register(route, before)
-            for processor in members:
-                setattr(processor, ATTRIBUTE, member)
-                self.routed.append(weakref.ref(processor))
-
-    def restore(self) -> int:
-        """Gives the processors back what they had; returns 1 if any of them still had the route."""
-        return restore(processor for kept in self.routed if (processor := kept()) is not None)
+def install(model: nn.Module, route: Route) -> Callable[[], int]:
+    """Puts the processors of a model on a route; returns what gives them back what they had, see :func:`restore`."""
+    routed: list[weakref.ref[Any]] = []
+    groups: dict[Any, list[Any]] = {}
+    for _, _, processor in processors(model):
+        if refusal(processor) is None:
+            groups.setdefault(vars(processor).get(ATTRIBUTE, _MISSING), []).append(processor)
+    for before, members in groups.items():
+        member = _register(route, before)
+        for processor in members:
+            setattr(processor, ATTRIBUTE, member)
+            routed.append(weakref.ref(processor))
+    return lambda: restore(processor for kept in routed if (processor := kept()) is not None)
 
 
 def restore(routed: Iterable[Any]) -> int:

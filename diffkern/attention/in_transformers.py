@@ -8,7 +8,7 @@ import itertools
 import re
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,19 +73,17 @@ class _Name(str):
         return str, (STOCK,)
 
 
-class Installation:
-    """The configuration of one model on a route: what :meth:`restore` takes back. It keeps neither alive."""
+def install(model: Any, route: Route) -> Callable[[], int]:
+    """Puts the configuration of a model on a route; returns what takes it off, and says how many still had it."""
+    name = _register(route)
+    kept, key = weakref.ref(model.config), str(name)
+    setattr(model.config, _ATTRIBUTE, name)
 
-    def __init__(self, model: Any, route: Route) -> None:
-        name = _register(route)
-        self._config: weakref.ref[Any] = weakref.ref(model.config)
-        self._key = str(name)
-        setattr(model.config, _ATTRIBUTE, name)
+    def undo() -> int:
+        config = kept()
+        return int(getattr(config, _ATTRIBUTE, None) == key and restore_config(config))
 
-    def restore(self) -> int:
-        """Gives the configuration back what it had; returns how many still had the route."""
-        config = self._config()
-        return int(getattr(config, _ATTRIBUTE, None) == self._key and restore_config(config))
+    return undo
 
 
 def restore_config(config: Any) -> bool:

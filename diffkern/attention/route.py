@@ -7,20 +7,20 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from diffkern.attention import accuracy
 from diffkern.attention.backends import Backend
-from diffkern.attention.call import AttentionCall, Signature
+from diffkern.attention.call import AttentionCall
 from diffkern.attention.measure import runner, seconds
 from diffkern.providers.dispatch_modes import is_exporting, transforms_active
 from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import identical, is_of_user, preserved, summary
 from diffkern.verify import choices
 from diffkern.verify.isolation import call_twice
+from diffkern.verify.measures import Measurement
 
 Compute = Callable[[AttentionCall], Tensor]
 
@@ -34,37 +34,6 @@ ENOUGH = 4096
 MANY_KEYS = 1024
 #: What ``"auto"`` must gain to leave the stock attention, and the share of its time that is left then.
 GAIN = 0.97
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One backend on one kind of call, against the stock attention.
-
-    Attributes:
-        backend: Name of the backend.
-        call: The kind of call.
-        error: Relative error against float64; NaN if it did not run.
-        stock_error: The same of the stock attention.
-        identical: Whether both gave the same bits.
-        refusal: Why it does not serve, or "".
-    """
-
-    backend: str
-    call: Signature
-    error: float
-    stock_error: float
-    identical: bool
-    refusal: str
-
-
-class Observer(Protocol):
-    """Observes what a route finds out at first use."""
-
-    def tried(self, trial: Trial, auto: bool) -> None:
-        """Observes how a backend did; ``auto`` says whether it was one of several to choose from."""
-
-    def chose(self, call: AttentionCall, name: str) -> None:
-        """Observes which of several serves a kind of call."""
 
 
 @dataclass
@@ -86,12 +55,13 @@ class Route:
         verify: Whether backends are tried at all; without it the first one that its table allows serves.
         strict: Whether a call that the stock attention must serve raises. The choice of ``auto`` is no such call.
         error: Class of that exception.
-        observer: Observes what is found out at first use.
+        owner: What warnings call the model.
+        measurements: The proofs so far.
+        on_choice: Gets what was measured to be the fastest so far, as a sentence.
         undo: Takes the route out of the model; returns how many places had it.
         fused_calls: Calls that a backend served.
         stock_calls: Calls that the stock attention served, by reason.
         stock_pieces: Nothing; what modules count that are patched piece by piece.
-        chosen: Calls that a backend served, by its name.
     """
 
     backends: Sequence[Backend]
@@ -100,13 +70,15 @@ class Route:
     verify: bool = True
     strict: bool = False
     error: type[Exception] = RuntimeError
-    observer: Observer | None = None
+    owner: str = "a model"
+    measurements: list[Measurement] = field(default_factory=list)
+    on_choice: Callable[[str], None] = lambda sentence: None
     undo: Callable[[], int] = int
     fused_calls: int = 0
     stock_calls: Counter[str] = field(default_factory=Counter)
     stock_pieces: Counter[str] = field(default_factory=Counter)
-    chosen: Counter[str] = field(default_factory=Counter)
-    _trials: dict[Hashable, Trial] = field(default_factory=dict)
+    _trials: dict[Hashable, Measurement] = field(default_factory=dict)
+    _fastest: dict[str, dict[str, str]] = field(default_factory=dict)
     _choices: dict[tuple[Hashable, ...], tuple[Backend | None, str]] = field(default_factory=dict)
     _unrotated: dict[Hashable, bool] = field(default_factory=dict)
 
@@ -131,7 +103,6 @@ class Route:
             failure = error
         else:
             self.fused_calls += 1
-            self.chosen[backend.name] += 1
             return y
         result = stock(call)  # raises as well where the call is wrong, and not the backend
         reason = self._give_up(backend, call, failure)
@@ -171,7 +142,6 @@ class Route:
             _warn_of_rotation(backend, summary(error))
             return None
         self.fused_calls += 1
-        self.chosen[backend.name] += 1
         return y
 
     def _keeps_error(self, backend: Backend, x: Unrotated, value: Tensor, scale: float | None) -> bool:
@@ -198,12 +168,6 @@ class Route:
             self.stock_calls[reason or _STOCK_IS_BEST] += 1
         return stock(call)
 
-    def describe(self) -> str:
-        """Says who served how many calls, and why not who else."""
-        parts = [f"{name} served {count}" for name, count in self.chosen.most_common()]
-        parts += [f"the stock attention {count}: {reason}" for reason, count in self.stock_calls.most_common()]
-        return "; ".join(parts)
-
     # --- choosing --------------------------------------------------------------------------------------
 
     def _choose(self, call: AttentionCall, stock: Compute) -> tuple[Backend | None, str]:
@@ -219,8 +183,8 @@ class Route:
                 choice = self._measure(call, stock) if timed else self._first(call, stock)
             # Graphs of the compiler do not know how long sequences are, and take the last choice of the kind.
             self._choices[key] = self._choices[kind] = choice
-            if timed and self.observer is not None:
-                self.observer.chose(call, "the stock attention" if choice[0] is None else choice[0].name)
+            if timed:
+                self._tell_fastest(call, "the stock attention" if choice[0] is None else choice[0].name)
         return self._choices[key]
 
     def _key(self, call: AttentionCall) -> tuple[Hashable, ...]:
@@ -257,29 +221,41 @@ class Route:
 
     def _give_up(self, backend: Backend, call: AttentionCall, error: Exception) -> str:
         """Keeps a backend that raised from calls of this kind; returns the reason."""
-        signature, none = call.signature(), float("nan")
-        trial = Trial(backend.name, signature, none, none, False, f"failed: {summary(error)}")
-        self._trials[_trial(backend, call)] = trial
-        for key in [key for key in self._choices if key[0] == signature]:
+        proof = _proof(backend, call, math.nan, math.nan, False, f"failed: {summary(error)}")
+        self._note(backend, call, proof, aloud=True)
+        for key in [key for key in self._choices if key[0] == call.signature()]:
             del self._choices[key]
-        if self.observer is not None:
-            self.observer.tried(trial, auto=False)
-        return f"{backend.name} {trial.refusal}"
+        return f"{backend.name} {proof.reason}"
+
+    def _note(self, backend: Backend, call: AttentionCall, proof: Measurement, aloud: bool) -> None:
+        """Keeps a proof; with a warning if it failed and the user had asked for that backend."""
+        self._trials[_trial(backend, call)] = proof
+        self.measurements.append(proof)
+        if proof.reason and aloud:
+            what = f"attention of {self.owner} with {call.signature().describe()}"
+            warnings.warn(f"diffkern: {backend.name} {proof.reason}; {what} runs as before", stacklevel=2)
+
+    def _tell_fastest(self, call: AttentionCall, name: str) -> None:
+        """Says what was measured to be best so far, and the first lengths of which it was."""
+        lengths = f"{call.query.shape[1]} x {call.key.shape[1]}"
+        self._fastest.setdefault(call.signature().describe(), {}).setdefault(name, lengths)
+        said = [
+            f"{kind}: {', '.join(f'{name} ({lengths})' for name, lengths in names.items())}"
+            for kind, names in self._fastest.items()
+        ]
+        self.on_choice(f"fastest by measurement (queries x keys) for {'; '.join(said)}")
 
     def _refusal(self, backend: Backend, call: AttentionCall, stock: Compute) -> str | None:
         """Why a backend cannot serve calls of this kind, or None."""
-        signature = call.signature()
-        refusal = backend.refusal(signature)
+        refusal = backend.refusal(call.signature())
         key = _trial(backend, call)
         if refusal is not None or (not self.verify and key not in self._trials):
             return refusal
         if key not in self._trials:
-            trial = self._trials[key] = self._try(backend, call, stock)
-            if self.observer is not None:
-                self.observer.tried(trial, self.auto)
-        return self._trials[key].refusal or None
+            self._note(backend, call, self._try(backend, call, stock), aloud=not self.auto)
+        return self._trials[key].reason or None
 
-    def _try(self, backend: Backend, call: AttentionCall, stock: Compute) -> Trial:
+    def _try(self, backend: Backend, call: AttentionCall, stock: Compute) -> Measurement:
         plain = accuracy.without_dropout(call)
         with torch.no_grad():
             # First, and outside of what is caught: what is wrong with a call, the stock attention has to say.
@@ -292,13 +268,11 @@ class Route:
                 if is_of_user(failure):
                     raise
                 because = [str(warning.message).split("(Triggered")[0].strip() for warning in said]
-                none = float("nan")
-                reason = " ".join([f"failed: {failure}", *because])
-                return Trial(backend.name, call.signature(), none, none, False, reason)
+                return _proof(backend, call, math.nan, math.nan, False, " ".join([f"failed: {failure}", *because]))
 
     def _compare(
         self, backend: Backend, call: AttentionCall, plain: AttentionCall, stock: Compute, expected: Tensor
-    ) -> Trial:
+    ) -> Measurement:
         """Tries a backend twice on the call, on a short one, and on what else its signature asks for."""
         signature = call.signature()
 
@@ -326,7 +300,7 @@ class Route:
             refusal = refusal and f"gradients: {refusal}"
         if not refusal and signature.dropout:
             runner(backend.compute, call)()
-        return Trial(backend.name, signature, error, stock_error, same, refusal)
+        return _proof(backend, call, error, stock_error, same, refusal)
 
     def _refuse_short(self, backend: Backend, call: AttentionCall, stock: Compute) -> str:
         """Why a backend does not serve a short call with one query of NaN, or ""."""
@@ -373,6 +347,13 @@ REPLACED = "the stock attention was replaced after the injection"
 def _warn_of_rotation(backend: Backend, why: str) -> None:
     what = f"attention {backend.name!r} reads queries and keys behind their rotation from now on, not before it"
     warnings.warn(f"diffkern: {what}: {why}", stacklevel=4)
+
+
+def _proof(
+    backend: Backend, call: AttentionCall, error: float, stock_error: float, same: bool, refusal: str
+) -> Measurement:
+    device, dtype = str(call.query.device), str(call.query.dtype).removeprefix("torch.")
+    return Measurement(device, dtype, backend.name, error, stock_error, same, not refusal, refusal)
 
 
 def _kind(call: AttentionCall) -> tuple[Hashable, ...]:

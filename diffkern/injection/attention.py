@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +13,8 @@ from torch import nn
 
 from diffkern.attention import (
     BACKENDS,
-    AttentionCall,
     Backend,
     Route,
-    Trial,
     UnavailableError,
     backend_of,
     find_backend,
@@ -28,7 +26,6 @@ from diffkern.hub.reference import is_reference
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import StrictModeError
 from diffkern.matching import full_name
-from diffkern.verify.measures import Measurement
 
 AUTO = "auto"
 OP = "attention"
@@ -82,7 +79,7 @@ def plan_attention(
     models = _models(modules, report)
     if not models:
         report.notes.append(f"attention={wish!r}: no model here lets its attention be chosen")
-    for path, model, installation in models:
+    for path, model, put in models:
         site = Site(path, full_name(type(model)), OP, " or ".join(wishes), _module=weakref.ref(model))
         backends: list[Backend] = []
         for name in wishes:
@@ -94,15 +91,8 @@ def plan_attention(
             report._rejected.append(site)
             continue
         route = Route(backends, AUTO in wishes, report.numerics == "exact", verify, strict, StrictModeError)
-        route.observer = _Recorder(site)
-
-        def install(
-            route: Route, model: nn.Module = model, installation: type[Any] = installation
-        ) -> Callable[[], int]:
-            restore: Callable[[], int] = installation(model, route).restore
-            return restore
-
-        plans.append(Plan(site, route, install))
+        route.owner, route.measurements, route.on_choice = site.class_name, site.measurements, partial(_tell, site)
+        plans.append(Plan(site, route, partial(put, model)))
     return plans
 
 
@@ -160,9 +150,13 @@ def _device(model: nn.Module) -> torch.device:
     return accelerator or home
 
 
-def _models(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[tuple[str, nn.Module, type[Any]]]:
+#: Puts a model on a route, and returns what takes it off.
+_Install = Callable[[Any, Route], Callable[[], int]]
+
+
+def _models(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[tuple[str, nn.Module, _Install]]:
     """The models of diffusers and transformers that can be routed, by path, and what puts a route into them."""
-    found: list[tuple[str, nn.Module, type[Any]]] = []
+    found: list[tuple[str, nn.Module, _Install]] = []
     for name, root in modules.items():
         ready = False
         for path, module, processor in in_diffusers.processors(root):
@@ -171,14 +165,18 @@ def _models(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[t
             if reason is not None:
                 _skip(_join(name, path), module, reason, report)
         if ready:
-            found.append((name, root, in_diffusers.Installation))
+            found.append((name, root, in_diffusers.install))
         for path, model in in_transformers.models(root):
             reason = in_transformers.refusal(model)
             if reason is None:
-                found.append((_join(name, path), model, in_transformers.Installation))
+                found.append((_join(name, path), model, in_transformers.install))
             else:
                 _skip(_join(name, path), model, reason, report)
     return found
+
+
+def _tell(site: Site, sentence: str) -> None:
+    site.reason = sentence
 
 
 def _skip(path: str, module: nn.Module, reason: str, report: InjectionReport) -> None:
@@ -187,44 +185,3 @@ def _skip(path: str, module: nn.Module, reason: str, report: InjectionReport) ->
 
 def _join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
-
-
-@dataclass(frozen=True)
-class _Recorder:
-    """Writes what a route finds out at first use into its line of the report."""
-
-    site: Site
-    choices: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def tried(self, trial: Trial, auto: bool) -> None:
-        """Notes the proof of a backend; says aloud if it failed and the user had asked for that backend."""
-        call, refusal = trial.call, trial.refusal
-        dtype = str(call.dtype).removeprefix("torch.")
-        self.site.measurements.append(
-            Measurement(
-                str(call.device),
-                dtype,
-                trial.backend,
-                trial.error,
-                trial.stock_error,
-                trial.identical,
-                not refusal,
-                refusal,
-            )
-        )
-        if refusal and not auto:
-            warnings.warn(
-                f"diffkern: {trial.backend} {refusal}; attention of {self.site.class_name} with {call.describe()} "
-                "runs as before",
-                stacklevel=2,
-            )
-
-    def chose(self, call: AttentionCall, name: str) -> None:
-        """Notes what was measured to be best, and the first lengths of which it was."""
-        lengths = f"{call.query.shape[1]} x {call.key.shape[1]}"
-        self.choices.setdefault(call.signature().describe(), {}).setdefault(name, lengths)
-        said = [
-            f"{kind}: {', '.join(f'{name} ({lengths})' for name, lengths in names.items())}"
-            for kind, names in self.choices.items()
-        ]
-        self.site.reason = f"fastest by measurement (queries x keys) for {'; '.join(said)}"

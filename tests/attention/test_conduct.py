@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffkern import StrictModeError, inject_optimized_kernels
 from diffkern.attention import BACKENDS, AttentionCall, Backend, Route
-from tests.attention.test_route import Heard, backend
+from tests.attention.test_route import backend
 from tests.hub import kernels
 from tests.pipelines.tiny import build as build_pipeline
 from tests.pipelines.tiny import run
@@ -159,11 +159,11 @@ def test_a_kernel_that_raises_later_gives_way_to_the_stock_attention(make_call: 
             raise RuntimeError("misaligned address\nframes")
         return stock(call)
 
-    route, call = Route([backend(breaks)], observer=(heard := Heard())), make_call()
+    route, call = Route([backend(breaks)]), make_call()
     for _ in range(3):
         assert torch.equal(route(call, stock), stock(call))
     assert dict(route.stock_calls) == {"mine failed: RuntimeError: misaligned address": 3} and len(calls) == 4
-    assert [trial.refusal for trial in heard.trials] == ["", "failed: RuntimeError: misaligned address"]
+    assert [proof.reason for proof in route.measurements] == ["", "failed: RuntimeError: misaligned address"]
     calls.clear()
     strict = Route([backend(breaks)], strict=True, error=StrictModeError)
     with pytest.raises(StrictModeError, match="misaligned address"):
@@ -173,7 +173,7 @@ def test_a_kernel_that_raises_later_gives_way_to_the_stock_attention(make_call: 
 def test_what_is_wrong_with_a_call_is_no_fault_of_the_backend(make_call: Make) -> None:
     call = make_call(kv_heads=4)
     wrong = replace(call, mask=torch.ones(2, 1, 9, 5, dtype=torch.bool))
-    route = Route([backend(stock)], observer=(heard := Heard()))
+    route = Route([backend(stock)])
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"expanded size|broadcast|must match"):
             route(wrong, stock)
@@ -182,7 +182,7 @@ def test_what_is_wrong_with_a_call_is_no_fault_of_the_backend(make_call: Make) -
     with pytest.raises(RuntimeError, match=r"expanded size|broadcast|must match"):
         route(wrong, stock)
     route(right, stock)
-    assert route.fused_calls == 2 and not route.stock_calls and [trial.refusal for trial in heard.trials] == [""]
+    assert route.fused_calls == 2 and not route.stock_calls and [proof.reason for proof in route.measurements] == [""]
 
 
 def test_a_timeout_of_the_users_is_no_refusal(make_call: Make) -> None:

@@ -57,7 +57,7 @@ def test_pytorchs_kernels_serve_plain_calls(name: str, make_call: Make) -> None:
     route = Route([BACKENDS[name]])
     route(call, stock)
     if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0):
-        assert route.fused_calls == 1, route.describe()
+        assert route.fused_calls == 1, route.stock_calls
 
 
 def test_auto_on_a_model() -> None:

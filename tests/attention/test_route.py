@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffkern.attention import BACKENDS, AttentionCall, Backend, Route, Trial
+from diffkern.attention import BACKENDS, AttentionCall, Backend, Route
 from diffkern.attention import route as route_module
 from diffkern.verify import choices
 
@@ -35,23 +35,9 @@ def counting(compute: Callable[[AttentionCall], Tensor] = stock) -> tuple[Callab
     return counted, calls
 
 
-class Heard:
-    """An observer that remembers."""
-
-    def __init__(self) -> None:
-        self.trials: list[Trial] = []
-        self.choices: list[str] = []
-
-    def tried(self, trial: Trial, auto: bool) -> None:
-        self.trials.append(trial)
-
-    def chose(self, call: AttentionCall, name: str) -> None:
-        self.choices.append(name)
-
-
 def test_a_right_backend_serves_and_is_tried_once(make_call: Make) -> None:
     compute, calls = counting()
-    route = Route([backend(compute)], observer=(heard := Heard()))
+    route = Route([backend(compute)])
     call = make_call()
     first, second = route(call, stock), route(call, stock)
     assert torch.equal(first, stock(call)) and torch.equal(second, first)
@@ -60,15 +46,15 @@ def test_a_right_backend_serves_and_is_tried_once(make_call: Make) -> None:
         0,
         5,
     )  # tried twice and on a short call
-    assert [trial.refusal for trial in heard.trials] == [""] and 0 < heard.trials[0].error < 1e-6
+    assert [proof.reason for proof in route.measurements] == [""] and 0 < route.measurements[0].fused < 1e-6
 
 
 def test_a_wrong_backend_is_refused_with_its_error(make_call: Make) -> None:
-    route = Route([backend(lambda call: stock(replace(call, scale=0.36)))], observer=(heard := Heard()))
+    route = Route([backend(lambda call: stock(replace(call, scale=0.36)))])
     call = make_call()
     assert torch.equal(route(call, stock), stock(call))
-    assert list(route.stock_calls) == [f"mine {heard.trials[0].refusal}"]
-    assert "has an error of" in heard.trials[0].refusal and heard.trials[0].error > 1e-3
+    assert list(route.stock_calls) == [f"mine {route.measurements[0].reason}"]
+    assert "has an error of" in route.measurements[0].reason and route.measurements[0].fused > 1e-3
 
 
 def test_wrong_gradients_are_refused_where_they_are_wanted(make_call: Make) -> None:
@@ -144,9 +130,9 @@ def test_a_backend_that_raises_is_refused_with_what_it_said(make_call: Make) -> 
 
 def test_a_lossy_backend_is_measured_and_not_judged(make_call: Make) -> None:
     rough = backend(lambda call: stock(replace(call, scale=0.36)), lossy="on purpose")
-    route = Route([rough], observer=(heard := Heard()))
+    route = Route([rough])
     route(make_call(), stock)
-    assert route.fused_calls == 1 and heard.trials[0].error > 1e-3 and not heard.trials[0].refusal
+    assert route.fused_calls == 1 and route.measurements[0].fused > 1e-3 and not route.measurements[0].reason
 
 
 def test_exact_keeps_the_bits(make_call: Make) -> None:
@@ -180,28 +166,30 @@ def test_auto_takes_the_fastest(make_call: Make) -> None:
         time.sleep(0.02)
         return stock(call)
 
-    route = Route([backend(slow, "slow"), backend(stock, "fast")], auto=True, observer=(heard := Heard()))
+    said: list[str] = []
+    route = Route([backend(slow, "slow"), backend(stock, "fast")], auto=True, on_choice=said.append)
     route(make_call(), slow)
-    assert dict(route.chosen) == {"fast": 1} and heard.choices == ["fast"]
-    route = Route([backend(slow, "slow")], auto=True, strict=True, observer=(heard := Heard()))
+    assert route.fused_calls == 1 and said.pop().endswith("on cpu: fast (9 x 12)")
+    route = Route([backend(slow, "slow")], auto=True, strict=True, on_choice=said.append)
     assert torch.equal(route(make_call(), stock), stock(make_call()))
-    assert dict(route.stock_calls) == {"measured to be the best": 1} and heard.choices == ["the stock attention"]
+    assert dict(route.stock_calls) == {"measured to be the best": 1}
+    assert said.pop().endswith("on cpu: the stock attention (9 x 12)")
 
 
 def test_auto_takes_tomorrow_what_it_takes_today(
     make_call: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(choices.VARIABLE, str(tmp_path))
-    times = iter([3.0, 2.0, 1.0])
+    times, said = iter([3.0, 2.0, 1.0]), []
     monkeypatch.setattr(route_module, "seconds", lambda compute, call: next(times))
     for _ in range(2):
-        route = Route([backend(stock, "one"), backend(stock, "two")], auto=True)
+        route = Route([backend(stock, "one"), backend(stock, "two")], auto=True, on_choice=said.append)
         route(make_call(), stock)
-        assert dict(route.chosen) == {"two": 1}
+        assert route.fused_calls == 1 and ": two (" in said.pop()
         choices._known.clear()  # as in another process
     route = Route([backend(lambda call: stock(replace(call, scale=0.36)), "two")], auto=True)
     route(make_call(), stock)
-    assert not route.chosen, "it is proven all the same"
+    assert not route.fused_calls, "it is proven all the same"
 
 
 def test_auto_never_takes_a_wrong_one(make_call: Make) -> None:
@@ -211,15 +199,16 @@ def test_auto_never_takes_a_wrong_one(make_call: Make) -> None:
 
     route = Route([backend(lambda call: stock(replace(call, scale=0.36)), "wrong")], auto=True)
     assert torch.equal(route(make_call(), slow), stock(make_call()))
-    assert not route.chosen
+    assert not route.fused_calls
 
 
 def test_auto_measures_again_when_lengths_double(make_call: Make) -> None:
-    route = Route([backend(stock)], auto=True, observer=(heard := Heard()))
+    said: list[str] = []
+    route = Route([backend(stock)], auto=True, on_choice=said.append)
     for keys in range(8, 33):  # a cache that grows
         route(make_call(queries=1, keys=keys), stock)
-    assert len(heard.choices) == 3  # 8, 16 and 32
-    assert len(heard.trials) == 1
+    assert len(said) == 3  # 8, 16 and 32
+    assert len(route.measurements) == 1
 
 
 @pytest.mark.parametrize("name", ["nan", "shape"])
