@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from diffkern import cache
+from diffkern.blocks import fp8
 from diffkern.graph.capture import CONSTANTS, CapturedStep, CaptureError, GraphPool, NoRoomError, capture
-from diffkern.graph.derived import check_sources, derived_state, derived_tensors
 from diffkern.graph.snapshot import ModuleSnapshot
 from diffkern.graph.timing import Stage, Stopwatch, Trial
 
@@ -123,6 +124,11 @@ class _Kind:
     step: CapturedStep | None = None
 
 
+def derived_state(patched: Iterable[nn.Module]) -> list[Hashable]:
+    """Which tensors are computed ahead for a step; equal as long as they are the same ones, from unchanged sources."""
+    return [cache.generation(), *map(fp8.state_of, patched)]
+
+
 @dataclass
 class StepGraphs:
     """The graphs of one module.
@@ -199,7 +205,7 @@ class StepGraphs:
         warm, self._thread.warm = getattr(self._thread, "warm", False), True
         kind = self.kinds.get(call.signature)
         if kind is not None and kind.step is not None:
-            check_sources(call.tensors[0].device)  # a replay calls no block that would
+            cache.start_round(call.tensors[0].device)  # a replay calls no block that would
         derived = derived_state(patched)
         if kind is None:
             reason, kind = FIRST_CALL, _Kind(now, derived)
@@ -267,7 +273,8 @@ class StepGraphs:
                 if isinstance(error, NoRoomError):  # what the pool grew by is free once no graph is left in it
                     self.kinds.clear()
                 raise
-            step.kept.extend(derived_tensors(child for child in module.modules() if child is not module))
+            inside = (child for child in module.modules() if child is not module)
+            step.kept.extend(entry for child in inside for entry in cache.entries_of(child))
             after = self.snapshot(module, patches)
             derived = derived_state(patched(after))
             change = kind.snapshot.difference(after)

@@ -73,6 +73,6 @@ def _timed(report: InjectionReport) -> Iterator[tuple[float, float]]:
 
 def _device(report: InjectionReport) -> torch.device | None:
     """Where the patched modules are, or None if none is left."""
-    modules: list[nn.Module] = [m for site in report.active if site._module is not None and (m := site._module())]
+    modules: list[nn.Module] = [m for site in report.active if (m := site.module) is not None]
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return next((tensor.device for tensor in tensors), None)

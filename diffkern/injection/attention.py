@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,6 @@ from diffkern.hub.policy import Policy
 from diffkern.hub.reference import is_reference
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import StrictModeError
-from diffkern.matching import full_name
 
 AUTO = "auto"
 OP = "attention"
@@ -80,7 +78,7 @@ def plan_attention(
     if not models:
         report.notes.append(f"attention={wish!r}: no model here lets its attention be chosen")
     for path, model, put in models:
-        site = Site(path, full_name(type(model)), OP, " or ".join(wishes), _module=weakref.ref(model))
+        site = Site.of(path, model, op=OP, provider=" or ".join(wishes))
         backends: list[Backend] = []
         for name in wishes:
             try:
@@ -180,7 +178,7 @@ def _tell(site: Site, sentence: str) -> None:
 
 
 def _skip(path: str, module: nn.Module, reason: str, report: InjectionReport) -> None:
-    report.skipped.append(Site(path, full_name(type(module)), OP, reason=reason, _module=weakref.ref(module)))
+    report.skipped.append(Site.of(path, module, op=OP, reason=reason))
 
 
 def _join(*parts: str) -> str:

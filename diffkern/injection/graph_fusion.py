@@ -27,9 +27,9 @@ from diffkern.graph.capture import CaptureError, NoRoomError
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.graph.timing import Stage, Stopwatch
 from diffkern.injection import hooks, notes
-from diffkern.injection.patching import patches, run_below
+from diffkern.injection.patching import patch_of, patches, run_below
 from diffkern.injection.rewrite_fusion import RewriteFusion
-from diffkern.injection.state import ATTRIBUTE, PatchState, StrictModeError
+from diffkern.injection.state import ATTRIBUTE, StrictModeError
 from diffkern.providers import Choice
 from diffkern.rewrite.span import Span, with_span
 from diffkern.verify.fusion import Fusion
@@ -186,7 +186,7 @@ class GraphFusion(Fusion):
 
     def _capture_blocks(self, module: nn.Module, reason: str, skip: int = 0) -> bool:
         """Has the blocks of a model captured from now on, if its forward has such a form; returns whether it has."""
-        key, state = f"blocks {self.by_time}", self._state(module)
+        key, state = f"blocks {self.by_time}", patch_of(module, self)
         if key in memory(module) and not skip:
             return False  # which were tried
         below = [fusion for patch in patches(module) if (fusion := patch.fusion) is not self]
@@ -266,7 +266,7 @@ class GraphFusion(Fusion):
         trial = call.trial
         if trial is None or trial.told or not trial.reason:
             return
-        state = self._state(module)
+        state = patch_of(module, self)
         if state is None or state.site is None:
             return
         trial.told = True
@@ -276,23 +276,19 @@ class GraphFusion(Fusion):
         notes.graph_decided(state.report, site.path or type(module).__name__, shape, trial)
         _log.info("%s, input %s: %s", site.path or type(module).__name__, shape, trial.reason)
 
-    def _state(self, module: nn.Module) -> PatchState | None:
-        """Its patch; None if another thread restored the module."""
-        return next((state for state in patches(module) if state.fusion is self), None)
-
     def _count_as_stock(self, module: nn.Module, reason: str, allowed: bool = False) -> None:
         """Corrects the count of a call that was admitted, and then could not be captured, or not yet if ``allowed``.
 
         Raises:
             StrictModeError: the injection was strict.
         """
-        state = self._state(module)
+        state = patch_of(module, self)
         if state is None:
             return
-        state.counts.take_fused_back()
+        state.take_fused_back()
         if state.strict and not self.by_time and not allowed:
             raise StrictModeError(f"{type(module).__name__} cannot run as a CUDA graph: it {reason}")
-        state.counts.add_stock(reason)
+        state.add_stock(reason)
 
     @override
     def stock(self, module: nn.Module, call: StepCall) -> Any:

@@ -251,9 +251,8 @@ def _restore_sites(sites: Sequence[Site]) -> int:
     count = 0
     with LOCK:
         for site in sites:
-            module = site._module() if site._module is not None else None
             if isinstance(site._state, Route):
                 count += site._state.undo()
-            elif module is not None and isinstance(site._state, PatchState):
-                count += remove_patch(module, site._state) and not site.waiting
+            elif site.module is not None and isinstance(site._state, PatchState):
+                count += remove_patch(site.module, site._state) and not site.waiting
     return count

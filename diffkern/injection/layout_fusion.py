@@ -15,8 +15,8 @@ from typing_extensions import override
 from diffkern.blocks import layout
 from diffkern.cache import memory
 from diffkern.injection import notes
-from diffkern.injection.patching import patches, run_below
-from diffkern.injection.state import LOCK, PatchState
+from diffkern.injection.patching import patch_of, run_below
+from diffkern.injection.state import LOCK
 from diffkern.ops.group_norm import following_layout
 from diffkern.providers import Choice
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -172,23 +172,20 @@ class LayoutFusion(Fusion):
         return ""
 
     def _as_it_is(self, module: nn.Module, call: Call, reason: str) -> Any:
-        state = self._state(module)
+        state = patch_of(module, self)
         if state is not None:
-            state.counts.take_fused_back()
-            state.counts.add_stock(reason)
+            state.take_fused_back()
+            state.add_stock(reason)
         return run_below(module, *call, self)
 
     def _tell(self, module: nn.Module, reason: str, said: str) -> None:
         """Keeps a decision, and puts it into the report."""
         memory(module)[_DECIDED] = reason
-        state = self._state(module)
+        state = patch_of(module, self)
         if state is not None and state.site is not None:
             state.site.waiting, state.site.reason = bool(reason), said
             what = "keeps its layout" if reason else "computes in channels last"
             notes.add(state.report, f"{state.site.path or type(module).__name__} {what}: {said}")
-
-    def _state(self, module: nn.Module) -> PatchState | None:
-        return next((state for state in patches(module) if state.fusion is self), None)
 
     @override
     def kind(self, module: nn.Module) -> Hashable:

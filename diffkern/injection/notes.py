@@ -11,8 +11,10 @@ import torch
 
 from diffkern.graph.timing import Stage, Trial
 from diffkern.injection.report import find_report
+from diffkern.providers.dispatch_modes import constant_in_graphs
 
 
+@constant_in_graphs
 def traced_as_stock(report: str, name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Says, once for all modules of a class, that a graph holds the stock forward because a proof has no room in it."""
     what = f"{name} in {str(dtype).removeprefix('torch.')} on {device}"
@@ -20,16 +22,19 @@ def traced_as_stock(report: str, name: str, device: torch.device, dtype: torch.d
     return _note(report, f"torch.compile traced {what} as stock, not being proven yet: {advice}")
 
 
+@constant_in_graphs
 def traced_as_fast(report: str, name: str) -> str:
     """Says the same of fp8: a graph has no room for copies of weights."""
     return _note(report, f"torch.compile traced {name} as numerics='fast' has it: its graphs hold no fp8")
 
 
+@constant_in_graphs
 def exported_as_stock(report: str) -> str:
     """Says that torch.export and torch.jit.trace see the stock forwards."""
     return _note(report, "exported as stock: programs of torch.export and torch.jit.trace hold no op of diffkern")
 
 
+@constant_in_graphs
 def traced(report: str) -> str:
     """Notes that a graph of ``torch.compile`` holds modules of a report, whose calls are not counted."""
     found = find_report(report)
@@ -60,17 +65,8 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _note(report: str, note: str) -> str:
-    found = find_report(report)
-    if found is not None and note not in found.notes:
-        found.notes.append(note)
+    add(report, note)
     if (report, note) not in _warned:
         _warned.add((report, note))
         warnings.warn(f"diffkern: {note}", stacklevel=4)
     return note
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-traced_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]
-traced_as_fast._dynamo_marked_constant = True  # type: ignore[attr-defined]
-traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
-exported_as_stock._dynamo_marked_constant = True  # type: ignore[attr-defined]

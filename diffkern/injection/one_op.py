@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.ops.registration import define
+from diffkern.providers.dispatch_modes import constant_in_graphs
 
 #: What runs a module, and knows how to make a call of operands.
 Run = Callable[[nn.Module, Sequence[Tensor | None]], Tensor]
@@ -33,12 +34,12 @@ def module_handle(module: nn.Module) -> Tensor:
     return torch.tensor(own, device="cpu")  # wherever tensors are made by default
 
 
+@constant_in_graphs
 def is_compile_root(name: str, forward: str) -> bool:
     """Whether ``torch.compile`` traces a module of a class by itself, and nothing around it.
 
     Not where a user put a forward of their own around that of the module: what they compute before and after would
     be in one graph with the op, where Inductor writes into its operands and its result.
-    Dynamo runs this while it traces, and takes the result for a constant.
 
     Args:
         name: Of the class.
@@ -52,10 +53,6 @@ def is_compile_root(name: str, forward: str) -> bool:
     except AttributeError:  # another version of torch: then as part of whatever it is
         return False
     return type(module).__name__ == name and file == forward and not torch.compiler.is_exporting()
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-is_compile_root._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def op_that_runs(run: Run) -> Callable[[Tensor, Sequence[Tensor | None]], Tensor]:

@@ -32,7 +32,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if state.gains and state.below is None and not state.is_model:
         gain = state.gain_of(args, kwargs)
         if gain:
-            state.counts.add_stock(gain)
+            state.add_stock(gain)
             run = type(self).forward
             if run is state.stock and state.without_gain is not None:
                 run = state.without_gain
@@ -95,7 +95,7 @@ def _run_below(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
 
 def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], fusion: Fusion | None = None) -> Any:
     """Runs a patched module as it would without the patch of ``fusion``, or the topmost one, and those over it."""
-    state = next((state for state in patches(module) if fusion is None or state.fusion is fusion), None)
+    state = next(patches(module), None) if fusion is None else patch_of(module, fusion)
     if state is None:  # restored by another thread
         return type(module).forward(module, *args, **kwargs)
     return _run_below(state, module, args, kwargs)
@@ -164,6 +164,11 @@ def patches(module: nn.Module) -> Iterator[PatchState]:
     while isinstance(state, PatchState):
         yield state
         state = state.below
+
+
+def patch_of(module: nn.Module, fusion: Fusion) -> PatchState | None:
+    """The patch of a fusion; None if another thread restored the module."""
+    return next((state for state in patches(module) if state.fusion is fusion), None)
 
 
 def patch(module: nn.Module, state: PatchState) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,8 +134,7 @@ def plan_modules(
         is_block = fusion is not None and fusion.is_block
         if is_block and options:
             blocks.append(f"{path}.".removeprefix("."))
-        site = Site(path, full_name(type(module)), how=None if matched is None else matched.how)
-        site._module = weakref.ref(module)
+        site = Site.of(path, module, how=None if matched is None else matched.how)
         seen.append(site)
         layers |= {layer} if layer else set()
         component = modules[path.partition(".")[0]] if "" not in modules else modules[""]
@@ -209,8 +207,7 @@ def plan_graphs(
     for name, module in modules.items():
         if not is_denoiser(name):
             continue
-        site = Site(name, full_name(type(module)), op=option.fusion.op, how=option.how, waiting=by_time)
-        site._module = weakref.ref(module)
+        site = Site.of(name, module, op=option.fusion.op, how=option.how, waiting=by_time)
         dtypes, devices = (_dtype(module),), _likely_devices(module)[:1]
         graphs = [state.fusion for state in patches(module) if isinstance(state.fusion, GraphFusion)]
         reason = ALREADY_PATCHED if any(by_time or not fusion.by_time for fusion in graphs) else None
@@ -248,8 +245,7 @@ def plan_layouts(
                 continue
             devices = _likely_devices(module, _device(model))[:1]
             if _reason_to_leave(module, [option], report.numerics, devices[0]) is None:
-                site = Site(path, full_name(type(module)), op=option.fusion.op, how=option.how, waiting=True)
-                site._module = weakref.ref(module)
+                site = Site.of(path, module, op=option.fusion.op, how=option.how, waiting=True)
                 planned.append(Candidate(module, site, [option], (_dtype(model),), devices))
     return planned
 
@@ -365,19 +361,14 @@ def _replaced(weights: list[nn.Parameter], size: float) -> str:
 def _refuse_other_numerics(report: InjectionReport) -> None:
     """Refuses to leave modules patched under another contract than the one that the report will state."""
     already = [site for site in report.skipped if site.reason == ALREADY_PATCHED]
-    other = {site.path: held for site in already if (held := _numerics_of(site)) not in (None, report.numerics)}
+    states = {site.path: patch_state(site.module) for site in already if site.module is not None}
+    other = {path: s.numerics for path, s in states.items() if s is not None and s.numerics != report.numerics}
     if other:
         path, held = next(iter(other.items()))
         raise ValueError(
             f"numerics={report.numerics!r}, but {len(other)} modules, such as {path or 'the model itself'}, are "
             f"already patched with numerics={held!r}: call restore() first, or inject with numerics={held!r}"
         )
-
-
-def _numerics_of(site: Site) -> str | None:
-    module = None if site._module is None else site._module()
-    state = None if module is None else patch_state(module)
-    return None if state is None else state.numerics
 
 
 def _apply_exclusions(candidates: list[Candidate], report: InjectionReport) -> list[Candidate]:
@@ -406,9 +397,7 @@ def _drop_covered(candidates: list[Candidate], report: InjectionReport) -> list[
     """Drops what a block computes itself, and what would have a turn of its own only where the block runs stock."""
     fusions = {candidate.site.path: candidate.fusion for candidate in candidates}
     for site in report.skipped:
-        module = site._module() if site.reason == ALREADY_PATCHED and site._module is not None else None
-        state = None if module is None else patch_state(module)
-        if state is not None:
+        if site.reason == ALREADY_PATCHED and site.module is not None and (state := patch_state(site.module)):
             fusions[site.path] = state.fusion
     covered = [(f"{path}." if path else "", fusion.covers) for path, fusion in fusions.items() if fusion.covers]
     return [

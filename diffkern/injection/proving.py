@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from diffkern.injection.planning import ALREADY_PATCHED, BY_CONFIG, Candidate
-from diffkern.injection.report import ONLY_EAGER, InjectionReport
+from diffkern.injection.report import ONLY_EAGER, InjectionReport, Site
 from diffkern.injection.state import STOCK, PatchState, only_eager
 from diffkern.providers import KERNEL_DTYPES, NoProviderError
 from diffkern.rewrite import DISAGREES
@@ -34,22 +34,27 @@ def choose_provider(candidate: Candidate, report: InjectionReport) -> bool:
         try:
             choice = candidate.fusion.choose(candidate.module, provider, device, candidate.dtypes)
         except NoProviderError as error:
-            if candidate.refuse(str(error)):
-                continue
-            site.reason = "; ".join(candidate.refused)
-            report._rejected.append(site)
-            return False
+            if not _has_another(candidate, str(error), report._rejected):
+                return False
+            continue
         plain = only_eager(candidate.fusion, choice, provider, device, candidate.dtypes)
-        if plain is not None:
-            if candidate.refuse(plain):
-                continue
-            site.reason = "; ".join(candidate.refused)
-            report.skipped.append(site)
+        if plain is None:
+            break
+        if not _has_another(candidate, plain, report.skipped):
             return False
-        site.provider = choice.provider
-        site.reason = "; ".join(filter(None, (*candidate.refused, choice.describe())))
-        candidate.choice_is_fallback |= choice.is_fallback
-        return True
+    site.provider = choice.provider
+    site.reason = "; ".join(filter(None, (*candidate.refused, choice.describe())))
+    candidate.choice_is_fallback |= choice.is_fallback
+    return True
+
+
+def _has_another(candidate: Candidate, reason: str, left_alone: list[Site]) -> bool:
+    """Gives up the best way of a candidate, which is left alone if that was the last one."""
+    another = candidate.refuse(reason)
+    if not another:
+        candidate.site.reason = "; ".join(candidate.refused)
+        left_alone.append(candidate.site)
+    return another
 
 
 def verify_candidates(candidates: list[Candidate], verifier: Verifier, report: InjectionReport) -> list[Candidate]:
@@ -61,12 +66,9 @@ def verify_candidates(candidates: list[Candidate], verifier: Verifier, report: I
             reason = "; ".join(dict.fromkeys(f"{proof.dtype} on {proof.device}: {proof.reason}" for proof in broken))
             if len(candidate.options) > 1:
                 reason = f"{candidate.site.provider}: {reason}"
-            if not candidate.refuse(reason):
-                candidate.site.reason = "; ".join(candidate.refused)
-                matched = any(DISAGREES not in proof.reason for proof in broken)
-                (report._rejected if matched else report.skipped).append(candidate.site)
-                break
-            if not choose_provider(candidate, report):
+            matched = any(DISAGREES not in proof.reason for proof in broken)
+            left_alone = report._rejected if matched else report.skipped
+            if not (_has_another(candidate, reason, left_alone) and choose_provider(candidate, report)):
                 break
             state.fusion, state.rule = candidate.options[0].fusion, candidate.options[0].rule
         else:

@@ -14,6 +14,7 @@ from torch import nn
 
 from diffkern.graph.timing import StepTime
 from diffkern.injection.counts import CountRecord, Counts
+from diffkern.matching import full_name
 from diffkern.verify.measures import Measurement
 
 if TYPE_CHECKING:
@@ -49,6 +50,16 @@ class Site:
     waiting: bool = False
     _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _state: Counts | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module, **known: Any) -> Site:
+        """The line of a module, which it does not keep alive."""
+        return cls(path, full_name(type(module)), **known, _module=weakref.ref(module))
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, as long as it is there."""
+        return None if self._module is None else self._module()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied or pickled report is a record: it does not hold on to modules, and cannot restore them."""

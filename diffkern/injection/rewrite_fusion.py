@@ -227,18 +227,18 @@ def _observe(module: nn.Module, reason: str | None) -> None:
     """Counts the call of a site, or of a forward that runs stock as a whole, where the module's patch counts."""
     state = module.__dict__.get(ATTRIBUTE)
     if reason is None and state is not None and state.fusion.counts_itself:  # mostly
-        state.counts.add_fused()
+        state.add_fused()
         return
     if state is not None and not state.fusion.counts_itself:  # a graph lies over it
         state = next((state for state in patches(module) if state.fusion.counts_itself), None)
     if state is None:  # restored by another thread
         return
     if reason is None:
-        state.counts.add_fused()
+        state.add_fused()
     elif state.strict:
         raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
     else:
-        state.counts.add_stock(reason)
+        state.add_stock(reason)
 
 
 def _record(module: nn.Module, proof: Measurement) -> None:

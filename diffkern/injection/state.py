@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ class StrictModeError(RuntimeError):
     """Raised in place of a fall back to the stock forward when the injection was strict."""
 
 
-class PatchState:
+class PatchState(CallCounts):
     """What a patched module's forward needs to know, and what it counts.
 
     Attributes:
@@ -65,10 +64,10 @@ class PatchState:
         no_gradients: Why such calls run stock, by provider.
         restored: Whether the patch was taken away again.
         gains: Why calls of a size take no less time fused, or "", as far as that was timed.
-        counts: The calls so far.
     """
 
     def __init__(self, fusion: Fusion, rule: Rule, verifier: Verifier | None, strict: bool, numerics: str) -> None:
+        super().__init__()
         self.fusion = fusion
         self.is_model = fusion.is_model
         #: Whether a call that gains is asked nothing else here: its sites ask.
@@ -91,22 +90,6 @@ class PatchState:
         self.no_gradients: dict[str | None, str] = {}
         self.restored = False
         self.gains: dict[tuple[torch.device, torch.dtype, int, bool], str] = {}
-        self.counts = CallCounts()
-
-    @property
-    def fused_calls(self) -> int:
-        """Calls that ran fused."""
-        return self.counts.fused_calls
-
-    @property
-    def stock_calls(self) -> Counter[str]:
-        """Calls that ran the stock forward, by reason."""
-        return self.counts.stock_calls
-
-    @property
-    def stock_pieces(self) -> Counter[str]:
-        """Of the fused calls, those in which a part ran stock, by part."""
-        return self.counts.stock_pieces
 
     def check_guards(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> tuple[str, ...] | None:
         """The parts of this call that run stock, or None if all of it does. Counts it, and proves it the first time."""
@@ -125,15 +108,15 @@ class PatchState:
         if reason is not None:
             if self.strict and not fusion.allowed_in_strict(module, call):
                 raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
-            self.counts.add_stock(reason)
+            self.add_stock(reason)
             return None
         pieces = fusion.stock_pieces(module, call)
         if pieces:
             if self.strict:
                 raise StrictModeError(f"{type(module).__name__} cannot run fused throughout: not {', '.join(pieces)}")
-            self.counts.add_pieces(pieces)
+            self.add_pieces(pieces)
         if not fusion.counts_itself:
-            self.counts.add_fused()
+            self.add_fused()
         return pieces
 
     def _check_while_traced(self, module: nn.Module, call: Any) -> tuple[str, ...] | None:
@@ -243,8 +226,8 @@ class PatchState:
         """
         if self.strict:
             raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}") from error
-        self.counts.take_fused_back()
-        self.counts.add_stock(reason)
+        self.take_fused_back()
+        self.add_stock(reason)
         self.revoked = reason
         self._warn(module, reason, "it runs stock from now on")
         if self.site is not None:

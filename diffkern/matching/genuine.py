@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffkern.providers.dispatch_modes import constant_in_graphs
+
 #: Libraries whose classes must run what stands in their files, whatever it is decorated with by one of them.
 _LIBRARIES = frozenset({"torch", "diffusers", "transformers"})
 #: Where decorators come from.
@@ -28,20 +30,16 @@ _FUNCTIONS = ("linear", "gelu", "silu", "layer_norm", "rms_norm", "group_norm")
 _own: dict[type[nn.Module], Callable[..., Any]] = {}
 
 
+@constant_in_graphs
 def is_own(forward: Callable[..., Any], cls: type[nn.Module]) -> bool:
     """Whether the forward that a class has is its own: as its library wrote it; of others, as it was first seen.
 
-    ``torch.compile`` takes the answer for a constant. Its graph depends on the forward, which is given for that, and
-    not on a table of classes that grows.
+    A graph depends on the forward, which is given for that, and not on a table of classes that grows.
     """
     own = _own.get(cls)
     if own is None and replacement(cls) is None:
         own = _own[cls] = cls.forward
     return forward is own
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def replacement(cls: type[nn.Module]) -> str | None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch.autograd import forward_ad
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def transforms_active() -> bool:
@@ -16,14 +21,19 @@ def modes_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def constant_in_graphs(function: _Function) -> _Function:
+    """Has ``torch.compile`` run a function while it traces, and take the result for a constant.
+
+    So does ``torch.compiler.assume_constant_result``, which imports all of torch._dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
 def is_exporting() -> bool:
     """Whether ``torch.export`` traces this call.
 
-    ``torch.compile`` runs this while it traces, and takes the result for a constant: of ``torch.compiler.is_exporting``
-    the Dynamo of torch 2.11 believes that it is always true.
+    Of ``torch.compiler.is_exporting`` the Dynamo of torch 2.11 believes that it is always true.
     """
     return torch.compiler.is_exporting()
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -23,7 +23,6 @@ import diffkern
 from diffkern import cache, inject_optimized_kernels
 from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.cache import derived, memory
-from diffkern.graph.derived import derived_tensors
 from diffkern.injection import planning
 from tests.injection.models import ltx_inputs, tiny_ltx
 
@@ -366,7 +365,7 @@ def test_what_a_graph_reads_stays_in_memory_when_the_caches_replace_it(
     inputs = ltx_inputs(batch=2)
     for _ in range(3):
         step(model, inputs)
-    held = derived_tensors(model.modules())
+    held = [entry for module in model.modules() for entry in cache.entries_of(module)]
     kept = [weakref.ref(table) for table in memory(model.rope)["tables"].kept.tables]
     kept += [weakref.ref(kept_value(model))]
     if numerics == "fp8":

@@ -8,8 +8,8 @@ import torch
 from diffusers import LTXVideoTransformer3DModel
 from torch import Tensor, nn
 
-from diffkern.graph.derived import derived_state
 from diffkern.graph.snapshot import ModuleSnapshot
+from diffkern.graph.steps import derived_state
 from diffkern.injection.patching import patch_state, patches
 
 
