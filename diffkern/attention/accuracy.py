@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from diffkern.attention.call import AttentionCall
-from diffkern.attention.measure import unobserved
 from diffkern.providers.foreign import MisconductError, copy_of, same_bits
+from diffkern.verify.gradients import with_gradients
 
 Compute = Callable[[AttentionCall], Tensor]
 
@@ -108,12 +109,10 @@ def gradient_errors(call: AttentionCall, computes: tuple[Compute, ...]) -> list[
     results = []
     for compute in (reference, *computes):
         dtype = torch.float64 if compute is reference else call.query.dtype
-        inputs = [x.to(dtype) for x in (call.query, call.key, call.value)]
-        leaves = [copy_of(x).requires_grad_() for x in inputs]
-        with torch.enable_grad(), unobserved():
-            y = compute(replace(call, query=leaves[0], key=leaves[1], value=leaves[2]))
-            cotangent = torch.linspace(-1, 1, y.shape[-1], device=y.device, dtype=y.dtype).expand_as(y)
-            gradients = torch.autograd.grad(y, leaves, cotangent)
+        inputs = [x.detach().to(dtype) for x in (call.query, call.key, call.value)]
+        leaves = query, key, value = tuple(map(copy_of, inputs))
+        own = replace(call, query=query, key=key, value=value)
+        _, *gradients = with_gradients(partial(compute, own), leaves)
         if not all(same_bits(x, leaf) for x, leaf in zip(inputs, leaves, strict=True)):
             raise MisconductError("it changed its input")
         flat = torch.cat([gradient.flatten().double() for gradient in gradients])

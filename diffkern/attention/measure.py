@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffkern.attention.call import AttentionCall
 from diffkern.providers.foreign import copy_of
-from diffkern.verify.gain import SLEEP
-
-#: Timed runs, and the seconds after which there are no more of them.
-RUNS, ENOUGH = 7, 0.2
+from diffkern.verify.gain import costs
+from diffkern.verify.gradients import unobserved
 
 
 def seconds(compute: Callable[[AttentionCall], Tensor], call: AttentionCall) -> float:
-    """Returns the median time of a call in seconds, with its backward if gradients are wanted.
+    """Returns the time of a call on its device in seconds, with its backward if gradients are wanted.
 
-    The first run, which loads and compiles, is not counted.
+    The first run, which loads and compiles, is not counted; of the others the fastest.
     """
-    run = runner(compute, call)
-    run()
-    times: list[float] = []
-    while len(times) < RUNS and (len(times) < 3 or sum(times) < ENOUGH):
-        times.append(_clock(run, call.query.device))
-    return median(times)
+    (cost,) = costs((runner(compute, call),), call.query.device)
+    return cost.device / 1e6
 
 
 def peak_bytes(compute: Callable[[AttentionCall], Tensor], call: AttentionCall) -> int | None:
@@ -59,32 +49,3 @@ def runner(compute: Callable[[AttentionCall], Tensor], call: AttentionCall) -> C
                 torch.autograd.grad(y, tensors, torch.ones_like(y))
 
     return run
-
-
-def unobserved() -> AbstractContextManager[Any]:
-    """Keeps what is saved for a backward of ours from hooks around the user's call, as checkpointing has them."""
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-def _clock(run: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.device(device):
-            # Meanwhile the host gets ahead: in a model, or a graph, the GPU seldom waits for it.
-            torch.cuda._sleep(SLEEP)
-        start.record(torch.cuda.current_stream(device))
-        run()
-        end.record(torch.cuda.current_stream(device))
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    started = time.perf_counter()
-    run()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter() - started

@@ -19,17 +19,12 @@ from diffkern.providers.dispatch_modes import is_exporting, transforms_active
 from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import identical, is_of_user, preserved, summary
 from diffkern.verify import choices
+from diffkern.verify.contract import ENOUGH, RATIO, SLACK
 from diffkern.verify.isolation import call_twice
 from diffkern.verify.measures import Measurement
 
 Compute = Callable[[AttentionCall], Tensor]
 
-#: A backend may be less accurate than the stock attention by this factor, ...
-RATIO = 1.05
-#: ... and this, relative, plus one rounding of the dtype where few numbers are compared.
-SLACK = 1e-6
-#: Numbers from which on the ratio means something.
-ENOUGH = 4096
 #: Keys from which on a call is of another kind.
 MANY_KEYS = 1024
 #: What ``"auto"`` must gain to leave the stock attention, and the share of its time that is left then.

@@ -25,7 +25,7 @@ _LEAST_TURNS, _MOST_TURNS, _BUDGET = 2, 200, 0.02
 #: What takes longer than so many seconds is called once alone after its warm-up.
 _LONG = 0.3
 #: Calls of a round on a GPU at most, and the clock cycles that it sleeps before, so that the host has launched them.
-_GPU_CALLS, SLEEP = 8, 3_000_000
+_GPU_CALLS, _SLEEP = 8, 3_000_000
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> li
             other_work()
             started = time.perf_counter()
             compute()
+            _finish(device)
             fastest[i] = min(fastest[i], time.perf_counter() - started)
         if number >= _LEAST_TURNS and time.perf_counter() - began > _BUDGET:
             break
@@ -147,8 +148,8 @@ def _seconds(compute: Callable[[], Any], device: torch.device) -> float:
 
 
 def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu" and device.type == getattr(torch.accelerator.current_accelerator(), "type", None):
+        torch.accelerator.synchronize(device)
 
 
 def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, calls: int) -> list[Cost]:
@@ -158,7 +159,7 @@ def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, cal
         for _ in range(_ROUNDS):
             for compute, mine in zip(computations, turns, strict=True):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(SLEEP)
+                torch.cuda._sleep(_SLEEP)
                 start.record(stream)
                 began = time.perf_counter()
                 for _ in range(calls):
