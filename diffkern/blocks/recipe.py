@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from diffkern.matching import full_name
-from diffkern.providers import KERNEL_DTYPES, Choice, select
+from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.contract import FEW_TOKENS, TOKENS
 from diffkern.verify.fusion import Fusion
 from diffkern.verify.gain import reason_to_stay_stock
 from diffkern.verify.gradients import with_gradients
-from diffkern.verify.samples import clone_tree
+from diffkern.verify.samples import clone_tree, doubled, in_float64
 
 #: Full name of a block's class -> its name as an op, and the module with its recipe, ``RECIPE`` unless it is named.
 #: That may import diffusers, which a user of such a block has imported already.
@@ -75,14 +75,13 @@ class BlockRecipe(Fusion):
     Attributes:
         op: Name of the whole in reports and configurations.
         kernel_ops: The ops of :mod:`diffkern.ops` between which providers can be chosen; none where none is called.
-        served_by: What reports name as the provider where there are no such ops.
         fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
         versions: The versions of the library that these sources are from.
         is_timed_on_cpu: Whether calls on a CPU run stock where they take no less time so.
         matched_sources: What :meth:`sources` returned when a block was matched.
     """
 
-    served_by: ClassVar[str] = "cache"
+    served_by = "cache"
     fingerprints: ClassVar[frozenset[str]]
     versions: ClassVar[str]
     is_timed_on_cpu: ClassVar[bool] = False
@@ -168,14 +167,6 @@ class BlockRecipe(Fusion):
         return self.op, children, parameters
 
     @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
-        """The least preferred of the choices for its ops speaks for the block, if it has ops."""
-        choices = [select(op, device, dtypes[:1], provider) for op in self.kernel_ops]
-        return max(choices, key=lambda choice: len(choice.declined), default=Choice(self.served_by, self.compute, ()))
-
-    @override
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
         """Its own: a block casts nothing. Those of a quantised or layerwise cast one are the model's."""
         own = next((p.dtype for p in module.parameters() if p.dtype in KERNEL_DTYPES), whole)
@@ -206,18 +197,18 @@ class BlockRecipe(Fusion):
 
     @override
     def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
-        return self.stock(self._in_float64(module, call), _doubled(call))
+        return self.stock(self._in_float64(module, call), doubled(call))
 
     @override
     def exact_training(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         """By autograd through the stock forward; None for what computes nothing that gradients go through."""
         if not self.kernel_ops:
             return None
-        wide, exact = self._in_float64(module, call), _doubled(call)
+        wide, exact = self._in_float64(module, call), doubled(call)
         return with_gradients(lambda: self.stock(wide, exact), (self.primary_input(exact), *wide.parameters()))
 
     def _in_float64(self, module: nn.Module, call: tuple[Any, ...]) -> nn.Module:
-        twin = clone_tree(module, self.primary_input(call).device, lambda tensor: torch.float64, torch.float64)
+        twin = in_float64(module, self.primary_input(call).device)
         self.make_plain(twin)
         return twin
 
@@ -231,13 +222,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _doubled(value: Any) -> Any:
-    """A call with every floating point tensor in float64."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    return tuple(_doubled(item) for item in value) if isinstance(value, tuple) else value
 
 
 @cache

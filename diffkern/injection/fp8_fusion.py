@@ -41,7 +41,7 @@ from diffkern.verify import gradients
 from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO, ROWS
 from diffkern.verify.fusion import OneTensorFusion
 from diffkern.verify.gain import reason_to_stay_stock
-from diffkern.verify.samples import bare, clone_leaf, clone_tree, random_input
+from diffkern.verify.samples import bare, clone_leaf, clone_tree, in_float64, random_input
 
 #: The names under which configurations and reports know such layers, and two of them with a GELU between.
 OPS = OP, FEED_FORWARD_OP = "linear_fp8", "feed_forward_fp8"
@@ -402,5 +402,4 @@ class Fp8FeedForward(Fp8Fusion):
 
     @override
     def reference(self, module: nn.Module, call: Tensor) -> Tensor:
-        wide = clone_tree(module, call.device, lambda tensor: torch.float64, torch.float64)
-        return self.stock(wide, call.double())
+        return self.stock(in_float64(module, call.device), call.double())

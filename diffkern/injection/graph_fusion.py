@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -30,7 +30,6 @@ from diffkern.injection import hooks, notes
 from diffkern.injection.patching import patch_of, patches, run_below
 from diffkern.injection.rewrite_fusion import RewriteFusion
 from diffkern.injection.state import ATTRIBUTE, StrictModeError
-from diffkern.providers import Choice
 from diffkern.rewrite.span import Span, with_span
 from diffkern.verify.fusion import Fusion
 
@@ -293,16 +292,6 @@ class GraphFusion(Fusion):
     @override
     def stock(self, module: nn.Module, call: StepCall) -> Any:
         return run_below(module, *call.arguments(), self)
-
-    @override
-    def kind(self, module: nn.Module) -> Hashable:
-        return id(module)
-
-    @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
-        return Choice("cuda_graph", self.compute, ())
 
 
 def _equal(result: Any, other: Any) -> bool:

@@ -23,7 +23,7 @@ from diffkern.verify.fusion import Fusion
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.isolation import Copy
 from diffkern.verify.measures import as_one, relative_error
-from diffkern.verify.samples import clone_tree, is_ordinary, random_input
+from diffkern.verify.samples import clone_tree, doubled, in_float64, is_ordinary, random_input
 
 #: Rows of a random proof.
 ROWS = 64
@@ -160,7 +160,7 @@ class LayerFusion(Fusion):
         runs = [as_one(self.stock(module, Copy(call).call)) for _ in range(2)]
         if not identical(*runs):
             raise NoProviderError("its stock forward draws random numbers, and no result can be compared with another")
-        result = self.stock(self._in_float64(module, call), pytree.tree_map(_double, call))
+        result = self.stock(self._in_float64(module, call), doubled(call))
         error = relative_error(runs[0], as_one(result))
         if not error <= SANE.get(runs[0].dtype, 1e-3):
             raise NoProviderError(f"its stock forward is {error:.1e} away from the same in float64")
@@ -173,12 +173,11 @@ class LayerFusion(Fusion):
 
     @override
     def exact_training(self, module: nn.Module, call: Call) -> tuple[Tensor, ...]:
-        exact, doubles = self._in_float64(module, call), pytree.tree_map(_double, call)
+        exact, doubles = self._in_float64(module, call), doubled(call)
         return with_gradients(lambda: self.stock(exact, doubles), (*self.grad_inputs(doubles), *exact.parameters()))
 
     def _in_float64(self, module: nn.Module, call: Call) -> nn.Module:
-        device = self.primary_input(call).device
-        return _in_modes_of(module, clone_tree(module, device, lambda tensor: torch.float64, torch.float64))
+        return _in_modes_of(module, in_float64(module, self.primary_input(call).device))
 
     def _layer(self, module: nn.Module, device: torch.device) -> type[nn.Module]:
         """The layer for ``device`` and the mode that the module is in.
@@ -212,10 +211,6 @@ def _input_size(module: nn.Module) -> int | None:
         return size
     weight = module._parameters.get("weight")
     return None if weight is None or weight.ndim != 1 else weight.shape[0]
-
-
-def _double(value: Any) -> Any:
-    return value.detach().double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _in_modes_of(module: nn.Module, copy: nn.Module) -> nn.Module:

@@ -18,7 +18,6 @@ from diffkern.injection import notes
 from diffkern.injection.patching import patch_of, run_below
 from diffkern.injection.state import LOCK
 from diffkern.ops.group_norm import following_layout
-from diffkern.providers import Choice
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.providers.foreign import preserved, summary
 from diffkern.verify import choices, gradients
@@ -186,16 +185,6 @@ class LayoutFusion(Fusion):
             state.site.waiting, state.site.reason = bool(reason), said
             what = "keeps its layout" if reason else "computes in channels last"
             notes.add(state.report, f"{state.site.path or type(module).__name__} {what}: {said}")
-
-    @override
-    def kind(self, module: nn.Module) -> Hashable:
-        return id(module)
-
-    @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
-        return Choice(OP, self.compute, ())
 
 
 def _hand_over(copy: Call, call: Call) -> None:

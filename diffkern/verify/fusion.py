@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.providers import Choice
+from diffkern.providers import Choice, select
 from diffkern.verify.measures import Measurement
 
 if TYPE_CHECKING:
@@ -57,6 +57,11 @@ class Fusion(ABC):
     def kernel_ops(self) -> tuple[str, ...]:
         """The ops between whose providers it can choose; none for what gains something without a kernel."""
         return ()
+
+    @property
+    def served_by(self) -> str:
+        """What reports name as its provider where it has no such ops."""
+        return self.op
 
     def computes(self, path: str) -> bool:
         """Whether it computes the module at a path, as seen from its own, itself."""
@@ -155,15 +160,18 @@ class Fusion(ABC):
         """What modules must have in common to share a proof."""
         return None
 
-    @abstractmethod
     def choose(
         self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
     ) -> Choice:
         """Says who will compute it, for calls of the first of ``dtypes`` on ``device``.
 
+        The least preferred of the choices for its ops speaks for it, if it has ops.
+
         Raises:
             diffkern.providers.NoProviderError: no provider can, or the one asked for cannot.
         """
+        choices = [select(op, device, dtypes[:1], provider) for op in self.kernel_ops]
+        return max(choices, key=lambda choice: len(choice.declined), default=Choice(self.served_by, self.compute, ()))
 
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
         """Dtypes that calls will probably have in a model of dtype ``whole``, the likeliest first."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from diffkern.matching import NormSemantics
 from diffkern.providers import KERNEL_DTYPES
@@ -47,6 +48,18 @@ def random_input(shape: torch.Size, device: torch.device, dtype: torch.dtype) ->
     x = torch.randn(shape, generator=generator, device="cpu") + 0.3
     scale = torch.empty(shape[0], *(1,) * (len(shape) - 1), device="cpu").uniform_(-3, 3, generator=generator).exp2()
     return (x * scale).to(device=device, dtype=dtype)
+
+
+def in_float64(module: nn.Module, device: torch.device) -> nn.Module:
+    """Returns a copy of a module as :func:`clone_tree` makes it, in float64."""
+    return clone_tree(module, device, lambda tensor: torch.float64, torch.float64)
+
+
+def doubled(call: Any) -> Any:
+    """Returns a call, in any containers, with every floating point tensor in float64."""
+    return pytree.tree_map(
+        lambda x: x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x, call
+    )
 
 
 def clone_leaf(module: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
