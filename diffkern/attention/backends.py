@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -250,35 +251,22 @@ def _load_cudnn_fp8() -> Compute:
     return attend
 
 
-def _flash(name: str, **differences: Any) -> Backend:
-    properties: dict[str, Any] = {
-        "device_types": frozenset({"cuda"}),
-        "dtypes": _HALF,
-        "masks": _NO_MASK,
-        "max_head_dim": 256,
-        "capability": (8, 0),
-        **differences,
-    }
-    return Backend(name, _diffusers(name), **properties)
-
-
-def _sage(name: str, **differences: Any) -> Backend:
-    properties: dict[str, Any] = {
-        "device_types": frozenset({"cuda"}),
-        "dtypes": _HALF,
-        "masks": _NO_MASK,
-        "dropout": False,
-        "gradients": False,
-        "max_head_dim": 128,
-        "capability": (8, 0),
-        "lossy": "quantises queries and keys to 8 bits",
-        "package": "sageattention",
-        **differences,
-    }
-    return Backend(name, _diffusers(name), **properties)
+def _through_diffusers(properties: Mapping[str, Any], name: str, **differences: Any) -> Backend:
+    """A backend that has the properties of its family, but for some."""
+    return Backend(name, _diffusers(name), **{**properties, **differences})
 
 
 _CUDA = frozenset({"cuda"})
+_FLASH = {"device_types": _CUDA, "dtypes": _HALF, "masks": _NO_MASK, "max_head_dim": 256, "capability": (8, 0)}
+_SAGE = {
+    **_FLASH,
+    "dropout": False,
+    "gradients": False,
+    "max_head_dim": 128,
+    "lossy": "quantises queries and keys to 8 bits",
+    "package": "sageattention",
+}
+_flash, _sage = partial(_through_diffusers, _FLASH), partial(_through_diffusers, _SAGE)
 
 #: Every backend by its name. The variants for packed sequences take no mask here: given one, they keep the first
 #: keys of each sample, as many as it shows, whichever those are.

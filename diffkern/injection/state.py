@@ -6,6 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy as shallow_copy
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,12 @@ STOCK = ""
 LOCK = threading.RLock()
 
 _REPLACED = "what its class computes was replaced after the injection"
+
+#: What of a patch a copy of its module has, too.
+_SHARED = (
+    *("had_instance_forward", "stock", "without_gain", "report", "proven", "revoked", "refused"),
+    *("proven_gradients", "no_gradients", "gains"),
+)
 
 _Proven = tuple[torch.device, torch.dtype, torch.dtype | None, str | None, Hashable]
 
@@ -206,16 +213,13 @@ class PatchState(CallCounts):
         another_may = not self.fusion.is_layer
         if another_may and provider and hub.is_kernel(provider) and not self.strict:
             self.rule = self.rule.map(lambda choice: None if choice == provider else choice)
-            self._warn(module, reason, f"the next provider serves {_situation(module, x.device)}")
+            self._warn(module, reason, f"; the next provider serves {_situation(module, x.device)}")
             return None if self._is_proven(module, call) else self._prove(module, call)
         if set(self.rule.choices()) <= {provider, STOCK}:
-            self.revoked = reason
-            self._warn(module, reason, "it runs stock from now on")
-            if self.site is not None:
-                self.site.revoked = True
+            self._revoke(module, reason)
         else:
             self.refused[provider] = reason
-            self._warn(module, reason, f"it runs stock {_situation(module, x.device)}")
+            self._warn(module, reason, f"; it runs stock {_situation(module, x.device)}")
         return reason
 
     def disable(self, module: nn.Module, reason: str, error: Exception) -> None:
@@ -228,15 +232,18 @@ class PatchState(CallCounts):
             raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}") from error
         self.take_fused_back()
         self.add_stock(reason)
+        self._revoke(module, reason)
+
+    def _revoke(self, module: nn.Module, reason: str) -> None:
         self.revoked = reason
-        self._warn(module, reason, "it runs stock from now on")
+        self._warn(module, reason, "; it runs stock from now on")
         if self.site is not None:
             self.site.revoked = True
 
-    def _warn(self, module: nn.Module, reason: str, consequence: str) -> None:
+    def _warn(self, module: nn.Module, reason: str, consequence: str = "") -> None:
         if self.site is not None:
             self.site.reason = reason
-        warnings.warn(f"diffkern: {type(module).__name__} {reason}; {consequence}", stacklevel=6)
+        warnings.warn(f"diffkern: {type(module).__name__} {reason}{consequence}", stacklevel=6)
 
     def gain_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """What :attr:`gains` says of a call; None for a call that is asked all questions."""
@@ -291,24 +298,14 @@ class PatchState(CallCounts):
                 self.proven_gradients.add(key)
                 return None
             reason = self.no_gradients[provider] = f"runs stock wherever gradients are wanted: {measurement.reason}"
-        if self.site is not None:
-            self.site.reason = reason
-        warnings.warn(f"diffkern: {type(module).__name__} {reason}", stacklevel=4)
+        self._warn(module, reason)
         return reason
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         """A copy of the module counts for itself, and shares the proofs."""
         copy = PatchState(self.fusion, self.rule, self.verifier, self.strict, self.numerics)
-        copy.had_instance_forward = self.had_instance_forward
+        vars(copy).update({name: shallow_copy(vars(self)[name]) for name in _SHARED})
         copy.below = deepcopy(self.below, memo)
-        copy.stock, copy.without_gain = self.stock, self.without_gain
-        copy.report = self.report
-        copy.proven = set(self.proven)
-        copy.revoked = self.revoked
-        copy.refused = dict(self.refused)
-        copy.proven_gradients = set(self.proven_gradients)
-        copy.no_gradients = dict(self.no_gradients)
-        copy.gains = dict(self.gains)
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:

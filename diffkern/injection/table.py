@@ -48,19 +48,11 @@ class Drawing:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yields the parts, for the width there is."""
         report = self.report
-        failed, unserved = _failures(report)
         yield Text(report.summary(), style="bold")
         for what, said in (("gain", report.gain()), ("next", report.next_step())):
             if said:
                 yield Text(f"{what}: {said}")
-        states = (
-            ("planned" if report.dry_run else "patched", report.active),
-            ("skipped", report.skipped),
-            ("failed", failed),
-            ("unserved", unserved),
-            ("restored", report.restored),
-        )
-        groups = [(state, group) for state, sites in states for group in _groups(sites)]
+        groups = [(state, group) for state, sites in _states(report) for group in _groups(sites)]
         shared = _shared_reasons([group for _, group in groups])
 
         def say(reason: str) -> str:
@@ -110,10 +102,27 @@ def render_html(report: InjectionReport) -> str:
     return console.export_html(inline_styles=True, code_format="<pre style='white-space:pre'>{code}</pre>")
 
 
-def _failures(report: InjectionReport) -> tuple[list[Site], list[Site]]:
-    """The sites that failed, and those that no provider serves."""
+#: The states of a site as the table has them, and in a sentence.
+_SAID = {
+    "planned": "would be patched",
+    "patched": "is patched",
+    "skipped": "was left alone",
+    "failed": "failed and runs stock",
+    "unserved": "is served by no provider and runs stock",
+    "restored": "was restored and runs stock",
+}
+
+
+def _states(report: InjectionReport) -> list[tuple[str, list[Site]]]:
+    """The sites by state; those that failed apart from those that no provider serves."""
     failed = [site for site in report.failed if site.broken or site.revoked]
-    return failed, [site for site in report.failed if site not in failed]
+    return [
+        ("planned" if report.dry_run else "patched", report.active),
+        ("skipped", report.skipped),
+        ("failed", failed),
+        ("unserved", [site for site in report.failed if site not in failed]),
+        ("restored", report.restored),
+    ]
 
 
 def _groups(sites: Iterable[Site]) -> list[list[Site]]:
@@ -215,21 +224,12 @@ def _places(group: list[Site]) -> str:
 
 def explain(report: InjectionReport, path: str) -> str:
     """Returns what happened to the module at ``path``, in a sentence for each of its sites."""
-
-    def waits(site: Site) -> bool:
-        return site.undecided and report.verified and not report.dry_run
-
-    failed, unserved = _failures(report)
-    states = (
-        ("would be patched", report.active if report.dry_run else []),
-        ("is patched", [site for site in report.active if not report.dry_run and not waits(site)]),
-        ("is patched, to be proven at its first call", [site for site in report.active if waits(site)]),
-        ("was left alone", report.skipped),
-        ("failed and runs stock", failed),
-        ("is served by no provider and runs stock", unserved),
-        ("was restored and runs stock", report.restored),
-    )
-    found = [(state, site) for state, sites in states for site in sites]
+    first_call = ", to be proven at its first call" if report.verified else ""
+    found = [
+        (_SAID[state] + first_call * (state == "patched" and site.undecided), site)
+        for state, sites in _states(report)
+        for site in sites
+    ]
     here = [_sentence(state, site) for state, site in found if site.path == path]
     if here:
         return " ".join(here)
