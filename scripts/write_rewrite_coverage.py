@@ -2,8 +2,8 @@
 
 python scripts/write_rewrite_coverage.py [--comfyui FOLDER]
 
-Reads the source alone; no model is built. With ``--comfyui`` it reads the models of a checkout of ComfyUI, and prints
-their table instead.
+Reads the source alone; no model is built. With ``--comfyui`` it reads the models of a checkout of ComfyUI, and writes
+docs/comfyui-models.md instead.
 
 A candidate is what looks like glue to a scan that is looser than the rules: it goes through any definition that reaches
 a name, whatever else uses it, and asks nothing about order, branches and aliases. So what a rule misses shows.
@@ -63,19 +63,19 @@ def _modulated_norm() -> Shape:
     return Either((Sum(product, Leaf("shift")), product))
 
 
-_GATED_KIND = "gated and post-norm residual"
+MODULATED, GATED_KIND = "norm + modulate", "gated and post-norm residual"
 #: What is counted: name -> shape of the node that stands for the candidate.
 KINDS: dict[str, Shape] = {
-    "norm + modulate": _SCALED,
+    MODULATED: _SCALED,
     "residual -> norm + modulate": Product(Norm(Kept(_RESIDUAL)), Leaf("scale")),
-    _GATED_KIND: Either((_GATED, _POST_NORM)),
+    GATED_KIND: Either((_GATED, _POST_NORM)),
     "gated linear unit": Product(Activated("gate", _GLU), Leaf("value")),
     "norm, SiLU": Activated("norm", frozenset({"silu"}), Either((_modulated_norm(), Norm(Leaf("x"))))),
 }
 #: The same for models that add in place.
 _KINDS_OF_COMFYUI = {
     **KINDS,
-    _GATED_KIND: Either((_GATED, _POST_NORM, AddedInPlace(Product(_GATE, Leaf("x"))))),
+    GATED_KIND: Either((_GATED, _POST_NORM, AddedInPlace(Product(_GATE, Leaf("x"))))),
 }
 #: The methods of diffusers' models that are rewritten.
 _CALLED = frozenset({"forward", "__call__"})
@@ -103,6 +103,7 @@ class Candidate:
         text: The expression.
         rule: The rule that covers it, or None.
         reason: Why none does.
+        gated: Whether it has a gate.
     """
 
     kind: str
@@ -112,6 +113,7 @@ class Candidate:
     text: str
     rule: str | None = None
     reason: str = ""
+    gated: bool = False
 
 
 class _LooseFlow(Flow):
@@ -124,7 +126,7 @@ class _LooseFlow(Flow):
         return min(reaching, key=lambda one: one.value.lineno) if reaching else None  # type: ignore[union-attr]
 
 
-def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _CALLED) -> list[Candidate]:
+def survey(package: str = "diffusers.models") -> list[Candidate]:
     """Returns all candidates in a package, each with the rule that covers it or the reason why none does.
 
     In convolutional files the norms with SiLU are the candidates. A method is planned if it holds one, or calls, by its
@@ -132,7 +134,6 @@ def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _
 
     Args:
         package: The name of the package.
-        methods: The methods that are rewritten; None for all of a class.
     """
     found: dict[tuple[str, str, int, int], Candidate] = {}
     covered: dict[tuple[str, int, int], str] = {}
@@ -144,12 +145,12 @@ def survey(package: str = "diffusers.models", methods: frozenset[str] | None = _
         for owner, source in sources:
             if is_forward(source.function.__name__):
                 name = source.function.__qualname__
-                for key, candidate in candidates_in(source.tree, owner, module.__name__, name, methods is None):
+                for key, candidate in candidates_in(source.tree, owner, module.__name__, name):
                     if _is_counted(candidate):
                         found.setdefault((candidate.kind, candidate.module, *key), candidate)
                         holding.add(source.function)
         for owner, source in sources:
-            if owner is None or (methods is not None and source.function.__name__ not in methods):
+            if owner is None or source.function.__name__ not in _CALLED:
                 continue
             if not _reaches(source.function, holding, [one.function for _, one in sources]):
                 continue
@@ -203,21 +204,21 @@ def candidates_in(
         for kind, shape in (_KINDS_OF_COMFYUI if of_comfyui else KINDS).items():
             if (isinstance(node, ast.Call) and not fused) != (kind == "norm, SiLU"):
                 continue
-            if fused and kind != _GATED_KIND:  # a product that is not written
+            if fused and kind != GATED_KIND:  # a product that is not written
                 shape = Sum(Leaf("shift"), shape)
             match = next(iter(shape.match(scope, node, Match())), None)
-            if match is None or _is_something_else(flow, kind, match, node):
+            if match is None or _is_something_else(flow, kind, match, node, of_comfyui):
                 continue
             yield (
                 (node.lineno, node.col_offset),
-                Candidate(kind, module, name, node.lineno, ast.unparse(node)),
+                Candidate(kind, module, name, node.lineno, ast.unparse(node), gated="gate" in match.operands),
             )
 
 
-def _is_something_else(flow: Flow, kind: str, match: Match, node: ast.expr) -> bool:
+def _is_something_else(flow: Flow, kind: str, match: Match, node: ast.expr, of_comfyui: bool) -> bool:
     """Whether a shape that fits is a rotation, an interpolation, a sum of numbers: what no reader calls glue."""
     operands = [operand.node for operand in match.operands.values()]
-    if any(is_number(flow, operand) for operand in operands) or _has_number(match):
+    if any(is_number(flow, operand) for operand in operands) or _has_number(match, of_comfyui):
         return True
     if kind == "norm, SiLU":  # by the name of a module, any activation might be meant
         return match.options["norm_activation"] not in ("silu", ANY_ACTIVATION)
@@ -239,9 +240,12 @@ def _is_one_plus(flow: Flow, node: ast.expr) -> bool:
     return next(iter(OnePlus("scale").match(scope, node, Match())), None) is not None
 
 
-def _has_number(match: Match) -> bool:
+def _has_number(match: Match, of_comfyui: bool) -> bool:
     """Whether an operand is a number by its name: a count of tokens, a constant factor."""
-    return any(_NUMBER_NAME.search(ast.unparse(operand.node)) for operand in match.operands.values())
+    names = [ast.unparse(operand.node) for operand in match.operands.values()]
+    if of_comfyui:  # where some tensors have such names
+        names = [name for name in names if not re.match(r"(norm_)?(image|text)_tokens$|prescale$", name)]
+    return any(map(_NUMBER_NAME.search, names))
 
 
 def modules(package: str) -> Iterator[ModuleType]:
@@ -379,23 +383,26 @@ def tables_of_source() -> str:
     return head + table(survey()) + _ROTARY + rotary_table(rotary_functions(methods))
 
 
-def survey_comfyui(folder: str) -> str:
-    """The table of a checkout of ComfyUI, whose models are rewritten in every method."""
+def document_of_comfyui(folder: str) -> str:
+    """The text of docs/comfyui-models.md, from a checkout of ComfyUI, whose models are rewritten in every method."""
     sys.path.insert(0, folder)
     from comfy.cli_args import args
+    from comfyui_version import __version__
+
+    from scripts import comfyui_sites
 
     args.cpu = True
-    return table(survey("comfy.ldm", methods=None))
+    return comfyui_sites.document(__version__, comfyui_sites.survey())
 
 
 def main() -> None:
     """Writes the document."""
     warnings.filterwarnings("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comfyui", metavar="FOLDER", help="print the table of a checkout of ComfyUI")
+    parser.add_argument("--comfyui", metavar="FOLDER", help="write docs/comfyui-models.md from a checkout of ComfyUI")
     given = parser.parse_args()
     if given.comfyui is not None:
-        print(survey_comfyui(given.comfyui))
+        (_ROOT / "docs" / "comfyui-models.md").write_text(document_of_comfyui(given.comfyui), encoding="utf-8")
         return
     (_ROOT / "docs" / "models.md").write_text(document(), encoding="utf-8")
 

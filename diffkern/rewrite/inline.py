@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from diffkern.rewrite.expressions import ROTATES
+from diffkern.rewrite.expressions import ROTATES, is_view
 from diffkern.rewrite.facts import PRESENT, Facts, Path
 from diffkern.rewrite.source import Source
 from diffkern.rewrite.variants import ALWAYS, Given, decide_branches
@@ -45,7 +45,7 @@ _VALUES = (ast.BinOp, ast.Tuple, ast.List, ast.Dict)
 
 
 def inline_helpers(
-    tree: ast.FunctionDef, function: FunctionType, facts: Facts, only: set[str] | None = None
+    tree: ast.FunctionDef, function: FunctionType, facts: Facts, only: set[str] | None = None, at_calls: bool = False
 ) -> tuple[Helpers, list[str]]:
     """Changes ``tree``, and returns the helpers that became part of it, and arguments that must be None then.
 
@@ -57,37 +57,38 @@ def inline_helpers(
         function: Whose globals the helpers are looked up in.
         facts: Knows the class that methods are looked up on.
         only: The names of the helpers to take in; all by default.
+        at_calls: Whether what a helper holds gets the line and column of its call, and not those that it has.
     """
-    inliner = _Inliner(tree, function, facts, only)
+    inliner = _Inliner(tree, function, facts, only, at_calls)
     inliner.block(tree.body)
     return inliner.helpers, list(inliner.without)
 
 
 def inline_nested(tree: ast.FunctionDef) -> None:
-    """Puts nested functions of a single value, which read variables around them, in the place of their calls.
+    """Puts nested functions of a single value in the place of their calls.
 
     ``def rotated(x): y = self.norm(x); return rotate(y, table)`` becomes ``rotate(self.norm(x), table)``.
     """
     for function in [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]:
         value = _single_value(function)
-        outer = {name for one in tree.body if one is not function for node in ast.walk(one) for name in _stored(node)}
-        outer |= {argument.arg for argument in tree.args.args}
-        own = {argument.arg for argument in function.args.args}
-        if value is None or not outer - own & {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}:
-            continue
         uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == function.name]
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
-        bound = [_bound(call, function) for call in calls]
         scopes = [
             node for node in ast.walk(tree) if node is not tree and isinstance(node, (*_FORBIDDEN, ast.FunctionDef))
         ]
-        if len(calls) != len(uses) or any(use in ast.walk(scope) for scope in scopes for use in uses):
+        inner = {part for scope in scopes for part in ast.walk(scope)}
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
+        calls = [call for call in calls if call not in inner]
+        bound = [_bound(call, function) for call in calls]
+        bindings = [node for node in ast.walk(tree) if function.name in (getattr(node, "name", ""), *_stored(node))]
+        if value is None or not calls or bindings != [function]:
             continue
         if any(arguments is None or not all(map(_is_load, arguments.values())) for arguments in bound):
             continue
         for call, arguments in zip(calls, bound, strict=True):
             assert arguments is not None
             _Swap(call, ast.copy_location(_Substitute(arguments).visit(copy.deepcopy(value)), call)).visit(tree)
+        if len(calls) < len(uses):  # another nested function calls it, too, or it is handed on
+            continue
         tree.body.remove(function)
     ast.fix_missing_locations(tree)
 
@@ -153,8 +154,10 @@ def helper_of(node: ast.AST) -> str | None:
 
 
 class _Inliner:
-    def __init__(self, tree: ast.FunctionDef, function: FunctionType, facts: Facts, only: set[str] | None) -> None:
-        self._function, self._facts, self._only = function, facts, only
+    def __init__(
+        self, tree: ast.FunctionDef, function: FunctionType, facts: Facts, only: set[str] | None, at_calls: bool
+    ) -> None:
+        self._function, self._facts, self._only, self._at_calls = function, facts, only, at_calls
         self._trees: dict[FunctionType, ast.FunctionDef | None] = {}
         self._count = 0
         names = [argument.arg for argument in tree.args.args]
@@ -196,9 +199,11 @@ class _Inliner:
             if body is None or arguments is None:
                 continue
             statements, result = self._renamed(body, arguments, name, call, helper)
-            if helper.__globals__ is not self._function.__globals__:  # lines of another file say nothing in this one
+            # Lines of another file say nothing in this one.
+            if self._at_calls or helper.__globals__ is not self._function.__globals__:
                 for node in [node for one in (*statements, result) for node in ast.walk(one)]:
-                    ast.copy_location(node, call)
+                    if helper_of(node) == name:
+                        ast.copy_location(node, call)
             if statement.value is call and (pairs := _separate(statement, result)):
                 statements, statement.value = [*statements, *pairs[:-1]], pairs[-1].value
                 statement.targets = pairs[-1].targets  # type: ignore[union-attr]
@@ -358,7 +363,7 @@ def _movable_calls(node: ast.expr) -> Iterator[ast.Call]:
         if not isinstance(operand, ast.expr):
             continue
         yield from _movable_calls(operand)
-        if not _is_load(operand):
+        if not _is_load(operand) and not _is_viewed(operand):
             break
     if isinstance(node, ast.Call):
         yield node
@@ -366,6 +371,21 @@ def _movable_calls(node: ast.expr) -> Iterator[ast.Call]:
 
 def _is_load(node: ast.expr) -> bool:
     return all(isinstance(part, (ast.Name, ast.Attribute, ast.Constant, ast.expr_context)) for part in ast.walk(node))
+
+
+def _is_viewed(node: ast.expr) -> bool:
+    """Whether an expression only views a variable, which shows what is written into it meanwhile."""
+    while is_view(node):
+        base = node.value if isinstance(node, ast.Subscript) else node.func.value  # type: ignore[attr-defined]
+        index = node.slice.elts if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple) else []
+        parts = index if isinstance(node, ast.Subscript) else [*node.args, *node.keywords]  # type: ignore[attr-defined]
+        if isinstance(node, ast.Subscript) and not parts:  # an item of a list
+            return False
+        inside = [inner for part in parts for inner in ast.walk(part)]
+        if not all(isinstance(inner, (ast.Constant, ast.Slice, ast.UnaryOp, ast.unaryop)) for inner in inside):
+            return False
+        node = base
+    return _is_load(node)
 
 
 def _is_straight(helper: ast.FunctionDef) -> bool:
@@ -384,7 +404,7 @@ def _computes(helper: ast.FunctionDef) -> bool:
     for node in ast.walk(helper):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             return True
-        if isinstance(node, ast.Attribute) and node.attr in ("addcmul", "rms_norm"):
+        if isinstance(node, ast.Attribute) and node.attr in ("addcmul", "addcmul_", "rms_norm"):
             return True
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and ROTATES.search(node.func.id):
             return True

@@ -28,6 +28,9 @@ from diffkern.rewrite.expressions import (
 from diffkern.rewrite.facts import LAST_DIM, Facts
 from diffkern.rewrite.flow import Definition, Flow
 
+#: Methods that write into a tensor, and return it.
+_WRITES = frozenset({"add_", "mul_", "addcmul_"})
+
 
 @dataclass(frozen=True, eq=False)
 class Operand:
@@ -143,9 +146,14 @@ class Product:
         node, match = peel(scope, node, match)
         yield from _in_place("mul_", self.a, self.b, scope, node, match)
         factor = next((one for one in getattr(self.b, "shapes", (self.b,)) if isinstance(one, OnePlus)), None)
-        if factor is None or not is_addcmul(scope.flow, node):
+        if factor is None:
             return
-        term, *factors = node.args  # type: ignore[attr-defined]
+        if _is_method(node, "addcmul_", 2) and _is_new(scope, node):
+            term, factors = node.func.value, node.args  # type: ignore[attr-defined]
+        elif is_addcmul(scope.flow, node):
+            term, *factors = node.args  # type: ignore[attr-defined]
+        else:
+            return
         for x, scale in (factors, factors[::-1]):  # x + x * scale
             definition = scope.flow.single(term)
             if definition is not None and definition is scope.flow.single(x):
@@ -168,17 +176,27 @@ def _binary(
 
 def _in_place(method: str, a: Shape, b: Shape, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
     """Yields the ways in which ``x.add_(y)`` or ``x.mul_(y)`` is ``a`` and ``b``, where nothing else has its ``x``."""
-    function = node.func if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords else None
-    if not isinstance(function, ast.Attribute) or function.attr != method or not _is_new(scope, function.value):
+    if not _is_method(node, method, 1) or not _is_new(scope, node):
         return
+    function = node.func  # type: ignore[attr-defined]
     for found in a.match(scope, function.value, match.step(node)):
         yield from b.match(scope, node.args[0], found)  # type: ignore[attr-defined]
 
 
+def _is_method(node: ast.expr, name: str, count: int) -> bool:
+    """Whether an expression is ``x.name(...)`` with so many arguments."""
+    function = node.func if isinstance(node, ast.Call) and len(node.args) == count and not node.keywords else None
+    return isinstance(function, ast.Attribute) and function.attr == name
+
+
 def _is_new(scope: Scope, node: ast.expr) -> bool:
-    """Whether an expression gives a tensor of its own: arithmetic, or a norm."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("add_", "mul_"):
-        return _is_new(scope, node.func.value)
+    """Whether an expression gives a tensor of its own: arithmetic, or a norm, and what writes into such a one."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _WRITES:
+        base, inside = node.func.value, set(ast.walk(node))
+        definition = scope.flow.single(base)
+        if definition is not None and definition.value is not None and inside.issuperset(definition.uses):
+            base = definition.value
+        return _is_new(scope, base)
     if isinstance(node, ast.BinOp) or is_addcmul(scope.flow, node) or function_norm(scope, node) is not None:
         return True
     return norm_call(scope, node, LAST_DIM) is not None

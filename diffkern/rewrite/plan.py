@@ -126,12 +126,13 @@ def helper_at(module: nn.Module, name: str, namespace: Mapping[str, Any]) -> Any
     return getattr(type(child_of(module, tuple(path))), last, None)
 
 
-def plan(source: Source, facts: Facts) -> Plan | str:
+def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
     """Plans a function, or says why nothing in it can be fused.
 
     Args:
         source: The function. Its tree is changed.
         facts: What is known about the module.
+        at_calls: As for :func:`diffkern.rewrite.inline.inline_helpers`.
     """
     tree, function = source.tree, source.function
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
@@ -150,7 +151,7 @@ def plan(source: Source, facts: Facts) -> Plan | str:
     as_written = tree if is_processor else copy.deepcopy(tree)
     while True:
         sequences = unroll_sequences(tree, facts, function.__globals__, only=wanted)
-        helpers, without = inline.inline_helpers(tree, function, facts, only=wanted)
+        helpers, without = inline.inline_helpers(tree, function, facts, wanted, at_calls)
         helpers |= sequences
         decide_branches(tree, facts)
         if not is_processor:

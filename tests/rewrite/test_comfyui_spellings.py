@@ -271,3 +271,80 @@ def test_a_norm_of_whose_name_a_test_asks_the_shape_stays_where_that_has_no_valu
     found = Rewriter().rewrite(module)
     run = module.forward if isinstance(found, str) else found.function.__get__(module)
     assert torch.equal(run(**_rotated()), module(**_rotated()))
+
+
+def test_a_nested_function_of_its_arguments_alone_is_seen_through() -> None:
+    """As the blocks of Cosmos-Predict2 modulate; another nested function calls it, too, and keeps it."""
+    body = """
+    def modulated(x, norm, scale, shift):
+        return norm(x) * (1 + scale) + shift
+
+    z = modulated(x, self.norm, scale, shift)
+
+    def again(x):
+        return modulated(x, self.norm, scale, shift)
+
+    return self.proj(z) + again(y)
+    """
+    _, found = fused(body)
+    assert rules(found) == ["norm, modulation"] and calls(found) == [1]
+
+
+def test_a_nested_function_whose_name_means_another_one_later_is_called() -> None:
+    body = """
+    def modulated(x):
+        return self.norm(x) * (1 + scale) + shift
+
+    z = modulated(x)
+
+    def modulated(x):
+        return x * (2 + scale)
+
+    return z + modulated(y)
+    """
+    module = block(NAMES, body)
+    found = Rewriter().rewrite(module)
+    run = module.forward if isinstance(found, str) else found.function.__get__(module)
+    torch.testing.assert_close(run(**leaves(NAMES)), module(**leaves(NAMES)), rtol=1e-5, atol=1e-5)
+
+
+MODULATE = "def modulate(x, scale, shift):\n    return x * (1 + scale) + shift\n\n"
+
+
+@pytest.mark.parametrize("gate", ["gate.unsqueeze(0)[0]", "gate[:, 0, None]"])
+def test_a_helper_behind_views_of_the_gate_is_seen_through(gate: str) -> None:
+    """As SD3 and AuraFlow in ComfyUI write ``gate.unsqueeze(1) * self.mlp(modulate(...))``."""
+    gate = gate.replace("[0]", ".squeeze(0)")
+    modulate = written(MODULATE)["modulate"]
+    _, found = fused(f"return x + {gate} * self.proj(modulate(self.norm(x), scale, shift))", modulate=modulate)
+    assert rules(found) == ["norm, modulation", "gated residual"] and calls(found) == [1, 1]
+
+
+@pytest.mark.parametrize("gate", ["gates[0]", "self.clobber(y)", "gate.tanh()"])
+def test_a_helper_behind_what_is_no_view_stays_behind_it(gate: str) -> None:
+    """An item of a list, or what a call returns, may be another one behind the helper."""
+    modulate = written(MODULATE)["modulate"]
+    body = f"gates = [gate]\nreturn x + {gate} * self.proj(modulate(self.norm(x), scale, shift))"
+    module = block(NAMES, body, modulate=modulate)
+    found = Rewriter().rewrite(module)
+    assert isinstance(found, str) or "norm, modulation" not in rules(found)
+
+
+ADALN = "def apply_adaln_(x, shift, scale):\n    return x.addcmul_(x, scale).add_(shift)\n\n"
+
+
+def test_a_modulation_that_is_written_into_the_new_norm_is_one_op() -> None:
+    """As PixelDiT in ComfyUI."""
+    apply = written(ADALN)["apply_adaln_"]
+    _, found = fused("return self.proj(apply_adaln_(self.norm(x), shift, scale))", apply_adaln_=apply)
+    assert rules(found) == ["norm, modulation"] and calls(found) == [1]
+
+
+def test_a_modulation_that_is_written_into_what_others_read_stays() -> None:
+    body = "n = self.norm(x)\nm = n.addcmul_(n, scale).add_(shift)\nreturn n * m"
+    module = block(NAMES, body)
+    found = Rewriter().rewrite(module)
+    assert isinstance(found, str) or "norm, modulation" not in rules(found)
+    assert torch.equal(
+        getattr(found, "function", type(module).forward)(module, **leaves(NAMES)), module(**leaves(NAMES))
+    )
