@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from comfy_api.latest import io, ui
@@ -13,6 +14,13 @@ from diffkern.providers import ORDER
 from diffkern.providers.hub import NAME as HUB
 
 CATEGORY = "diffkern"
+
+_MODES = {
+    "fast": "fast: at most 1.05 times the error of stock.",
+    "exact": "exact: only what gives the very same bits.",
+    "fp8": "fp8: as fast, and large linear layers in 8 bits, which is lossy: the report says what error and memory it "
+    "means.",
+}
 
 #: The largest that the seed widget of ComfyUI gives.
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
@@ -31,14 +39,14 @@ class RunsEveryTime(io.ComfyNode):
         return time.time()
 
 
-def mode_input(what: str) -> io.Input:
+def mode_input(what: str, numerics: Iterable[str] = NUMERICS) -> io.Input:
     """Returns the choice of numerics for an input called ``what``."""
+    means = [_MODES[mode] for mode in numerics]
     return io.Combo.Input(
         "mode",
-        options=[*NUMERICS, OFF],
+        options=[*numerics, OFF],
         default="fast",
-        tooltip="fast: at most 1.05 times the error of stock. exact: only what gives the very same bits. "
-        f"off: hands the {what} on as it is.",
+        tooltip=f"{' '.join(means)} off: hands the {what} on as it is.",
     )
 
 

@@ -92,7 +92,7 @@ class OptimizePipeline(io.ComfyNode):
             "node and it is gone.",
             inputs=[
                 PipelineType.Input("pipeline"),
-                mode_input("pipeline"),
+                mode_input("pipeline", ("fast", "exact")),
                 backend_input(),
                 unsupported_input(),
             ],

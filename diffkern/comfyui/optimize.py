@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterable, Iterator
 from copy import copy
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from diffkern.comfyui import kitchen_backend, patcher
+from diffkern.comfyui import fp8, kitchen_backend, patcher
+from diffkern.comfyui.fp8 import Fp8Linear
 from diffkern.comfyui.patcher import conflict, own_modules, patches_of
 from diffkern.comfyui.rewrites import FAMILIES, ComfyRewriter, Patch
 from diffkern.injection import InjectionError, InjectionReport
@@ -24,7 +26,7 @@ from diffkern.providers import KERNEL_DTYPES
 #: Where a model of ComfyUI keeps what denoises.
 DENOISER = "diffusion_model"
 
-NUMERICS = ("fast", "exact")
+NUMERICS = ("fast", "exact", "fp8")
 
 
 class Report(InjectionReport):
@@ -54,7 +56,8 @@ def optimize(
     Args:
         model: A model patcher, as nodes hand them on.
         numerics: ``"fast"`` keeps the error against float64 within 1.05 times that of the stock module; ``"exact"``
-            fuses only what is bit-identical to it on the device of the model.
+            fuses only what is bit-identical to it on the device of the model; ``"fp8"`` is ``"fast"`` with the large
+            linear layers in fp8, see :mod:`~diffkern.comfyui.fp8`.
         families: What to fuse, of :data:`~diffkern.comfyui.rewrites.FAMILIES`.
         provider: The provider that shall serve, or None to choose.
         blocks: Which modules, see :func:`selects`.
@@ -65,7 +68,7 @@ def optimize(
         ValueError: an argument has none of its values; ``blocks`` fits no module.
         InjectionError: ``strict``, and something is left alone or fails.
     """
-    chosen = _checked(numerics, families)
+    chosen, rest = _checked(numerics, families), "exact" if numerics == "exact" else "fast"
     if kitchen not in kitchen_backend.CHOICES:
         raise ValueError(f"kitchen={kitchen!r}: choose one of {', '.join(kitchen_backend.CHOICES)}")
     started = time.perf_counter()
@@ -74,7 +77,8 @@ def optimize(
         report.notes.append("every family is switched off")
     dtype, device = inference_dtype(model), torch.device(model.load_device)
     modules = own_modules(model, DENOISER, model.model.diffusion_model)
-    patches = _plan(model, modules, numerics == "exact", chosen, provider, blocks, report, dtype, device)
+    patches: dict[str, Patch | Fp8Linear] = {}
+    patches.update(_plan(model, modules, numerics == "exact", chosen, provider, blocks, report, dtype, device))
     service = None
     if dtype in KERNEL_DTYPES:
         if strict:
@@ -82,7 +86,11 @@ def optimize(
         if kitchen_backend.service_of(model) is not None:
             report.notes.append("comfy-kitchen is left as the Optimize Model before this one has set it")
             kitchen = "off"
-        service = kitchen_backend.prepare(kitchen, device, dtype, numerics, provider, report)
+        service = kitchen_backend.prepare(kitchen, device, dtype, rest, provider, report)
+    if numerics == "fp8":
+        patches.update(_plan_fp8(model, provider, blocks, report, dtype, device))
+        if strict and report.caveat:
+            raise InjectionError(report.caveat)
     clone = model.clone()
     clone.set_attachments(patcher.KEY, (*reports_of(model), report))
     if patches:
@@ -115,6 +123,7 @@ def optimize_vae(
         As :func:`optimize`.
     """
     chosen = _checked(numerics, families)
+    numerics = "exact" if numerics == "exact" else "fast"  # fp8 is for what runs in every step
     started = time.perf_counter()
     vae.throw_exception_if_invalid()
     model = vae.patcher
@@ -255,6 +264,14 @@ def _plan(
     if not known:
         report.notes.append(f"{report.target} has no module that diffkern knows, and no rule finds anything in one")
     return patches
+
+
+def _plan_fp8(
+    model: Any, provider: str | None, blocks: str, report: InjectionReport, dtype: torch.dtype, device: torch.device
+) -> dict[str, Fp8Linear]:
+    denoiser = model.model.diffusion_model
+    modules = (one for one in own_modules(model, DENOISER, denoiser) if selects(blocks, one[0]))
+    return fp8.plan(denoiser, modules, provider, report, dtype, device, partial(conflict, model))
 
 
 def _refuse(report: InjectionReport) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from diffkern.cache.in_call import one_model_call
+from diffkern.comfyui.fp8 import Fp8Linear
 from diffkern.comfyui.rewrites import Patch, describe
 
 #: Under which callbacks and wrappers of ours are known to the model patcher.
@@ -25,16 +26,18 @@ KEY = "diffkern"
 APPLY_MODEL = "apply_model"
 # Names of ComfyUI's CallbacksMP.
 _ON_CLONE, ON_CLEANUP = "on_clone", "on_cleanup"
+#: Behind these weights may be others, in the same place.
+_ON_WRITES = _ON_LOAD, _ON_APPLY_HOOKS = "on_load_after", "on_apply_hooks"
 
 _log = logging.getLogger("diffkern")
 
 
-def patches_of(model: Any) -> dict[str, Patch]:
+def patches_of(model: Any) -> dict[str, Patch | Fp8Linear]:
     """Returns the patches of ours that a model patcher has, by the path of the module."""
-    found = {}
+    found: dict[str, Patch | Fp8Linear] = {}
     for key, value in model.object_patches.items():
         owner = getattr(getattr(value, "func", value), "__self__", None)
-        if isinstance(owner, Patch):
+        if isinstance(owner, (Patch, Fp8Linear)):
             found[key.rpartition(".")[0]] = owner
     return found
 
@@ -72,18 +75,18 @@ def conflict(model: Any, path: str, module: nn.Module, names: Iterable[str] = ("
     return None
 
 
-def install(model: Any, patches: dict[str, Patch]) -> None:
+def install(model: Any, patches: Mapping[str, Patch | Fp8Linear]) -> None:
     """Gives a clone of a model its patches, by path; the clone will pass them on to clones of its own."""
     for path, patch in patches.items():
         _install(model, path, patch)
-    for event, callback in ((_ON_CLONE, _bind_again), (ON_CLEANUP, _tell)):
+    for event, callback in ((_ON_CLONE, _bind_again), (ON_CLEANUP, _tell), *((on, _forget) for on in _ON_WRITES)):
         model.remove_callbacks_with_key(event, KEY)
         model.add_callback_with_key(event, KEY, callback)
     model.remove_wrappers_with_key(APPLY_MODEL, KEY)
     model.add_wrapper_with_key(APPLY_MODEL, KEY, _as_one_call)
 
 
-def _install(model: Any, path: str, patch: Patch) -> None:
+def _install(model: Any, path: str, patch: Patch | Fp8Linear) -> None:
     for name, method in patch.methods.items():
         model.add_object_patch(f"{path}.{name}", method)
 
@@ -93,7 +96,7 @@ def remove(model: Any) -> None:
     for path, patch in patches_of(model).items():
         for name in patch.methods:
             del model.object_patches[f"{path}.{name}"]
-    for event in (_ON_CLONE, ON_CLEANUP):
+    for event in (_ON_CLONE, ON_CLEANUP, *_ON_WRITES):
         model.remove_callbacks_with_key(event, KEY)
     model.remove_wrappers_with_key(APPLY_MODEL, KEY)
 
@@ -115,8 +118,15 @@ def _bind_again(model: Any, clone: Any) -> None:
             _install(clone, path, patch.on(module))
 
 
+def _forget(model: Any, *args: Any) -> None:
+    """Called by ComfyUI where it has written weights: what was made of them is of no use any more."""
+    for patch in patches_of(model).values():
+        patch.drop()
+
+
 def _tell(model: Any) -> None:
-    """Called by ComfyUI after sampling: one line that says what ran so far."""
+    """Called by ComfyUI after sampling: one line that says what ran so far, and the memory of copies is free again."""
+    _forget(model)
     patches = patches_of(model).values()
     fused, reasons = sum(patch.fused_calls for patch in patches), Counter[str]()
     for patch in patches:

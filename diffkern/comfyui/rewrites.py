@@ -63,6 +63,9 @@ class Patch:
         patch.counts = self.counts  # which the report reads
         return patch
 
+    def drop(self) -> None:
+        """Forgets what was made of weights: nothing, since they are read at every call."""
+
     @property
     def fused_calls(self) -> int:
         """Calls of sites that ran fused."""

@@ -81,13 +81,8 @@ class Fp8Layers:
         denoisers = ((name, module) for name, module in self.components.items() if is_denoiser(name))
         object.__setattr__(self, "repeated", frozenset(path for pair in denoisers for path in _repeated(*pair)))
 
-    def reason(self, path: str, module: nn.Module) -> str | None:
-        """Why a layer stays in its dtype; "" if it is no large layer, of which nothing is said; None if in fp8.
-
-        Args:
-            path: Where it is, from the component's name on.
-            module: What is there.
-        """
+    def reason_of_place(self, path: str, module: nn.Module) -> str | None:
+        """Why a layer stays in its dtype, by its size and by where it is; "" and None as for :meth:`reason`."""
         size, included = _size(module), any(fnmatchcase(path, pattern) for pattern in self.config.fp8_include)
         if size is None or (not included and min(size) < LEAST_FEATURES):
             return ""
@@ -100,6 +95,20 @@ class Fp8Layers:
             return "left in its dtype by config"
         if not included and (why := self._delicate(path)) is not None:
             return f"{why}: in fp8 only if fp8_include names it"
+        return None
+
+    def reason(self, path: str, module: nn.Module) -> str | None:
+        """Why a layer stays in its dtype; "" if it is no large layer, of which nothing is said; None if in fp8.
+
+        Args:
+            path: Where it is, from the component's name on.
+            module: What is there.
+        """
+        why = self.reason_of_place(path, module)
+        if why is not None:
+            return why
+        size = _size(module)
+        assert size is not None
         if "base_layer" in module._modules:  # an adapter, which calls the layer that it is of
             return ""
         if type(module) is not nn.Linear:

@@ -364,7 +364,7 @@ def test_families_and_blocks_choose_what_is_patched(host: Host) -> None:
     assert [site.path for site in report.patched] == ["diffusion_model.blocks.0", "diffusion_model.blocks.2"]
     with pytest.raises(ValueError, match="fits none of the 3 modules"):
         optimize(host.patcher, blocks="7")
-    for options in ({"numerics": "fp8"}, {"families": ["norms"]}, {"kitchen": "maybe"}):
+    for options in ({"numerics": "fp4"}, {"families": ["norms"]}, {"kitchen": "maybe"}):
         with pytest.raises(ValueError, match="choose"):
             optimize(host.patcher, **options)
 

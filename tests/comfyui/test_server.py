@@ -87,7 +87,7 @@ def test_the_nodes_are_listed_with_inputs_tooltips_and_outputs(server: Server) -
     assert list(inputs) == [
         "model", "mode", "modulation", "qk_norm_rope", "comfy_kitchen", "backend", "blocks", "on_unsupported",
     ]  # fmt: skip
-    assert inputs["mode"][1]["options"] == ["fast", "exact", "off"]
+    assert inputs["mode"][1]["options"] == ["fast", "exact", "fp8", "off"]
     assert all(options["tooltip"] for name, (_, options) in inputs.items() if name != "model")
     log = server.log.read_text().splitlines()
     assert not [line for line in log if "Cannot import" in line and "diffkern" in line]
@@ -111,6 +111,13 @@ def test_a_workflow_runs_and_a_bypassed_node_leaves_nothing(server: Server, kind
     assert shown["9"]["text"][0].startswith("PASS")
     assert "not run yet" in shown["8"]["text"][0] and "Report (diffkern) behind the sampler" in shown["8"]["text"][0]
     assert " ran fused (" in shown["11"]["text"][0] and "calls so far: " in shown["11"]["text"][0]
+
+
+def test_mode_fp8_runs_as_fast_without_such_a_gpu_and_says_so(server: Server) -> None:
+    server.run(workflow("flux", "flux_as_fast", {}))
+    shown = server.run(workflow("flux", "flux_fp8", {"mode": "fp8"}))
+    assert torch.equal(result(server, "flux_fp8"), result(server, "flux_as_fast"))
+    assert "no layer is in fp8 (fp8 needs an NVIDIA GPU" in " ".join(shown["8"]["text"][0].split())
 
 
 def test_benchmark_and_doctor_say_what_they_found(server: Server) -> None:
