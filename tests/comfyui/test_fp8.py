@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.comfyui import fp8
-from diffkern.comfyui.fp8 import Fp8Linear, is_stored, stored_weight
+from diffkern.comfyui.fp8 import Fp8Linear, Kind, is_stored, stored_weight
 from diffkern.comfyui.optimize import optimize, optimize_vae
 from diffkern.comfyui.patcher import patches_of
 from diffkern.injection import InjectionError
@@ -254,6 +254,25 @@ def test_a_quantised_tensor_is_read_as_its_bytes_and_one_scale_for_all_rows() ->
     assert not is_stored(weight.to(torch.float8_e5m2))
     raw = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
     assert is_stored(raw) and stored_weight(raw).scales.unique().tolist() == [1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gpu_multiplies_copies_and_bytes_that_are_stored(dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    layer = nn.Linear(1024, 2048).to(device, dtype).requires_grad_(False)
+    patch = Fp8Linear(layer, Kind(), None)
+    patch.prove(device, dtype)
+    (proof,) = patch.kind.measurements
+    assert proof.passed and 0.01 < proof.fused < 0.05 and patch._copy is None
+
+    x = torch.randn(2, 100, 1024, device=device, dtype=dtype)
+    layer.weight = nn.Parameter((layer.weight * 100).to(torch.float8_e4m3fn), requires_grad=False)
+    exact = x.double() @ layer.weight.double().t() + layer.bias.double()
+    y = patch.forward(x)
+    assert y.dtype is dtype and y.shape == (2, 100, 2048) and loss(y, exact) < 0.05
+    assert patch.fused_calls == 1 and patch._copy is None
 
 
 # --- in ComfyUI ----------------------------------------------------------------------------------------

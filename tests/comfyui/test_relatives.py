@@ -107,6 +107,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]],
         },
         AT_LEAST_ONE,
     ),
+    "PixelDiT": (
+        "pixeldit.model", "PixDiT_T2I",
+        {
+            "num_groups": 2, "hidden_size": 128, "pixel_hidden_size": 8, "pixel_attn_hidden_size": 64,
+            "pixel_num_groups": 2, "patch_depth": 2, "pixel_depth": 1, "patch_size": 4, "txt_embed_dim": TEXT,
+        },
+        lambda random, times: {
+            "x": random(2, 3, 16, 16), "timesteps": 1000 * times, "context": random(2, 7, TEXT),
+        },
+        AT_LEAST_ONE,
+    ),
     "Qwen-Image": (
         "qwen_image.model", "QwenImageTransformer2DModel",
         {"num_layers": 1, "num_attention_heads": 2, "joint_attention_dim": TEXT},
