@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from diffkern.blocks.fp8 import MULTIPLE, quantize_rowwise
 from diffkern.blocks.pieces import unfit
 from diffkern.blocks.stored_fp8 import StoredWeight
-from diffkern.comfyui.rewrites import describe, in_training
+from diffkern.comfyui.rewrites import Patch, describe, in_training
 from diffkern.hub import KernelConfig
 from diffkern.injection.counts import CallCounts
 from diffkern.injection.fp8_fusion import LEAST_ROWS, OP, Fp8Layers, is_linear, kind_of
@@ -31,7 +31,6 @@ from diffkern.providers import select
 from diffkern.providers.cublaslt import layers
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.providers.eager.fp8 import E4M3, fp8_unavailable_reason
-from diffkern.rewrite.facts import Path
 from diffkern.verify.contract import FP8_ALLOWANCE, RATIO, ROWS, SLACK
 from diffkern.verify.measures import Measurement, error_beside, relative_error
 from diffkern.verify.samples import random_input
@@ -65,7 +64,7 @@ class Kind:
     failed: str = ""
 
 
-class Fp8Linear:
+class Fp8Linear(Patch):
     """One linear layer in fp8: what stands in the place of its forward, and all that it keeps.
 
     Args:
@@ -75,37 +74,21 @@ class Fp8Linear:
         counts: Where its calls are counted.
     """
 
-    absorbed: tuple[Path, ...] = ()
-
     def __init__(self, module: nn.Module, kind: Kind, provider: str | None, counts: CallCounts | None = None) -> None:
         self.module, self.kind, self.counts = module, kind, counts or CallCounts()
-        self.stock = {"forward": type(module).forward}
+        self.measurements, self.stock, self._rewritten = kind.measurements, {"forward": type(module).forward}, {}
         self._provider = provider
         self._copy: _Copy | None = None
 
+    @override
     def on(self, module: nn.Module) -> Fp8Linear:
-        """Returns the same patch for a layer of the same kind in another model."""
         return Fp8Linear(module, self.kind, self._provider, self.counts)
 
-    @property
-    def fused_calls(self) -> int:
-        """Calls that ran in fp8."""
-        return self.counts.fused_calls
-
-    @property
-    def stock_calls(self) -> Counter[str]:
-        """Calls that ran stock, by reason."""
-        return self.counts.stock_calls
-
-    @property
-    def methods(self) -> dict[str, Callable[..., Any]]:
-        """What stands in the place of each method."""
-        return {"forward": self.forward}
-
+    @override
     def drop(self) -> None:
-        """Forgets the copy of the weight."""
         self._copy = None
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Multiplies in fp8; calls the layer's own forward, and counts why, where that cannot be."""
         x = args[0] if len(args) == 1 and not kwargs else None
@@ -155,12 +138,12 @@ class Fp8Linear:
         rows = quantize_rowwise(x, self._provider)
         weight: Any = self.module.weight
         if is_stored(weight):
-            with _as_stored(self.module, x) as (weight, bias):
+            with _weight_and_bias(self.module, x) as (weight, bias):
                 return _product(rows, stored_weight(weight), bias, x.dtype)
         copy = self._copy
         if copy is None or copy.source() is not weight or copy.stored.values.device != x.device:
             self._copy = None  # the memory of the old one
-            with _in_half(self.module, x) as (dense, bias):
+            with _weight_and_bias(self.module, x) as (dense, bias):
                 stored = StoredWeight(*quantize_rowwise(dense.to(x.dtype), self._provider))
                 copy = _Copy(weakref.ref(weight), stored, None if bias is None else bias.detach().clone())
             self._copy = copy
@@ -173,8 +156,11 @@ class Fp8Linear:
         with torch.no_grad():
             ours, stock = self.compute(x), type(module).forward(module, x.clone())
             self.drop()
-            with _in_half(module, x) as (weight, bias):
-                exact = weight.double() if not is_stored(module.weight) else _numbers(module, x)
+            with _weight_and_bias(module, x) as (weight, bias):
+                values, scales = (
+                    stored_weight(weight) if is_stored(weight) else (weight, torch.ones_like(weight[:, :1]))
+                )
+                exact = values.double() * scales.double()
                 reference = x.double() @ exact.t() + (0 if bias is None else bias.double())
         fused, before = error_beside(ours, stock, reference), relative_error(stock, reference)
         passed = fused <= RATIO * before + FP8_ALLOWANCE + SLACK
@@ -209,32 +195,19 @@ def stored_weight(weight: Any) -> StoredWeight:
     return StoredWeight(values.detach(), scale.float().reshape(1, 1).expand(values.shape[0], 1).contiguous())
 
 
-def _in_half(module: nn.Module, x: Tensor) -> AbstractContextManager[Any]:
-    """The weight and the bias that a layer computes with for ``x``."""
-    parameters = module._parameters
-    if not hasattr(module, "comfy_cast_weights"):
-        return nullcontext((parameters["weight"], parameters["bias"]))
-    import comfy.ops
-
-    return comfy.ops.CastBiasWeightContext(module, x, offloadable=True)  # type: ignore[no-any-return]
-
-
-def _as_stored(module: Any, x: Tensor) -> AbstractContextManager[Any]:
-    """The same, the weight as it is stored, as ComfyUI hands it to its products of quantised tensors."""
+def _weight_and_bias(module: Any, x: Tensor) -> AbstractContextManager[Any]:
+    """What a layer computes with for ``x``: a weight in e4m3 as it is stored, any other in the dtype of ``x``."""
     if not hasattr(module, "comfy_cast_weights"):
         return nullcontext((module.weight, module.bias))
     import comfy.ops
 
-    return comfy.ops.CastBiasWeightContext(  # type: ignore[no-any-return]
+    cast: Any = comfy.ops.CastBiasWeightContext
+    if not is_stored(module.weight):
+        return cast(module, x, offloadable=True)  # type: ignore[no-any-return]
+    return cast(  # type: ignore[no-any-return]  # as ComfyUI's own products of quantised tensors have it
         module, None, dtype=module.weight.dtype, device=x.device, bias_dtype=x.dtype, offloadable=True,
         compute_dtype=x.dtype, want_requant=True,
     )  # fmt: skip
-
-
-def _numbers(module: Any, x: Tensor) -> Tensor:
-    with _as_stored(module, x) as (weight, _):
-        stored = stored_weight(weight)
-        return stored.values.double() * stored.scales.double()
 
 
 def plan(

@@ -77,8 +77,7 @@ def optimize(
         report.notes.append("every family is switched off")
     dtype, device = inference_dtype(model), torch.device(model.load_device)
     modules = own_modules(model, DENOISER, model.model.diffusion_model)
-    patches: dict[str, Patch | Fp8Linear] = {}
-    patches.update(_plan(model, modules, numerics == "exact", chosen, provider, blocks, report, dtype, device))
+    patches = _plan(model, modules, numerics == "exact", chosen, provider, blocks, report, dtype, device)
     service = None
     if dtype in KERNEL_DTYPES:
         if strict:

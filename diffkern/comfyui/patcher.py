@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from diffkern.cache.in_call import one_model_call
-from diffkern.comfyui.fp8 import Fp8Linear
 from diffkern.comfyui.rewrites import Patch, describe
 
 #: Under which callbacks and wrappers of ours are known to the model patcher.
@@ -32,12 +31,12 @@ _ON_WRITES = _ON_LOAD, _ON_APPLY_HOOKS = "on_load_after", "on_apply_hooks"
 _log = logging.getLogger("diffkern")
 
 
-def patches_of(model: Any) -> dict[str, Patch | Fp8Linear]:
+def patches_of(model: Any) -> dict[str, Patch]:
     """Returns the patches of ours that a model patcher has, by the path of the module."""
-    found: dict[str, Patch | Fp8Linear] = {}
+    found = {}
     for key, value in model.object_patches.items():
         owner = getattr(getattr(value, "func", value), "__self__", None)
-        if isinstance(owner, (Patch, Fp8Linear)):
+        if isinstance(owner, Patch):
             found[key.rpartition(".")[0]] = owner
     return found
 
@@ -75,7 +74,7 @@ def conflict(model: Any, path: str, module: nn.Module, names: Iterable[str] = ("
     return None
 
 
-def install(model: Any, patches: Mapping[str, Patch | Fp8Linear]) -> None:
+def install(model: Any, patches: Mapping[str, Patch]) -> None:
     """Gives a clone of a model its patches, by path; the clone will pass them on to clones of its own."""
     for path, patch in patches.items():
         _install(model, path, patch)
@@ -86,7 +85,7 @@ def install(model: Any, patches: Mapping[str, Patch | Fp8Linear]) -> None:
     model.add_wrapper_with_key(APPLY_MODEL, KEY, _as_one_call)
 
 
-def _install(model: Any, path: str, patch: Patch | Fp8Linear) -> None:
+def _install(model: Any, path: str, patch: Patch) -> None:
     for name, method in patch.methods.items():
         model.add_object_patch(f"{path}.{name}", method)
 

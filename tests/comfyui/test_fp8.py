@@ -195,7 +195,7 @@ def test_a_layer_without_memory_for_a_copy_runs_stock(
     def full(module: nn.Module, x: Tensor) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(fp8, "_in_half", full)
+    monkeypatch.setattr(fp8, "_weight_and_bias", full)
     x = torch.randn(1, 4, 32, dtype=torch.bfloat16)
     assert torch.equal(patch.forward(x), nn.Linear.forward(patch.module, x))  # type: ignore[arg-type]
     assert list(patch.stock_calls) == ["there is no memory for a copy of its weight"] and patch._copy is None
