@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from diffkern.blocks.pieces import untouched
 from diffkern.hub.rule import Rule
 from diffkern.matching import full_name
 from diffkern.providers import KERNEL_DTYPES, Choice, NoProviderError
@@ -89,7 +90,8 @@ class LayerFusion(Fusion):
             layer = self._layer(module, x.device)
         except NoProviderError as error:
             return str(error)
-        if any(child is not module and not _is_plain(child) for child in module.modules()):
+        inside = (child for child in module.modules() if child is not module)
+        if not all(untouched(child, type(child)) and is_ordinary(child) for child in inside):
             return "a layer inside of it has hooks, adapters or quantised weights, which the kernel may pass by"
         if gradients.wanted(module, x) and not getattr(layer, "has_backward", True):
             return f"{self.layer} has no backward"
@@ -220,12 +222,6 @@ def _in_modes_of(module: nn.Module, copy: nn.Module) -> nn.Module:
         if name in parts:
             parts[name].training = child.training
     return copy
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer inside computes what its class and its parameters say."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooked and "_hf_hook" not in module.__dict__ and is_ordinary(module)
 
 
 #: What an argument may be besides a tensor, and a container of such.

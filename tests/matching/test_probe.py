@@ -81,6 +81,12 @@ class CountingNorm(OwnRMSNorm):
         return super().forward(x)
 
 
+class SettingNorm(OwnRMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        self.eps = 1e-5
+        return super().forward(x)
+
+
 class RunningNorm(OwnRMSNorm):
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -254,6 +260,7 @@ def test_the_nearest_candidate_is_named_with_its_error() -> None:
     ("module", "expected"),
     [
         (CountingNorm(8), "not in the tables, and not probed: its forward writes self.calls"),
+        (SettingNorm(8), "not in the tables, and not probed: its forward writes self.eps"),
         (RenormingNorm(8), "not in the tables, and not probed: its forward calls clamp_, which a probe cannot judge"),
         (RunningNorm(8), "not in the tables, and not probed: its forward reads self.running_mean"),
         (InPlaceNorm(8), "not in the tables, and not probed: its forward calls copy_, which a probe cannot judge"),
