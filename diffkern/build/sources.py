@@ -89,9 +89,9 @@ def namespace_of(directory: Path, backend: str) -> str:
     return f"_diffkern_{backend}_{source_hash(directory, backend)}"
 
 
-def source_hash(directory: Path, backend: str, extra: tuple[str, ...] = ()) -> str:
+def source_hash(directory: Path, backend: str) -> str:
     """Eight hexadecimal digits that change when a source, or an option it is compiled with, does."""
-    digest = hashlib.sha256(repr((units(backend), COMMON_FLAGS, TORCH_FLAGS, extra)).encode())
+    digest = hashlib.sha256(repr((units(backend), COMMON_FLAGS, TORCH_FLAGS)).encode())
     for path in sorted(directory.rglob("*")):
         if path.is_file() and path.suffix in {".h", ".cpp", ".cu", ".cuh", ".py"}:
             digest.update(path.relative_to(directory).as_posix().encode())
