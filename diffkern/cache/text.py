@@ -153,8 +153,8 @@ def layer_of_text(
         states: What it is called with.
         compute: Calls it.
     """
-    caption = caption_of(states)
-    if caption is None or not is_cacheable(states):
+    caption = caption_of(states) if is_cacheable(states) else None  # which has memory of its own
+    if caption is None:
         return None
     layers = memory(owner).setdefault("texts", {})
     if name not in layers:

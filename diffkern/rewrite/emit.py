@@ -153,6 +153,24 @@ class _Render(ast.NodeTransformer):
         return new
 
 
+def attributes_read(region: Region) -> set[tuple[str, ...]]:
+    """What a match reads of its module, as paths: its callees, and attributes in casts, views and arguments."""
+    paths = set()
+    inner = set()
+    for node in ast.walk(region.original):  # from the outside to the inside
+        if not isinstance(node, ast.Attribute) or node in inner:
+            continue
+        names: list[str] = []
+        base: ast.expr = node
+        while isinstance(base, ast.Attribute):
+            inner.add(base)
+            names.insert(0, base.attr)
+            base = base.value
+        if isinstance(base, ast.Name) and base.id == region.original.args.args[0].arg:
+            paths.add(tuple(names))
+    return paths
+
+
 def write_region(scope: Scope, root: ast.expr, match: Match, kept: Definition | None) -> Region:
     """Returns a match as functions of its leaves; with ``kept`` they give that value, too, before the result."""
     return _Writer(scope, match, root).region(kept)

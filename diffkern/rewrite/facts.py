@@ -136,6 +136,10 @@ class Facts:
         """A plain attribute, None or PRESENT for a submodule; UNKNOWN for everything else."""
         return self._answer("value", path, self._value)
 
+    def is_settled(self, path: Path) -> bool:
+        """Whether a site may read an attribute, which its proof held fixed: a callee, or what guards ask for."""
+        return True  # a name says nothing of the value
+
     def forget_module(self) -> None:
         """Keeps the answers alone: a plan outlives the module that it was made for."""
 
@@ -215,6 +219,12 @@ class ModuleFacts(Facts):
     def forget_module(self) -> None:
         """Keeps the answers alone: a plan outlives the module that it was made for."""
         self._module, self.cls = None, None
+
+    def is_settled(self, path: Path) -> bool:
+        """Whether a site may read an attribute: a submodule, a method, or a plain value, which the plan is for then."""
+        if child_of(self._module, path) is not None or (len(path) == 1 and callable(getattr(self.cls, path[0], None))):
+            return True
+        return len(path) == 1 and self.value(path) is not UNKNOWN
 
     def _norm(self, path: Path) -> str:
         child = child_of(self._module, path)

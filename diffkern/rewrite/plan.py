@@ -16,7 +16,7 @@ from torch import nn
 
 from diffkern.rewrite import inline
 from diffkern.rewrite.effects import SITES, Effects
-from diffkern.rewrite.emit import Region, free_temporaries, replace_match, write_region
+from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.masks import PairMask
@@ -254,6 +254,9 @@ class _Planner:
         """Writes a match into the tree; the reason if there is no place for it."""
         kept = match.kept if match.kept is not None and placer._other_uses(match.kept, match) else None
         region = write_region(scope, root, match, kept)
+        changing = [path for path in sorted(attributes_read(region)) if not scope.facts.is_settled(path)]
+        if changing:
+            return f"what it computes depends on {'.'.join((scope.facts.receiver, *changing[0]))}, which may change"
         placement = placer.place(root, match, region.leaves)
         if isinstance(placement, str):
             return placement

@@ -137,6 +137,23 @@ def part_of(table: Tensor | None, like: Tensor, dim: int, start: int) -> Tensor 
     return table if at < 0 or table.shape[at] == 1 else table.narrow(at, start, like.shape[dim])
 
 
+def columns_of(operands: Mapping[str, Any], options: Mapping[str, Any]) -> float:
+    """How many columns of cosines there are for each element of a head; 0 without a rotation.
+
+    A table with half of the columns has one for each pair, or turns half of a head: only the source knows.
+    """
+    if "form" not in options:
+        cosines: float = operands["cos"].shape[-1] / operands["q"].shape[-1]
+        return cosines
+    form, q = options["form"], operands.get("q0")
+    cos, _ = form.of([*tables_of(operands, "q"), *tables_of(operands, "q0")])
+    if cos is None or q is None:
+        return 0.0
+    heads = cos.shape[-2 if form.tables == ANY_MATRICES else -3] if form.heads_in_tables else 1
+    share: float = cos.shape[-1] * heads / q.shape[-1]
+    return share
+
+
 # --- the call ------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from diffkern.rewrite.facts import (
 )
 from diffkern.rewrite.layout import memory_order
 from diffkern.rewrite.plan import SitePlan
+from diffkern.rewrite.rotation import columns_of, tensors_in
 from diffkern.rewrite.specialize import OTHER, Recorder, specialized
 from diffkern.verify.gain import Cost
 from diffkern.verify.measures import Measurement
@@ -67,10 +68,12 @@ class Way:
         calls_norm: None if the op computes the norm; else the norm is called as the module it is, and this is the
             dtype that its argument is cast to (the argument's own with ``"same"``); with :data:`BY_SUM` torch computes
             the sum of an RMS norm without weight, whose order no kernel has, and an op what is elementwise.
+        columns: As :func:`~diffkern.rewrite.rotation.columns_of` said when it was proven.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     calls_norm: torch.dtype | str | None = None
+    columns: float = 0.0
 
 
 class FusedSite:
@@ -163,7 +166,10 @@ class FusedSite:
         self.norms_read = [(plan.modules[name], semantics) for name, semantics in self.norms.items()]
         if self._semantics is not None:
             self.norms_read.append((self._holder, self._semantics))  # type: ignore[arg-type]
-        self._reads_parameters = self.over != LAST_DIM or any(found.weight is not None for found in norms)
+        #: Whether it rotates by tables, of which a proof holds for those with as many columns alone.
+        self.rotates = plan.rule.op == "rope" or (plan.rule.op == "qk_norm_rope" and "k0" in plan.names)
+        reads = self.over != LAST_DIM or any(found.weight is not None for found in norms)
+        self._reads_parameters = reads or self.rotates
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
@@ -223,11 +229,11 @@ class FusedSite:
         if self._resets != registry.resets:  # other providers may serve now
             self.specialized.clear()
             return OTHER
-        compute = self.specialized.get(_kind_of(leaves[self._sized]))
-        if compute is None or self.room or transforms_active() or override() is not None:
+        if self.room or transforms_active() or override() is not None:
             return OTHER
         try:
-            result = compute(module, *leaves)
+            compute = self.specialized.get(_kind_of(leaves[self._sized]))  # nested tensors have no shape
+            result = OTHER if compute is None else compute(module, *leaves)
         except (RuntimeError, KeyError):
             return OTHER  # the general path says what is wrong, or finds a parameter that is an attribute now
         if result is not OTHER:
@@ -274,10 +280,27 @@ class FusedSite:
         """Returns how the op is called for such leaves; None for the original expression."""
         if signature in self.ways:
             return self.ways[signature]
-        if self.on_new_signature is None or not _may_prove(leaves):
-            return None
+        known = self._proven_for_others(module, leaves, signature) if self.rotates else None
+        if known is not None or self.on_new_signature is None or not _may_prove(leaves):
+            return known
         way: Way | None = self.on_new_signature(self, module, leaves)
         return way
+
+    def _proven_for_others(self, module: nn.Module, leaves: tuple[Any, ...], signature: Signature) -> Way | None:
+        """The way that is proven for leaves of other widths, whose tables have as many columns for each element."""
+        for other, way in tuple(self.ways.items()):
+            if way is None or other[:-1] != signature[:-1]:
+                continue
+            try:
+                same = columns_of(self.operands(module, leaves), way.options) == way.columns
+            except (RuntimeError, ValueError, IndexError):  # of leaves that do not fit
+                continue
+            if same:
+                self.ways[signature] = way
+                if other in self.proofs:
+                    self.proofs[signature] = self.proofs[other]
+                return way
+        return None
 
     def signature(self, module: nn.Module, leaves: tuple[Any, ...]) -> Signature:
         """What decides how the site computes for such leaves, and with the weight that the norm has now."""
@@ -288,10 +311,12 @@ class FusedSite:
             if semantics.weight is not None and semantics.reader is None:
                 parameter = parameter_of(child_of(module, self.plan.modules[name]), semantics.weight)
                 signature = *signature, None if parameter is None else parameter.dtype
-        if self._semantics is None or self._semantics.weight is None or self._semantics.reader is not None:
-            return signature
-        weight = parameter_of(child_of(module, self._holder), self._semantics.weight)  # type: ignore[arg-type]
-        return *signature, None if weight is None else weight.dtype
+        if self._semantics is not None and self._semantics.weight is not None and self._semantics.reader is None:
+            weight = parameter_of(child_of(module, self._holder), self._semantics.weight)  # type: ignore[arg-type]
+            signature = *signature, None if weight is None else weight.dtype
+        if self.rotates:  # the widths, at the end
+            signature = *signature, tuple([x.shape[-1:] for leaf in leaves for x in tensors_in(leaf)])
+        return signature
 
     def _wants_gradients(self, module: nn.Module, leaves: tuple[Any, ...]) -> bool:
         if any([isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]):

@@ -29,7 +29,7 @@ from diffkern.rewrite.expressions import ANY_ACTIVATION
 from diffkern.rewrite.facts import LAST_DIM, child_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
-from diffkern.rewrite.rotation import FORMS, NORMS
+from diffkern.rewrite.rotation import FORMS, NORMS, columns_of
 from diffkern.rewrite.site import BY_SUM, FusedSite, Way
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
@@ -81,6 +81,8 @@ class SiteVerifier:
                 if isinstance(found, str):
                     site.reasons[signature] = found
                     site.proofs.setdefault(signature, _refusal(site, leaves, found))
+                elif site.rotates:
+                    found = replace(found, columns=columns_of(site.operands(module, leaves), found.options))
                 site.ways[signature] = found if isinstance(found, Way) else None
                 self._record(module, site.proofs.get(signature))
         return site.ways[signature]
@@ -446,6 +448,8 @@ def _unfit(leaves: tuple[Any, ...]) -> str | None:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_complex()]
     if not tensors:
         return "no operand is a tensor"
+    if not any(leaf.ndim for leaf in tensors):
+        return "no operand has a dimension"
     for leaf in tensors:
         if type(leaf) not in (Tensor, nn.Parameter):
             return f"an operand is a {type(leaf).__name__}, not a plain tensor"

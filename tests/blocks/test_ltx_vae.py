@@ -444,3 +444,19 @@ def test_on_a_gpu(variant: str, dtype: torch.dtype) -> None:
         assert torch.equal(tensor, before[name][0]) and tensor.stride() == before[name][1]
     restore(model)
     assert torch.equal(decode(model, z), stock)
+
+
+def test_a_convolution_that_was_given_another_function_computes_that() -> None:
+    """Users set ``_conv_forward`` of convolutions for images and videos that can be tiled."""
+    model, z = autoencoder(), latents()
+    for module in model.decoder.modules():
+        if isinstance(module, nn.Conv3d):
+
+            def forward(x: Tensor, weight: Tensor, bias: Tensor | None, conv: nn.Conv3d = module) -> Tensor:
+                return nn.Conv3d._conv_forward(conv, x, weight, bias) * 0.5
+
+            module._conv_forward = forward  # type: ignore[method-assign]
+    stock = decode(model, z)
+    inject_optimized_kernels(model)
+    for _ in range(2):
+        torch.testing.assert_close(decode(model, z), stock, rtol=1e-4, atol=1e-5)

@@ -378,3 +378,19 @@ def test_weights_whose_writes_torch_does_not_count_are_read_every_time(device: s
         with torch.inference_mode():
             exact = in_float64(model, inputs)
         assert relative_error(step(model, inputs), exact) < 2e-5
+
+
+@pytest.mark.parametrize("of", ["hidden_states", "encoder_hidden_states"])
+def test_gradients_of_functions_over_latents_and_text_are_those_of_stock(model: Any, device: str, of: str) -> None:
+    """What a transform of torch.func hands on has no memory to know a text by."""
+    inputs = inputs_on(device)
+
+    def gradient(x: Tensor) -> Tensor:
+        found: Tensor = torch.func.grad(lambda x: model(**{**inputs, of: x})[0].square().mean())(x)
+        return found
+
+    stock = gradient(inputs[of])
+    inject_optimized_kernels(model)
+    for _ in range(2):
+        step(model, inputs)  # by which the text is kept
+    torch.testing.assert_close(gradient(inputs[of]), stock, rtol=1e-4, atol=1e-6)

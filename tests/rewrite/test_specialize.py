@@ -245,3 +245,14 @@ def test_a_view_of_a_parameter_has_no_function() -> None:
     assert func.is_view
     with pytest.raises(specialize._Unknown):  # since another one may have other strides
         writer._written(result)
+
+
+def test_a_nested_tensor_behind_others_runs_as_it_is_written() -> None:
+    module = block("x", "return x + self.norm2(x)")
+    found = rewritten(module)
+    nested = torch.nested.nested_tensor([torch.randn(3, SIZE), torch.randn(5, SIZE)])
+    with torch.no_grad():
+        for _ in range(3):
+            found.function(module, torch.randn(2, 40, SIZE))
+        pairs = zip(found.function(module, nested).unbind(), module(nested).unbind(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
