@@ -380,9 +380,12 @@ def test_weights_whose_writes_torch_does_not_count_are_read_every_time(device: s
         assert relative_error(step(model, inputs), exact) < 2e-5
 
 
+@pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("of", ["hidden_states", "encoder_hidden_states"])
-def test_gradients_of_functions_over_latents_and_text_are_those_of_stock(model: Any, device: str, of: str) -> None:
-    """What a transform of torch.func hands on has no memory to know a text by."""
+def test_gradients_of_functions_over_latents_and_text_are_those_of_stock(
+    model: Any, device: str, of: str, steps: int
+) -> None:
+    """What a transform of torch.func hands on has no memory to know a text by, or to keep tables in."""
     inputs = inputs_on(device)
 
     def gradient(x: Tensor) -> Tensor:
@@ -391,6 +394,6 @@ def test_gradients_of_functions_over_latents_and_text_are_those_of_stock(model: 
 
     stock = gradient(inputs[of])
     inject_optimized_kernels(model)
-    for _ in range(2):
-        step(model, inputs)  # by which the text is kept
+    for _ in range(steps):
+        step(model, inputs)  # by which the text is kept, and the tables
     torch.testing.assert_close(gradient(inputs[of]), stock, rtol=1e-4, atol=1e-6)
