@@ -159,11 +159,15 @@ def shared_rows(x: Tensor, reader: nn.Module, provider: str | None) -> RowwiseFp
 
     Rows are given again only for the same tensor, at the same address, not written since as far as PyTorch counts, and
     **once to each reader**: a layer that comes a second time is in another step, for which the input may have been
-    written in a way that PyTorch does not count (as replays of CUDA graphs write). They go with the tensor.
+    written in a way that PyTorch does not count (as replays of CUDA graphs write). They go with the tensor, and with a
+    reader that has hooks: those may write its input so, before it and after it.
     """
     if x.is_inference():  # which count no writes
         return quantize_rowwise(x, provider)
     place = _place(x)
+    if reader._forward_pre_hooks or reader._forward_hooks:
+        _shared.pop(place, None)
+        return quantize_rowwise(x, provider)
     known = _shared.get(place)
     if known is None or known.source() is not x or known.state != _state(x) or id(reader) in known.readers:
         known = _remember(place, x, None, None)

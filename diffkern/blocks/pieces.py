@@ -39,7 +39,9 @@ def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
     if "forward" not in state:
         return True
     forward = state["forward"]
-    return type(forward) is MethodType and (forward.__func__ is cls.forward or forward.__func__ in EQUIVALENT_FORWARDS)
+    if type(forward) is not MethodType or forward.__self__ is not module:
+        return False
+    return forward.__func__ is cls.forward or forward.__func__ in EQUIVALENT_FORWARDS
 
 
 def runs_fused(module: nn.Module) -> bool:

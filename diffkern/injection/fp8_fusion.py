@@ -399,7 +399,7 @@ class Fp8FeedForward(Fp8Fusion):
 
         function = _gelu_of(module)
         assert function is not None
-        return gelu_feed_forward(run, layers, function, shared_rows(call, layers[0], provider), provider)
+        return gelu_feed_forward(run, layers, function, shared_rows(call, module, provider), provider)
 
     @override
     def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

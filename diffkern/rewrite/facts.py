@@ -320,7 +320,7 @@ def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:
 def parameter_of(norm: Any, name: str) -> Any:
     """A parameter or whatever stands there by its name; None if there is none. ``getattr`` takes ten times as long."""
     parameters = norm._parameters
-    return parameters[name] if name in parameters else getattr(norm, name, None)
+    return parameters[name] if name in parameters and name not in norm.__dict__ else getattr(norm, name, None)
 
 
 def read_norm(norm: Any, semantics: NormSemantics, x: Tensor) -> dict[str, Any] | None:

@@ -203,7 +203,8 @@ class Guard:
             tests.append(f"type(child := {child}) is not {classes[cls]}")
             tests.append(" or ".join(["not (state := child.__dict__)", *[f"state[{hooks!r}]" for hooks in _HOOKS]]))
             own = f"(held := state['forward']).__func__ in equivalent or held.__func__ is {classes[cls]}.forward"
-            tests.append(f"'forward' in state and not (type(state['forward']) is Method and ({own}))")
+            bound = "type(state['forward']) is Method and state['forward'].__self__ is child"
+            tests.append(f"'forward' in state and not ({bound} and ({own}))")
         tests += ["inside(module)"] * bool(self.inlined or self._looped or self._globals)
         tests += ["functions(module)"] * bool(self._held)
         lines = ["def is_as_it_was(module):", "try:", *[f"    if {test}: return False" for test in tests]]

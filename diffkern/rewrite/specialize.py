@@ -123,7 +123,8 @@ class _Writer:
             eps = getattr(norm, semantics.eps)
             self._reads.append(f"if {name}.{semantics.eps} != {self.constant(eps)}: return OTHER")
         for which in filter(None, (semantics.weight, semantics.bias)):
-            if which not in norm._parameters:  # Wan's norms have the number 0 where they have no bias
+            # Wan's norms have the number 0 where they have no bias.
+            if which not in norm._parameters or which in norm.__dict__:
                 if type(getattr(norm, which, None)) not in _CONSTANTS:
                     raise _Unknown
                 held = self.constant(getattr(norm, which, OTHER))
@@ -131,6 +132,7 @@ class _Writer:
                 self._reads.append(f"if {which!r} in {name}._parameters: return OTHER")
                 continue
             value, variable = norm._parameters[which], f"{name}_{which}"
+            self._reads.append(f"if {which!r} in {name}.__dict__: return OTHER")  # which hides the parameter
             self._reads.append(f"{variable} = {name}._parameters[{which!r}]")
             if value is None:
                 self._reads.append(f"if {variable} is not None: return OTHER")

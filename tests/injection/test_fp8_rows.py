@@ -112,6 +112,27 @@ def test_what_was_written_into_since_is_quantised_again(quantised: list[str]) ->
         handle.remove()
 
 
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", ["to_q", "to_k"])
+def test_what_a_hook_writes_and_torch_does_not_count_is_quantised_again(name: str, before: bool) -> None:
+    model, inputs = model_and_inputs()
+    report = inject_optimized_kernels(model, numerics="fp8", config=EAGER)
+    twin, _ = model_and_inputs()
+
+    def write(layer: nn.Module, args: tuple[Tensor], *result: Tensor) -> None:
+        args[0].data.mul_(-4)
+
+    with torch.no_grad():
+        for _ in range(2):
+            model(*inputs)
+        for one in (model, twin):
+            layer = one.get_submodule(name)
+            (layer.register_forward_pre_hook if before else layer.register_forward_hook)(write)
+        for _ in range(3):
+            assert relative_error(model(*inputs), twin(*inputs).double()) < 0.1
+    assert all(report.calls()[path]["fused"] == 5 for path in ("to_q", "to_k"))
+
+
 def test_an_op_whose_rows_are_not_read_stops_to_write_them(quantised: list[str]) -> None:
     model, inputs = model_and_inputs()
     _, few = model_and_inputs(rows=2)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+from diffkern.blocks.pieces import untouched
 from diffkern.rewrite import Rewriter
 from tests.rewrite.modules import SIZE, Block, block, leaves, rewritten, written
 
@@ -39,6 +40,21 @@ def test_a_norm_whose_forward_was_replaced_is_called() -> None:
     module.norm.forward = lambda x: x * 2
     torch.testing.assert_close(found.function(module, **leaves(NAMES)), module(**leaves(NAMES)))
     assert _counts(found)[0] == (1, 1)
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_forward_that_is_bound_to_another_norm_computes_with_that_one(proven: bool) -> None:
+    module, other = block(NAMES, BODY), nn.LayerNorm(SIZE, bias=False)
+    nn.init.constant_(other.weight, 3.0)
+    found = rewritten(module)
+    if proven:
+        found.function(module, **leaves(NAMES))
+    module.norm.forward = other.forward
+    torch.testing.assert_close(found.function(module, **leaves(NAMES)), module(**leaves(NAMES)))
+    assert _counts(found)[0] == (int(proven), 1) and not untouched(module.norm, nn.LayerNorm)
+    module.norm.forward = nn.LayerNorm.forward.__get__(module.norm)
+    found.function(module, **leaves(NAMES))
+    assert _counts(found)[0] == (int(proven) + 1, 1), "its own is as if there were none"
 
 
 def test_a_replaced_class_forward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,10 @@ def _weight_as_an_attribute(module: Any, given: dict[str, Tensor]) -> None:
     module.norm2.weight = torch.full((SIZE,), 7.0)
 
 
+def _weight_over_the_parameter(module: Any, given: dict[str, Tensor]) -> None:
+    module.norm2.__dict__["weight"] = torch.full((SIZE,), 7.0)
+
+
 def _no_bias(module: Any, given: dict[str, Tensor]) -> None:
     module.norm2.bias = None
 
@@ -105,6 +109,7 @@ def _in_a_larger_one(module: Any, given: dict[str, Tensor]) -> None:
         (_eps, 1),
         (_no_bias, 1),
         (_weight_as_an_attribute, 1),
+        (_weight_over_the_parameter, 1),
         (_weights_of_another_dtype, 2),
         (_half, 2),
         (_strided, 1),
