@@ -146,6 +146,7 @@ def norms_are_plain(children: Mapping[str, Any], device: torch.device) -> bool:
         and norm_q.eps == norm_k.eps
         and plain(norm_q._parameters.get("weight"), device)
         and plain(norm_k._parameters.get("weight"), device)
+        and not any("weight" in norm.__dict__ for norm in (norm_q, norm_k))  # which hides the parameter
     )
 
 

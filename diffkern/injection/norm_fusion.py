@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import dual_level
 from typing_extensions import override
 
-from diffkern.matching import NormSemantics, apply, declines, full_name
+from diffkern.matching import NormSemantics, apply, declines, full_name, parameter_of
 from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
 from diffkern.verify.contract import EXACT_ELEMENTS, ROWS, SEMANTIC_TOLERANCE
 from diffkern.verify.fusion import OneTensorFusion
@@ -53,9 +53,8 @@ class NormFusion(OneTensorFusion):
 
     @override
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
-        name = self.semantics.weight
-        weight = None if name is None else module._parameters.get(name)
-        return None if weight is None else weight.dtype
+        weight = parameter_of(module, self.semantics.weight)
+        return weight.dtype if isinstance(weight, Tensor) else None
 
     @override
     def declines(self, module: nn.Module, call: Any) -> str | None:

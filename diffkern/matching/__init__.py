@@ -1,7 +1,18 @@
 """WHAT A MODULE IS: the exact class of a norm -> what it computes, as data."""
 
-from diffkern.matching.forward import apply, declines
+from diffkern.matching.forward import apply, declines, parameter_of
 from diffkern.matching.match import TABLE, full_name, match
 from diffkern.matching.semantics import Entry, LeftAlone, Match, NormSemantics
 
-__all__ = ["TABLE", "Entry", "LeftAlone", "Match", "NormSemantics", "apply", "declines", "full_name", "match"]
+__all__ = [
+    "TABLE",
+    "Entry",
+    "LeftAlone",
+    "Match",
+    "NormSemantics",
+    "apply",
+    "declines",
+    "full_name",
+    "match",
+    "parameter_of",
+]

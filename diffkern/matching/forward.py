@@ -37,8 +37,8 @@ def apply(semantics: NormSemantics, module: torch.nn.Module, x: Tensor, *, provi
     Returns:
         A new tensor with the shape, dtype and strides of the stock result. Differentiable.
     """
-    weight = _parameter(module, semantics.weight)
-    bias = _parameter(module, semantics.bias)
+    weight = parameter_of(module, semantics.weight)
+    bias = parameter_of(module, semantics.bias)
     if not isinstance(bias, Tensor):
         bias = None
     eps = getattr(module, semantics.eps) if isinstance(semantics.eps, str) else semantics.eps
@@ -125,12 +125,12 @@ def declines(semantics: NormSemantics, module: torch.nn.Module, x: Any) -> str |
             return f"an input of {x.ndim} dimensions has no dimension {dim}"
         expected = (x.shape[dim], *(1,) * trailing)
 
-    weight = _parameter(module, semantics.weight)
+    weight = parameter_of(module, semantics.weight)
     if weight is not None:
         reason = _unfit(semantics, semantics.weight, weight, x, device, expected)
         if reason is not None:
             return reason
-    bias = _parameter(module, semantics.bias)
+    bias = parameter_of(module, semantics.bias)
     if bias is not None and not (type(bias) is float and bias == 0.0):
         reason = _unfit(semantics, semantics.bias, bias, x, device, expected)
         if reason is not None:
@@ -165,13 +165,13 @@ def _unfit(
     return None
 
 
-def _parameter(module: torch.nn.Module, name: str | None) -> Any:
+def parameter_of(module: Any, name: str | None) -> Any:
     """What ``module.<name>`` is at this moment; None if there is no such attribute."""
     if name is None:
         return None
     # Parameters live here; nn.Module's own __getattr__ takes five times as long to find them.
     parameters = module._parameters
-    return parameters[name] if name in parameters else getattr(module, name, None)
+    return parameters[name] if name in parameters and name not in module.__dict__ else getattr(module, name, None)
 
 
 def _dim(semantics: NormSemantics, module: torch.nn.Module) -> int | tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from diffkern.blocks.pieces import untouched
-from diffkern.matching import NormSemantics, full_name, match
+from diffkern.matching import NormSemantics, full_name, match, parameter_of
 from diffkern.rewrite.flow import Flow
 
 Path = tuple[str, ...]
@@ -317,12 +317,6 @@ def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:
     return found
 
 
-def parameter_of(norm: Any, name: str) -> Any:
-    """A parameter or whatever stands there by its name; None if there is none. ``getattr`` takes ten times as long."""
-    parameters = norm._parameters
-    return parameters[name] if name in parameters and name not in norm.__dict__ else getattr(norm, name, None)
-
-
 def read_norm(norm: Any, semantics: NormSemantics, x: Tensor) -> dict[str, Any] | None:
     """Weight, bias and eps of a norm for an input ``x``; None where kernels cannot read them."""
     eps = getattr(norm, semantics.eps) if type(semantics.eps) is str else semantics.eps
@@ -333,8 +327,7 @@ def read_norm(norm: Any, semantics: NormSemantics, x: Tensor) -> dict[str, Any] 
             return None
         weight, bias = parameters
     else:
-        weight = None if semantics.weight is None else parameter_of(norm, semantics.weight)
-        bias = None if semantics.bias is None else parameter_of(norm, semantics.bias)
+        weight, bias = parameter_of(norm, semantics.weight), parameter_of(norm, semantics.bias)
     # Wan's norms have the number 0 where they have no bias.
     if isinstance(weight, Tensor):
         arguments["weight"] = weight

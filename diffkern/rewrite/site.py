@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diffkern import ops
 from diffkern.blocks.fp8 import RowMaker, RowwiseFp8, announce
-from diffkern.matching import NormSemantics
+from diffkern.matching import NormSemantics, parameter_of
 from diffkern.providers import NoProviderError, registry, select
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -26,7 +26,6 @@ from diffkern.rewrite.facts import (
     frames_of,
     group_norm_path,
     norm_of,
-    parameter_of,
     read_norm,
 )
 from diffkern.rewrite.layout import memory_order

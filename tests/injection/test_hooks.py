@@ -17,8 +17,8 @@ from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading, app
 from diffusers.hooks.layerwise_casting import apply_layerwise_casting_hook
 from torch import nn
 
-from diffkern import inject_optimized_kernels, restore
-from tests.injection.models import all_fused, run, tiny_ltx
+from diffkern import KernelConfig, inject_optimized_kernels, restore
+from tests.injection.models import all_fused, ltx_inputs, run, tiny_ltx
 
 
 class AccelerateAddOne(accelerate.hooks.ModelHook):
@@ -300,3 +300,27 @@ def test_accelerate_unwraps_a_model_to_its_patches() -> None:
         run(module) if cls is not nn.LayerNorm else module(torch.randn(3, 8))
         assert report.calls()[""]["fused"] == before + 1
         assert report.restore() == len(report.patched) and module.forward.__func__ is cls.forward
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(64), nn.RMSNorm(64)], ids=lambda norm: type(norm).__name__)
+def test_what_stands_over_the_weight_of_a_norm_is_its_weight(norm: nn.Module) -> None:
+    """Python looks into the dictionary of a module before it asks for parameters, and so does the stock forward."""
+    model, x = nn.ModuleDict({"norm": copy.deepcopy(norm)}).requires_grad_(False), torch.randn(4, 64)
+    inject_optimized_kernels(model, config=KernelConfig(measure=False))
+    model["norm"](x)
+    model["norm"].__dict__["weight"] = torch.full((64,), 7.0)
+    found = model["norm"](x)
+    restore(model)
+    torch.testing.assert_close(found, model["norm"](x), rtol=1e-4, atol=1e-5)
+
+
+def test_what_stands_over_the_weight_of_a_norm_in_a_block_of_ltx_is_its_weight() -> None:
+    model = tiny_ltx(1).requires_grad_(False)
+    inputs = ltx_inputs(batch=2)
+    inject_optimized_kernels(model, config=KernelConfig(measure=False))
+    model(**inputs)
+    norm = model.transformer_blocks[0].attn1.norm_q
+    norm.__dict__["weight"] = torch.full_like(norm._parameters["weight"], 7.0)
+    found = model(**inputs)[0]
+    restore(model)
+    torch.testing.assert_close(found, model(**inputs)[0], rtol=1e-4, atol=1e-5)
