@@ -391,6 +391,7 @@ def test_times_on_a_gpu_decide_and_the_report_says_what_they_were() -> None:
 @pytest.mark.gpu
 def test_memory_after_restore_is_as_before_and_graphs_share_a_pool() -> None:
     model = Launches(400, 64).cuda()
+    gc.collect()  # what other tests left in circles, or it would go in between
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
