@@ -94,6 +94,14 @@ def _cogvideox(randn: Randn) -> Mapping[str, Any]:
     }
 
 
+def _wan(randn: Randn) -> Mapping[str, Any]:
+    return {
+        "hidden_states": randn(1, 16, 21, 60, 104),
+        "encoder_hidden_states": randn(1, 512, 4096),
+        "timestep": _time(randn, 500),
+    }
+
+
 def _ltx(frames: int) -> Callable[[Randn], Mapping[str, Any]]:
     def inputs(randn: Randn) -> Mapping[str, Any]:
         return {
@@ -211,13 +219,10 @@ DENOISERS: Mapping[str, Denoiser] = {
     "wan": Denoiser(
         "WanTransformer3DModel",
         "Wan 2.1 1.3B, 480x832, 81 frames",
-        lambda randn: {
-            "hidden_states": randn(1, 16, 21, 60, 104),
-            "encoder_hidden_states": randn(1, 512, 4096),
-            "timestep": _time(randn, 500),
-        },
+        _wan,
         {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     ),
+    "wan_14b": Denoiser("WanTransformer3DModel", "Wan 2.1 14B, 480x832, 81 frames", _wan, layers={"num_layers": 10}),
     "hunyuan_video": Denoiser(
         "HunyuanVideoTransformer3DModel",
         "HunyuanVideo, 544x960, 33 frames",
