@@ -82,7 +82,7 @@ def _steps(content: Result) -> Table:
                     _gain(arm.get("stock_wall_ms", stock["wall_ms"]), arm["wall_ms"]),
                     f"{sum((arm.get('kernel_ms') or {}).values()):.1f}",
                     f"{arm['host_ms']:.1f}",
-                    f"{arm['error']:.1e}",
+                    f"{arm['error']:.1e}" if "error" in arm else f"{arm['error_to_float32']:.1e} to float32",
                 )
             )
     return lines
