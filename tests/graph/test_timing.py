@@ -7,6 +7,7 @@ last tests run on a GPU.
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import re
 from collections.abc import Callable, Iterator
