@@ -54,6 +54,8 @@ _SIZED = ("x", "residual", "y", "q")
 
 #: Kinds of leaves that a site may be specialised for: a language model may meet another one at every call.
 _MOST_RECORDINGS = 128
+#: And for one size of it: blocks of one class may get operands of other layouts by turns.
+_MOST_BESIDE = 4
 
 _UNPROVEN = "not proven for such operands yet: run one call outside of graphs and transforms before"
 
@@ -138,9 +140,9 @@ class FusedSite:
         self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._call: Any = CALLS.get(plan.rule.op)  # others compute themselves
-        #: The functions of :mod:`~diffkern.rewrite.specialize`, by the operand that says the size; None for one that
-        #: came once.
-        self.specialized: dict[Any, Callable[..., Any] | None] = {}
+        #: The functions of :mod:`~diffkern.rewrite.specialize`, by the operand that says the size: as many as there are
+        #: kinds of the other operands beside it, none for one that came once.
+        self.specialized: dict[Any, list[Callable[..., Any]]] = {}
         self._recordings = self._resets = 0
         self.maker = (
             RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS and "gate_activation" not in plan.options else None
@@ -231,14 +233,17 @@ class FusedSite:
         if self.room or transforms_active() or override() is not None:
             return OTHER
         try:
-            compute = self.specialized.get(_kind_of(leaves[self._sized]))  # nested tensors have no shape
-            result = OTHER if compute is None else compute(module, *leaves)
+            for compute in self.specialized.get(_kind_of(leaves[self._sized]), ()):  # nested tensors have no shape
+                result = compute(module, *leaves)
+                if result is not OTHER:
+                    break
+            else:
+                return OTHER
         except (RuntimeError, KeyError):
             return OTHER  # the general path says what is wrong, or finds a parameter that is an attribute now
-        if result is not OTHER:
-            self.fused_calls += 1
-            if self.observer is not None:
-                self.observer(module, None)
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
         return result
 
     def _recorded_call(self, module: nn.Module, leaves: tuple[Any, ...], way: Way) -> Any:
@@ -248,16 +253,17 @@ class FusedSite:
             return self.compute(module, leaves, way, self.provider)
         self._recordings += 1
         if kind not in self.specialized:
-            self._resets, self.specialized[kind] = registry.resets, None
+            self._resets, self.specialized[kind] = registry.resets, []
             return self.compute(module, leaves, way, self.provider)
         with Recorder() as recorder:
             result = self.compute(module, leaves, way, self.provider)
         function = specialized(self, module, leaves, recorder, result)
         if function is None:
             self._recordings = _MOST_RECORDINGS  # nor is there one for other leaves
-            self.specialized.pop(kind, None)  # which calls need not look for
+            if not self.specialized[kind]:
+                del self.specialized[kind]  # which calls need not look for
         else:
-            self.specialized[kind] = function
+            self.specialized[kind] = [function, *self.specialized[kind][: _MOST_BESIDE - 1]]
         return result
 
     def __str__(self) -> str:

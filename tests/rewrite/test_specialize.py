@@ -117,7 +117,7 @@ def _in_a_larger_one(module: Any, given: dict[str, Tensor]) -> None:
         (_in_a_larger_one, 2),
     ],
 )
-def test_what_a_specialised_call_was_not_recorded_with_goes_the_long_way(
+def test_what_a_specialised_call_was_not_recorded_with_is_computed_without_it(
     monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], left: int
 ) -> None:
     module, found, given, watched = _ready(monkeypatch)
@@ -261,3 +261,18 @@ def test_a_nested_tensor_behind_others_runs_as_it_is_written() -> None:
             found.function(module, torch.randn(2, 40, SIZE))
         pairs = zip(found.function(module, nested).unbind(), module(nested).unbind(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_operands_of_other_layouts_that_come_by_turns_have_a_function_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, found, given, watched = _ready(monkeypatch)
+    other = dict(given)
+    _strided(module, other)
+    with torch.no_grad():
+        expected = [found.function(module, **each) for each in (given, other)]
+        recorded = sum(site._recordings for site in found.sites)
+        watched.ran = watched.left = 0
+        for _ in range(3):
+            results = [found.function(module, **each) for each in (given, other)]
+            assert all(torch.equal(result, first) for result, first in zip(results, expected, strict=True))
+    assert watched.left == 0 and watched.ran == 3 * 2 * len(found.sites)
+    assert sum(site._recordings for site in found.sites) == recorded
