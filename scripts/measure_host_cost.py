@@ -11,7 +11,6 @@ else on the machine slowed down.
 from __future__ import annotations
 
 import argparse
-import copy
 import cProfile
 import json
 import os
@@ -29,25 +28,30 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from diffkern import inject_optimized_kernels
+from diffkern.bench.steps import sharing_weights
 from diffkern.verify import choices
 from scripts.check_models.denoisers import DENOISERS
 from scripts.check_models.model import Draw
 
 #: Calls before the first pair: proofs, choices and their times.
 _WARM_UP = 6
+#: Calls of a run.
+_CALLS = int(os.environ.get("CALLS", 5))
 
 
 def _seconds(model: nn.Module, arguments: dict[str, Any]) -> float:
+    """Seconds of a call, of several in a row: so steps come, and the other model's code has left the caches."""
     began = time.perf_counter()
-    model(**arguments)
-    return time.perf_counter() - began
+    for _ in range(_CALLS):
+        model(**arguments)
+    return (time.perf_counter() - began) / _CALLS
 
 
 def measure(name: str, pairs: int, profile: bool) -> dict[str, Any]:
     """Times a model and its injected twin in turns; the figures of one row."""
     torch.manual_seed(0)
     stock = DENOISERS[name].build()
-    injected = copy.deepcopy(stock)
+    injected = sharing_weights(stock)  # where weights lie decides over more than what is measured
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = inject_optimized_kernels(injected)

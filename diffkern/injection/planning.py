@@ -29,6 +29,7 @@ from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.patching import patch_state, patches
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
+from diffkern.injection.signature_fusion import SignatureFusion
 from diffkern.injection.state import STOCK, PatchState
 from diffkern.matching import full_name, match
 from diffkern.matching.genuine import replaced_function, replacement
@@ -37,6 +38,7 @@ from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.rewrite import OPS as REWRITE_OPS
 from diffkern.rewrite import Rewritten
 from diffkern.rewrite.facts import child_of
+from diffkern.rewrite.processor import asking_once
 from diffkern.verify.fusion import Fusion
 
 if TYPE_CHECKING:
@@ -302,6 +304,8 @@ def _match(
             stock: dict[str, str | None] = {"linear_gelu": STOCK} if calls_layer else {}
             if any(site.plan.rule.op not in stock for site in rewritten.sites):
                 return _Match(RewriteFusion(rewriters, rewritten, stock), "source")
+        elif (forward := asking_once(type(module).forward)) is not None:
+            return _Match(SignatureFusion(forward), "processor")
     if recipe is not None:
         reason = "numerics='exact' leaves it stock: its fused form has other bits, or keeps tensors between calls"
         return _Match(None, "recipe", reason)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+#: How sites are known that nothing proves.
+_WITHOUT_PROOF = ("option", "time", "processor")
+
+
 @dataclass
 class Site:
     """One module that was looked at.
@@ -32,7 +36,8 @@ class Site:
         provider: Who serves the op on the device the model is on, or None.
         how: ``"table"`` (the norm class is known), ``"recipe"`` (the block and the source of its forward are),
             ``"source"`` (fused sites were found in the source of its forward, see :meth:`InjectionReport.source`),
-            ``"probe"`` (its forward is compared), ``"config"`` (the user named a layer for it), or None.
+            ``"probe"`` (its forward is compared), ``"processor"`` (it computes as it is written, and asks once for the
+            signature of its processor), ``"config"`` (the user named a layer for it), or None.
         reason: Why it was left alone or failed; for a patched site why the provider is not the first choice.
         measurements: The proofs that speak for this site; those made at first use are added as they run.
         revoked: Whether a proof at first use failed: then the module runs stock, for the reason given.
@@ -77,9 +82,9 @@ class Site:
     def undecided(self) -> bool:
         """Whether its proof runs at its first call, and nothing is known before; see :attr:`InjectionReport.verified`.
 
-        Graphs and layouts have times, and no proofs.
+        Graphs and layouts have times, and what computes as it is written has nothing to prove.
         """
-        return not (self.measurements or self.fused_calls or self.stock_calls or self.how in ("option", "time"))
+        return not (self.measurements or self.fused_calls or self.stock_calls or self.how in _WITHOUT_PROOF)
 
     @property
     def restored(self) -> bool:

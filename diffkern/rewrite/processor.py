@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from diffkern.rewrite.guard import Guard
-from diffkern.rewrite.source import Source
+from diffkern.rewrite.source import Source, recompile
 
 #: The names of the route and of :func:`signature` in rewritten forwards.
 ROUTE, SIGNATURE = "_route", "_signature"
 
 _SIGNATURES: WeakKeyDictionary[FunctionType, inspect.Signature] = WeakKeyDictionary()
 _CODES: WeakKeyDictionary[Callable[..., Any], CodeType | str] = WeakKeyDictionary()
+_ASKING_ONCE: WeakKeyDictionary[Callable[..., Any], FunctionType | None] = WeakKeyDictionary()
 
 
 class Route:
@@ -51,9 +52,17 @@ class Route:
         return called
 
 
-def unrouted(module: nn.Module, processor: Any) -> Any:
-    """Returns the processor itself, for forwards that only ask for its signature in another way."""
-    return processor
+def asking_once(forward: Callable[..., Any]) -> FunctionType | None:
+    """A forward that asks once for the signature of its processor; None if it does not ask for that, or has no source.
+
+    It calls the processor as it is, and computes what the forward computes.
+    """
+    if forward not in _ASKING_ONCE:
+        code = routed(forward)
+        asks = not isinstance(code, str) and SIGNATURE in code.co_freevars
+        names = {ROUTE: lambda module, processor: processor, SIGNATURE: signature}
+        _ASKING_ONCE[forward] = recompile(forward, code, names) if asks else None  # type: ignore[arg-type]
+    return _ASKING_ONCE[forward]
 
 
 def signature(method: Any) -> inspect.Signature:

@@ -19,7 +19,7 @@ from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ATTEND, ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
-from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, routed, signature, unrouted
+from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, asking_once, routed, signature
 from diffkern.rewrite.rooms import JoinSite, StreamSite, needs_room
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
@@ -185,15 +185,13 @@ class Rewriter:
         return Rewritten(recompile(forward, found.code, names), found, guard)
 
 
-def _in_forward(call: Rewritten, forward: Any, cls: type, function: Callable[..., Any]) -> Rewritten:
+def _in_forward(call: Rewritten, forward: Any, cls: type, called: Callable[..., Any]) -> Rewritten:
     """The forward of an attention module that runs a rewritten ``__call__`` of its processor."""
     code = routed(forward)
     assert isinstance(code, CodeType)
-    route = Route(cls, function, call.function, call.guard)
-    without = (
-        recompile(forward, code, {ROUTE: unrouted, SIGNATURE: signature}) if SIGNATURE in code.co_freevars else None
-    )
-    return replace(call, function=recompile(forward, code, {ROUTE: route, SIGNATURE: signature}), without_sites=without)
+    route = Route(cls, called, call.function, call.guard)
+    function = recompile(forward, code, {ROUTE: route, SIGNATURE: signature})
+    return replace(call, function=function, without_sites=asking_once(forward))
 
 
 def planned(forward: Callable[..., Any], module: nn.Module, receiver: int = 0) -> Plan | str:

@@ -1,0 +1,72 @@
+"""Attention modules that have nothing to fuse, and ask at every call which arguments their processor takes.
+
+Python needs 20 us to answer, of a host that a small model waits for. The patched forward asks once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.injection.state import ATTRIBUTE
+from diffkern.verify.fusion import Fusion
+
+#: As reports name it; no kernel computes it.
+OP = "processor_signature"
+
+
+@dataclass(frozen=True)
+class SignatureFusion(Fusion):
+    """An attention module that computes as it is written, and asks for a signature once. A call is its arguments.
+
+    Attributes:
+        forward: See :func:`diffkern.rewrite.processor.asking_once`.
+    """
+
+    forward: FunctionType
+
+    counts_itself = True
+    proves_itself = True
+    served_by = "python"
+
+    @property
+    @override
+    def op(self) -> str:
+        return OP
+
+    @property
+    @override
+    def is_timed(self) -> bool:
+        return True
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return args, kwargs
+
+    @override
+    def primary_input(self, call: Any) -> Tensor:
+        args, kwargs = call
+        return next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), _NO_TENSOR)
+
+    @override
+    def weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
+        """Always a gain: the same code, but for a question that is answered already."""
+        return ""
+
+    @override
+    def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
+        args, kwargs = call
+        state = module.__dict__.get(ATTRIBUTE)
+        if state is not None and not torch.compiler.is_compiling():
+            state.add_fused()
+        return self.forward(module, *args, **kwargs)
+
+
+#: In the place of a first tensor where a call has none.
+_NO_TENSOR = torch.empty(0, device="cpu")
