@@ -171,6 +171,12 @@ def patch_of(module: nn.Module, fusion: Fusion) -> PatchState | None:
     return next((state for state in patches(module) if state.fusion is fusion), None)
 
 
+def is_in_place(module: nn.Module, state: object) -> bool:
+    """Whether calls may reach a patch: ``module.forward = f`` and then ``del module.forward`` leave the class's own."""
+    there = any(found is state for found in patches(module))
+    return there and (_held_forward(module) is not None or hooks.foreign_forward(module) is not None)
+
+
 def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
     state.below = patch_state(module)

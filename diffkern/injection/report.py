@@ -88,8 +88,13 @@ class Site:
 
     @property
     def restored(self) -> bool:
-        """Whether the patch was taken away again, by whichever call."""
-        return bool(getattr(self._state, "restored", False))
+        """Whether the patch was taken away again, by whichever call, or with a ``forward`` that was set over it."""
+        restored, module = getattr(self._state, "restored", None), self.module
+        if restored is not False or module is None:
+            return bool(restored)
+        from diffkern.injection.patching import is_in_place
+
+        return not is_in_place(module, self._state)
 
     @property
     def fused_calls(self) -> int:

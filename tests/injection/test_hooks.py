@@ -172,6 +172,25 @@ def test_a_forward_replaced_by_someone_else_is_left_alone() -> None:
     assert torch.equal(layer(X), X)
 
 
+@pytest.mark.parametrize("left", ["nothing", "the class's own"])
+def test_a_patch_that_a_user_took_away_is_restored_in_the_report(left: str) -> None:
+    layer = norm()
+    stock, report = layer(X), inject_optimized_kernels(layer)
+    fused = layer.forward
+    layer.forward = lambda input: fused(input) + 1  # type: ignore[method-assign]
+    torch.testing.assert_close(layer(X), stock + 1)
+    assert report.active and fused_calls(report) == 1, "whether it calls the one before, nothing tells"
+    del layer.forward
+    if left != "nothing":
+        layer.forward = MethodType(nn.LayerNorm.forward, layer)  # type: ignore[method-assign]
+    assert torch.equal(layer(X), stock)
+    assert not report.active and report.summary().startswith("restored: all 1 module of LayerNorm run stock again")
+    again = inject_optimized_kernels(layer)
+    torch.testing.assert_close(layer(X), stock)
+    assert fused_calls(again) == 1 and again.active and report.restored and report.restore() == 0
+    assert again.restore() == 1
+
+
 def test_a_restored_hooked_module_keeps_no_reference_to_the_patch() -> None:
     layer = norm()
     report = inject_optimized_kernels(layer)

@@ -59,3 +59,13 @@ def test_an_adapter_in_a_model_of_half_precision(state: ModelMachine, dtype: tor
         state.add_lora(number=1, dora=False)
         state.inject(numerics="fast")
     state.steps(count=3)
+
+
+@pytest.mark.parametrize("state", ["ltx2"], indirect=True)
+def test_a_forward_set_over_a_patch_and_deleted(state: ModelMachine) -> None:
+    state.inject(numerics="exact")
+    state.replace_forward(number=1048, wrap=False)
+    state.both_compute_the_same()
+    state.take_off_the_last_hook()
+    state.both_compute_the_same()
+    assert [site.path for site in state.twins.live[0].report.restored] == ["transformer_blocks.1.audio_attn1"]

@@ -228,7 +228,7 @@ class Twins:
                 fused_calls, stock_calls = called.get(path, (0, 0))
                 total, expected = (
                     fused_calls + stock_calls,
-                    0 if live.is_restored(_module(path)) else calls[_module(path)],
+                    0 if live.is_restored(_module(path)) or site.restored else calls[_module(path)],
                 )
                 if absorbed or self.loose or site.revoked:
                     fits = site.how == "source" or total <= expected
