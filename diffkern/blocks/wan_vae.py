@@ -92,10 +92,12 @@ class CausalConvolution(LayerRecipe):
             x, front = torch.cat([cache, x], dim=2), front - cache.shape[2]
         weight, bias, groups = conv.weight, conv.bias, conv.groups
         if x.shape[2] == 1 and front == conv.dilation[0] * (conv.kernel_size[0] - 1) > 0:
-            image = weight[:, :, -1]
-            return F.conv2d(
-                x[:, :, 0], image, bias, conv.stride[1:], (height, width), conv.dilation[1:], groups
-            ).unsqueeze(2)
+            frame, image = x[:, :, 0], weight[:, :, -1]
+            if x.stride(2) < x.shape[3] * x.stride(3) and weight.is_contiguous():
+                frame = frame.contiguous()  # in channels last as an image, but not as the video that stock convolves
+            return F.conv2d(frame, image, bias, conv.stride[1:], (height, width), conv.dilation[1:], groups).unsqueeze(
+                2
+            )
         if front:  # frames of zeros, or, where the cache holds more than are needed, fewer frames
             x = F.pad(x, (0, 0, 0, 0, front, 0))
         return F.conv3d(x, weight, bias, conv.stride, (0, height, width), conv.dilation, groups)

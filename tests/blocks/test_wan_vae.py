@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import QwenImage21
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanUpsample
 from torch import Tensor
 
-from diffkern import InjectionReport, inject_optimized_kernels
+from diffkern import InjectionReport, KernelConfig, inject_optimized_kernels
 from diffkern.verify.measures import relative_error
 from scripts.check_models.convolutional import AUTOENCODERS
 
@@ -118,6 +118,21 @@ def test_pixels_are_repeated_without_a_copy_in_float32_bit_for_bit(cls: type[Any
     smooth = cls(scale_factor=(2.0, 2.0), mode="bilinear")
     _injected(smooth)
     assert torch.equal(smooth(x), type(smooth).forward(smooth, x))
+
+
+@pytest.mark.parametrize("name", ["wan", "qwenimage"])
+def test_a_batch_of_images_is_laid_out_as_by_stock(name: str) -> None:
+    model: Any = AUTOENCODERS[name].build()
+    images = _drawn(2, 3, 1, 16, 16)
+    with torch.no_grad():
+        latents = model.encode(images).latent_dist.mode()
+        stock = model.decode(latents).sample
+        report = inject_optimized_kernels(model, config=KernelConfig(measure=False))
+        for _ in range(2):
+            assert model.encode(images).latent_dist.mode().stride() == latents.stride()
+            assert model.decode(latents).sample.stride() == stock.stride()
+    calls = report.calls()
+    assert all(calls[f"{part}.mid_block.resnets.1.conv1"]["fused"] for part in ("encoder", "decoder"))
 
 
 @pytest.mark.parametrize("name", ["wan", "qwenimage"])
