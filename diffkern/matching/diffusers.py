@@ -32,9 +32,10 @@ _WAN = NormSemantics(
     rounding="input",
     output="promote",
     clamp_eps=True,
+    root="scale",
 )
 _KANDINSKY_6 = NormSemantics(
-    "rms_norm", weight="gamma", eps=1e-12, dim=1, rounding="input", output="promote", clamp_eps=True
+    "rms_norm", weight="gamma", eps=1e-12, dim=1, rounding="input", output="promote", clamp_eps=True, root="scale"
 )
 
 # Computed in the dtype of the input by the stock classes, in float32 here.

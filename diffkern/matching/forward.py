@@ -124,6 +124,8 @@ def declines(semantics: NormSemantics, module: torch.nn.Module, x: Any) -> str |
         if not 0 <= trailing < x.ndim:
             return f"an input of {x.ndim} dimensions has no dimension {dim}"
         expected = (x.shape[dim], *(1,) * trailing)
+        if semantics.root is not None and getattr(module, semantics.root) != x.shape[dim] ** 0.5:
+            return f"its {semantics.root} is not the root of {x.shape[dim]} channels"
 
     weight = parameter_of(module, semantics.weight)
     if weight is not None:

@@ -38,6 +38,7 @@ class NormSemantics:
             ``F.layer_norm`` accepts some mixes on some devices only, and raises for the rest.
         reader: Reads weight and bias for an input, where a library casts or moves them at every call; it returns None
             where kernels cannot read them. None: they are plain parameters.
+        root: Name of the attribute that holds the root of the channel count, which the class multiplies by; or None.
     """
 
     op: Literal["rms_norm", "layer_norm", "group_norm"]
@@ -54,6 +55,7 @@ class NormSemantics:
     layout: Literal["contiguous", "preserve", "channels_last"] = "preserve"
     mixed_dtypes: bool = True
     reader: Callable[[Any, Any], tuple[Any, Any] | None] | None = None
+    root: str | None = None
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,28 @@ def settings_of(module: nn.Module) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not UNKNOWN}
 
 
+def settings_test(module: nn.Module) -> str:
+    """Whether a norm or a GELU computes what was found, as an expression of ``child``; "" where its class says all.
+
+    What a site reads at every call is not asked for.
+    """
+    if type(module) is nn.GELU:
+        return f"child.approximate == {module.approximate!r}"
+    found, tests = norm_of(module), []
+    if found is None:
+        return ""
+    semantics = found[1]
+    dim = getattr(module, semantics.dim) if isinstance(semantics.dim, str) else None
+    if isinstance(dim, int):
+        tests.append(f"child.{semantics.dim} == {dim}")
+    if semantics.root is not None and hasattr(module, semantics.root):
+        tests.append(f"child.{semantics.root} == child.{semantics.weight}.numel() ** 0.5")
+    if semantics.bias is not None and semantics.bias in module.__dict__:  # a number, and 0
+        held = f"(held := child.__dict__.get({semantics.bias!r}))"
+        tests.append(f"(type({held}) not in (int, float) or not held)")
+    return " and ".join(tests)
+
+
 def functions_of(module: nn.Module) -> tuple[Any, ...]:
     """The functions that a module holds in attributes of its own, by which activations of transformers differ."""
     return tuple(
@@ -319,6 +341,9 @@ def child_of(module: nn.Module | None, path: Path) -> nn.Module | None:
 
 def read_norm(norm: Any, semantics: NormSemantics, x: Tensor) -> dict[str, Any] | None:
     """Weight, bias and eps of a norm for an input ``x``; None where kernels cannot read them."""
+    sizes = getattr(norm, semantics.dim) if type(semantics.dim) is str else None
+    if isinstance(sizes, tuple) and sizes != x.shape[-1:]:
+        return None  # it takes other statistics than those of the last dimension
     eps = getattr(norm, semantics.eps) if type(semantics.eps) is str else semantics.eps
     arguments: dict[str, Any] = {"eps": eps}
     if semantics.reader is not None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS, unfit_surroundings, untouched
 from diffkern.matching.genuine import is_own
-from diffkern.rewrite.facts import Path, child_of, functions_of, plain_attribute
+from diffkern.rewrite.facts import Path, child_of, functions_of, plain_attribute, settings_test
 from diffkern.rewrite.inline import global_at
 from diffkern.rewrite.site import FusedSite, Observer
 
@@ -76,6 +76,9 @@ class Guard:
         self._children = tuple(children.items())
         held = [(path, functions_of(child_of(module, path))) for path in children]  # type: ignore[arg-type]
         self._held = tuple([(path, functions) for path, functions in held if functions])
+        #: What the children must be set to, as :func:`~diffkern.rewrite.facts.settings_test` writes it, and compiled.
+        tests = {path: settings_test(child_of(module, path)) for path in children}  # type: ignore[arg-type]
+        self._settings = {path: (text, eval(f"lambda child: {text}")) for path, text in tests.items() if text}
         self._methods = tuple(methods.items())
         self._all: Active = sites
         #: The same questions as one function, which mostly answers them; the module has what they are about.
@@ -116,6 +119,8 @@ class Guard:
             if not untouched(child, cls):
                 touched = f"{'.'.join(path)} has a hook, or is another module than it was"
                 off.update(dict.fromkeys([index for index in self._users[path] if index not in off], touched))
+            elif path in self._settings and not self._settings[path][1](child):
+                off.update(dict.fromkeys(self._users[path], f"{'.'.join(path)} is set to something else than it was"))
         for path in self._other_functions(module):
             off.update(dict.fromkeys(self._users[path], f"{'.'.join(path)} computes another function"))
         return off
@@ -205,6 +210,7 @@ class Guard:
             own = f"(held := state['forward']).__func__ in equivalent or held.__func__ is {classes[cls]}.forward"
             bound = "type(state['forward']) is Method and state['forward'].__self__ is child"
             tests.append(f"'forward' in state and not ({bound} and ({own}))")
+            tests += [f"not ({self._settings[path][0]})"] if path in self._settings else []
         tests += ["inside(module)"] * bool(self.inlined or self._looped or self._globals)
         tests += ["functions(module)"] * bool(self._held)
         lines = ["def is_as_it_was(module):", "try:", *[f"    if {test}: return False" for test in tests]]

@@ -122,6 +122,9 @@ class _Writer:
         if type(semantics.eps) is str:
             eps = getattr(norm, semantics.eps)
             self._reads.append(f"if {name}.{semantics.eps} != {self.constant(eps)}: return OTHER")
+        if type(semantics.dim) is str:
+            dim = self.constant(getattr(norm, semantics.dim))
+            self._reads.append(f"if {name}.{semantics.dim} != {dim}: return OTHER")
         for which in filter(None, (semantics.weight, semantics.bias)):
             # Wan's norms have the number 0 where they have no bias.
             if which not in norm._parameters or which in norm.__dict__:

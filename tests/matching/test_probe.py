@@ -195,6 +195,7 @@ def _normalised(semantics: NormSemantics, module: nn.Module) -> NormSemantics:
         output=semantics.output if has_weight else "input",
         weight_offset=semantics.weight_offset if has_weight else 0.0,
         mixed_dtypes=semantics.mixed_dtypes or not has_weight,
+        root=None,  # no norm that reads one is probed
     )
 
 

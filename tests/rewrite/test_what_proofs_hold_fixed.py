@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import PerChannelRMSNorm
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from torch import Tensor, nn
 
 from diffkern import KernelConfig, inject_optimized_kernels
@@ -94,6 +96,86 @@ def test_a_cast_to_the_dtype_of_a_layer_follows_the_layer() -> None:
         block.mix.bfloat16()  # type: ignore[union-attr, operator]
     for _ in range(3):
         _assert_same(stock[0], injected[0], *_operands())
+
+
+class GatedByLayer(Row):
+    """A gated unit whose activation is a layer."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return self.act(x) * (x + shift)
+
+
+class NormOfChannels(Row):
+    """A norm over channels, as autoencoders of videos have it, and SiLU."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.norm = WanRMS_norm(16, images=False)
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return F.silu(self.norm((x + shift).view(2, 16, 4, 4, 4)))
+
+
+class PerChannel(NormOfChannels):
+    """The same without a weight, over a dimension that the norm names."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.norm = PerChannelRMSNorm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (GatedByLayer, "act.approximate", "tanh"),
+        (Row, "norm.normalized_shape", (16, SIZE)),
+        (Row, "norm.eps", 0.5),
+        (NormOfChannels, "norm.scale", 9.0),
+        (NormOfChannels, "norm.channel_first", False),
+        (NormOfChannels, "norm.bias", 0.5),
+        (PerChannel, "norm.channel_dim", 2),
+        (PerChannel, "norm.eps", 0.5),
+    ],
+)
+def test_what_a_layer_is_set_to_after_the_injection_takes_effect(kind: type[Row], name: str, value: Any) -> None:
+    stock, injected, report = _injected(kind(0))
+    operands = _operands()
+    for _ in range(4):
+        _assert_same(stock[0], injected[0], *operands)
+    assert report.calls()["0"]["fused"] == 4
+    layer, _, setting = name.partition(".")
+    with torch.no_grad():
+        before = stock[0](*operands)
+    for block in (stock[0], injected[0]):
+        setattr(block.get_submodule(layer), setting, value)
+    with torch.no_grad():
+        assert (stock[0](*operands) - before).abs().max() > 1e-4
+    for _ in range(3):
+        _assert_same(stock[0], injected[0], *operands)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("scale", 9.0), ("channel_first", False), ("bias", 0.5)])
+def test_what_a_norm_by_itself_is_set_to_after_the_injection_takes_effect(setting: str, value: Any) -> None:
+    stock, injected, report = _injected(WanRMS_norm(16, images=False))
+    x = torch.randn(2, 16, 4, 4, 16)
+    _assert_same(stock[0], injected[0], x)
+    assert report.calls()["0"]["fused"] == 1
+    for norm in (stock[0], injected[0]):
+        setattr(norm, setting, value)
+    _assert_same(stock[0], injected[0], x)
+
+
+def test_a_norm_of_another_width_than_its_input_raises_as_in_stock() -> None:
+    stock, injected, _ = _injected(Row(0))
+    for _ in range(3):
+        _assert_same(stock[0], injected[0], *_operands())
+    injected[0].norm.normalized_shape = (32,)  # type: ignore[union-attr]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="normalized_shape"):
+        injected[0](*_operands())
 
 
 def _rotated_half(x: Tensor) -> Tensor:
