@@ -26,7 +26,7 @@ from diffkern.blocks.pieces import untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import expand_axes
-from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
 
 Tables = tuple[Tensor, Tensor]
 
@@ -172,7 +172,7 @@ class LTXRotaryEmbedding(BlockRecipe):
         cache: _RotaryTables = known["tables"]
         cache.on_call(call[0].device)
         # A hook could write into the tables; modes and transforms may make them of something else than memory.
-        seen = modes_active() or transforms_active()
+        seen = modes_active() or transforms_active() or functions_intercepted()
         if cache.is_disabled or seen or not untouched(owner, LTXVideoRotaryPosEmbed):
             cache.kept = None
             return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]

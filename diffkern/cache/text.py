@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from diffkern.cache.derived import DerivedCache, TensorFingerprint, match_all, version
 from diffkern.cache.memory import memory
-from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
 
 #: Texts that are kept: guidance may call a model with two in turn.
 MAX_TEXTS = 2
@@ -33,6 +33,7 @@ def is_cacheable(tensor: Tensor) -> bool:
         and version(tensor) is not None
         and not transforms_active()
         and not modes_active()
+        and not functions_intercepted()
     )
 
 

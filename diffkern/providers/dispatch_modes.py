@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -19,6 +20,12 @@ def transforms_active() -> bool:
 def modes_active() -> bool:
     """Whether a mode of dispatch (fake tensors, tracing, counters of operations) sees the calls of ops."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def functions_intercepted() -> bool:
+    """Whether a ``TorchFunctionMode`` may compute something else; one that only sets the default device does not."""
+    count = torch._C._len_torch_function_stack()
+    return count > 0 and any([type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(count)])
 
 
 def constant_in_graphs(function: _Function) -> _Function:

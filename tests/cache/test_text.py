@@ -15,9 +15,10 @@ import torch
 from diffusers.models.embeddings import PixArtAlphaTextProjection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffkern import inject_optimized_kernels
+from diffkern import KernelConfig, inject_optimized_kernels
 from diffkern.bench.measure import relative_error
 from diffkern.cache import memory
 from diffkern.cache.text import MAX_TEXTS
@@ -333,6 +334,39 @@ def test_transforms_and_modes_leave_nothing_behind(model: Any, device: str) -> N
         torch.testing.assert_close(torch.func.vmap(projection)(text[None])[0], projected)
         assert torch.equal(projection(text), projected)
     assert torch.equal(step(model, inputs), expected)
+
+
+class Scaled(TorchFunctionMode):
+    """Has functions of some names give a tenth more."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 1.1 if getattr(func, "__name__", "") in self.names else result
+
+
+@pytest.mark.parametrize("names", [("linear",), ("cos", "sin")], ids=["text", "tables"])
+def test_what_a_mode_of_functions_computes_is_not_kept(model: Any, device: str, names: tuple[str, ...]) -> None:
+    stock = copy.deepcopy(model)
+    inject_optimized_kernels(model, config=KernelConfig(measure=False))
+    inputs = inputs_on(device)
+    for _ in range(3):
+        torch.testing.assert_close(step(model, inputs), step(stock, inputs), rtol=1e-4, atol=1e-5)
+    for _ in range(2):
+        with Scaled(*names):
+            scaled = [step(each, inputs) for each in (model, stock)]
+        torch.testing.assert_close(*scaled, rtol=1e-4, atol=1e-5)
+    assert (scaled[1] - step(stock, inputs)).abs().max() > 1e-3
+    torch.testing.assert_close(step(model, inputs), step(stock, inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_default_device_is_a_mode_that_changes_nothing(model: Any, device: str) -> None:
+    with torch.device(device):
+        warm(model, device)
+        assert pairs(model)
 
 
 @pytest.mark.parametrize("child", ["caption_projection", "rope"])
