@@ -29,8 +29,9 @@ from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.patching import patch_state, patches
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
-from diffkern.injection.signature_fusion import SignatureFusion
 from diffkern.injection.state import STOCK, PatchState
+from diffkern.injection.twin_fusion import OP as TWIN_OP
+from diffkern.injection.twin_fusion import TwinFusion
 from diffkern.matching import full_name, match
 from diffkern.matching.genuine import replaced_function, replacement
 from diffkern.providers import KERNEL_DTYPES
@@ -38,7 +39,7 @@ from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.rewrite import OPS as REWRITE_OPS
 from diffkern.rewrite import Rewritten
 from diffkern.rewrite.facts import child_of
-from diffkern.rewrite.processor import asking_once
+from diffkern.rewrite.twins import with_twins
 from diffkern.verify.fusion import Fusion
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def plan_modules(
         site for site in report.skipped if site.op or not any(_computes(one, site.path) for one in candidates)
     ]
     class_names = (site.class_name.rpartition(".")[2] for site in seen)
-    config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS, *FP8_OPS), layers)
+    config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS, *FP8_OPS, TWIN_OP), layers)
     if fp8 is not None:
         fp8.check(list(linears))
         if not has_fp8_form:
@@ -304,8 +305,8 @@ def _match(
             stock: dict[str, str | None] = {"linear_gelu": STOCK} if calls_layer else {}
             if any(site.plan.rule.op not in stock for site in rewritten.sites):
                 return _Match(RewriteFusion(rewriters, rewritten, stock), "source")
-        elif (forward := asking_once(type(module).forward)) is not None:
-            return _Match(SignatureFusion(forward), "processor")
+        elif (forward := with_twins(type(module).forward)) is not None:
+            return _Match(TwinFusion(forward), "twin")
     if recipe is not None:
         reason = "numerics='exact' leaves it stock: its fused form has other bits, or keeps tensors between calls"
         return _Match(None, "recipe", reason)

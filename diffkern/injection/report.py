@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 #: How sites are known that nothing proves.
-_WITHOUT_PROOF = ("option", "time", "processor")
+_WITHOUT_PROOF = ("option", "time", "twin")
 
 
 @dataclass
@@ -36,8 +36,8 @@ class Site:
         provider: Who serves the op on the device the model is on, or None.
         how: ``"table"`` (the norm class is known), ``"recipe"`` (the block and the source of its forward are),
             ``"source"`` (fused sites were found in the source of its forward, see :meth:`InjectionReport.source`),
-            ``"probe"`` (its forward is compared), ``"processor"`` (it computes as it is written, and asks once for the
-            signature of its processor), ``"config"`` (the user named a layer for it), or None.
+            ``"probe"`` (its forward is compared), ``"twin"`` (it computes as it is written, and asks once for what
+            stays the same), ``"config"`` (the user named a layer for it), or None.
         reason: Why it was left alone or failed; for a patched site why the provider is not the first choice.
         measurements: The proofs that speak for this site; those made at first use are added as they run.
         revoked: Whether a proof at first use failed: then the module runs stock, for the reason given.

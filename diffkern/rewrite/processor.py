@@ -8,10 +8,9 @@ the processor itself.
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Callable
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,14 +18,13 @@ import torch
 from torch import nn
 
 from diffkern.rewrite.guard import Guard
-from diffkern.rewrite.source import Source, recompile
+from diffkern.rewrite.source import Source
+from diffkern.rewrite.twins import put_twins
 
-#: The names of the route and of :func:`signature` in rewritten forwards.
-ROUTE, SIGNATURE = "_route", "_signature"
+#: The name of the route in rewritten forwards.
+ROUTE = "_route"
 
-_SIGNATURES: WeakKeyDictionary[FunctionType, inspect.Signature] = WeakKeyDictionary()
-_CODES: WeakKeyDictionary[Callable[..., Any], CodeType | str] = WeakKeyDictionary()
-_ASKING_ONCE: WeakKeyDictionary[Callable[..., Any], FunctionType | None] = WeakKeyDictionary()
+_ROUTED: WeakKeyDictionary[Callable[..., Any], tuple[CodeType, dict[str, Any]] | str] = WeakKeyDictionary()
 
 
 class Route:
@@ -52,51 +50,24 @@ class Route:
         return called
 
 
-def asking_once(forward: Callable[..., Any]) -> FunctionType | None:
-    """A forward that asks once for the signature of its processor; None if it does not ask for that, or has no source.
+def routed(forward: Callable[..., Any]) -> tuple[CodeType, dict[str, Any]] | str:
+    """Returns the code of a forward that asks :data:`ROUTE` for its processor, or why there is none.
 
-    It calls the processor as it is, and computes what the forward computes.
+    Beside it stand the twins that it calls, see :mod:`~diffkern.rewrite.twins`.
     """
-    if forward not in _ASKING_ONCE:
-        code = routed(forward)
-        asks = not isinstance(code, str) and SIGNATURE in code.co_freevars
-        names = {ROUTE: lambda module, processor: processor, SIGNATURE: signature}
-        _ASKING_ONCE[forward] = recompile(forward, code, names) if asks else None  # type: ignore[arg-type]
-    return _ASKING_ONCE[forward]
-
-
-def signature(method: Any) -> inspect.Signature:
-    """``inspect.signature(method)``, asked once for each function: that takes 20 us, and forwards ask at every call."""
-    function = method.__func__ if type(method) is MethodType else None
-    # What is in its dictionary, such as another signature or what it wraps, may change.
-    if type(function) is not FunctionType or function.__dict__ or torch.compiler.is_compiling():
-        return inspect.signature(method)
-    found = _SIGNATURES.get(function)
-    if found is None:
-        found = _SIGNATURES[function] = inspect.signature(method)
-    return found
-
-
-def routed(forward: Callable[..., Any]) -> CodeType | str:
-    """Returns the code of a forward that asks :data:`ROUTE` for its processor, or why there is none."""
-    if forward not in _CODES:
+    if forward not in _ROUTED:
         source = Source.of(forward)
-        _CODES[forward] = source if isinstance(source, str) else _routed(source)
-    return _CODES[forward]
+        _ROUTED[forward] = source if isinstance(source, str) else _routed(source)
+    return _ROUTED[forward]
 
 
-def _routed(source: Source) -> CodeType | str:
+def _routed(source: Source) -> tuple[CodeType, dict[str, Any]] | str:
     receiver, found = source.tree.args.args[0].arg, False
-    of_python = source.function.__globals__.get("inspect") is inspect
     for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        if called == "inspect.signature" and of_python and len(node.args) == 1 and not node.keywords:
-            node.func = ast.copy_location(ast.Name(SIGNATURE, ast.Load()), node.func)
-        elif called == f"{receiver}.processor":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{receiver}.processor":
             route = ast.Call(ast.Name(ROUTE, ast.Load()), [ast.Name(receiver, ast.Load()), node.func], [])
             node.func, found = ast.copy_location(route, node.func), True
     if not found:
         return "it calls no processor"
-    return source.code(ast.fix_missing_locations(source.tree), [ROUTE, SIGNATURE])
+    twins = put_twins(source)
+    return source.code(ast.fix_missing_locations(source.tree), [ROUTE, *twins]), twins

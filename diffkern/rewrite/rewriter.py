@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,13 +19,14 @@ from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ATTEND, ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
-from diffkern.rewrite.processor import ROUTE, SIGNATURE, Route, asking_once, routed, signature
+from diffkern.rewrite.processor import ROUTE, Route, routed
 from diffkern.rewrite.rooms import JoinSite, StreamSite, needs_room
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.streams import Joined, LinearOfStream
 from diffkern.rewrite.texts import OfText
+from diffkern.rewrite.twins import with_twins
 from diffkern.rewrite.unrotated import UnrotatedSite, attend
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
@@ -187,11 +188,11 @@ class Rewriter:
 
 def _in_forward(call: Rewritten, forward: Any, cls: type, called: Callable[..., Any]) -> Rewritten:
     """The forward of an attention module that runs a rewritten ``__call__`` of its processor."""
-    code = routed(forward)
-    assert isinstance(code, CodeType)
+    found = routed(forward)
+    assert not isinstance(found, str)
+    code, twins = found
     route = Route(cls, called, call.function, call.guard)
-    function = recompile(forward, code, {ROUTE: route, SIGNATURE: signature})
-    return replace(call, function=function, without_sites=asking_once(forward))
+    return replace(call, function=recompile(forward, code, {ROUTE: route, **twins}), without_sites=with_twins(forward))
 
 
 def planned(forward: Callable[..., Any], module: nn.Module, receiver: int = 0) -> Plan | str:

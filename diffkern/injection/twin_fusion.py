@@ -1,7 +1,4 @@
-"""Attention modules that have nothing to fuse, and ask at every call which arguments their processor takes.
-
-Python needs 20 us to answer, of a host that a small model waits for. The patched forward asks once.
-"""
+"""Modules that have nothing to fuse, and a forward that computes the same bits with less work of the host."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from diffkern.injection.state import ATTRIBUTE
 from diffkern.verify.fusion import Fusion
 
 #: As reports name it; no kernel computes it.
-OP = "processor_signature"
+OP = "asked_once"
 
 
 @dataclass(frozen=True)
-class SignatureFusion(Fusion):
-    """An attention module that computes as it is written, and asks for a signature once. A call is its arguments.
+class TwinFusion(Fusion):
+    """A module that computes as it is written, and asks once for what stays the same. A call is its arguments.
 
     Attributes:
-        forward: See :func:`diffkern.rewrite.processor.asking_once`.
+        forward: See :func:`diffkern.rewrite.twins.with_twins`.
     """
 
     forward: FunctionType
@@ -56,7 +53,7 @@ class SignatureFusion(Fusion):
 
     @override
     def weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
-        """Always a gain: the same code, but for a question that is answered already."""
+        """Always a gain: the same code, but for questions that are answered already."""
         return ""
 
     @override

@@ -1,0 +1,173 @@
+"""Functions that forwards ask at every call for what stays the same, and their twins: the same answer, asked once.
+
+Where a forward has nothing to fuse, these calls are what a host can save in it: Python needs 20 us for the signature of
+a processor, and the frequencies of a timestep's embedding take six launches.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.cache import memory
+from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
+from diffkern.rewrite.source import LOCK, Source, recompile
+
+#: The names of twins in rewritten forwards.
+_SIGNATURE, _EMBEDDING = "_signature", "_timestep_embedding"
+#: The name of diffusers' sinusoidal embedding of timesteps, of which several files have a copy.
+_NAME = "get_timestep_embedding"
+
+_SIGNATURES: WeakKeyDictionary[FunctionType, inspect.Signature] = WeakKeyDictionary()
+_FORWARDS: WeakKeyDictionary[Callable[..., Any], FunctionType | None] = WeakKeyDictionary()
+_SINUSOIDAL: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
+
+
+def with_twins(forward: Callable[..., Any]) -> FunctionType | None:
+    """A forward that computes the bits of ``forward`` and calls twins; None if it calls nothing that has one."""
+    with LOCK:
+        if forward not in _FORWARDS:
+            _FORWARDS[forward] = _made(forward)
+        return _FORWARDS[forward]
+
+
+def _made(forward: Callable[..., Any]) -> FunctionType | None:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is None or not {"signature", _NAME} & {*code.co_names}:
+        return None
+    source = Source.of(forward)
+    if isinstance(source, str) or not source.tree.args.args:
+        return None
+    twins = put_twins(source)
+    changed = source.code(ast.fix_missing_locations(source.tree), twins) if twins else None
+    return None if changed is None else recompile(source.decorated, changed, twins)
+
+
+def put_twins(source: Source) -> dict[str, Callable[..., Any]]:
+    """Has the tree of a source call twins; returns them by the names that stand there."""
+    namespace, receiver = source.function.__globals__, source.tree.args.args[0].arg
+    twins: dict[str, Callable[..., Any]] = {}
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called, name = ast.unparse(node.func), ""
+        if called == "inspect.signature" and namespace.get("inspect") is inspect:
+            if len(node.args) == 1 and not node.keywords:
+                name, twins[_SIGNATURE] = _SIGNATURE, signature
+        elif called == _NAME and _is_sinusoidal(namespace.get(_NAME)):
+            name, twins[_EMBEDDING] = _EMBEDDING, TimestepEmbedding(namespace)
+            node.args.insert(0, ast.copy_location(ast.Name(receiver, ast.Load()), node))
+        if name:
+            node.func = ast.copy_location(ast.Name(name, ast.Load()), node.func)
+    return twins
+
+
+def signature(method: Any) -> inspect.Signature:
+    """``inspect.signature(method)``, asked once for each function."""
+    function = method.__func__ if type(method) is MethodType else None
+    # What is in its dictionary, such as another signature or what it wraps, may change.
+    if type(function) is not FunctionType or function.__dict__ or torch.compiler.is_compiling():
+        return inspect.signature(method)
+    found = _SIGNATURES.get(function)
+    if found is None:
+        found = _SIGNATURES[function] = inspect.signature(method)
+    return found
+
+
+class TimestepEmbedding:
+    """``get_timestep_embedding`` of a file, with the frequencies kept beside the module that asks.
+
+    Args:
+        namespace: The globals of the file, in which another function may have that name by the time of a call.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self._namespace, self._known = namespace, namespace[_NAME]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Computes what the function of that name computes."""
+        function = self._namespace[_NAME]
+        result = None
+        if function is self._known and not (torch.compiler.is_compiling() or modes_active() or transforms_active()):
+            result = None if functions_intercepted() else _embedding(module, *args, **kwargs)
+        if result is None:
+            result = function(*args, **kwargs)
+        return result
+
+
+def _embedding(
+    module: nn.Module,
+    timesteps: Tensor,
+    embedding_dim: int,
+    flip_sin_to_cos: bool = False,
+    downscale_freq_shift: float = 1,
+    scale: float = 1,
+    max_period: float = 10000,
+) -> Tensor | None:
+    r""":math:`[\sin(s\,t_i f_j), \cos(s\,t_i f_j)]` for timesteps :math:`t` and frequencies :math:`f_j = p^{-j/(h-d)}`.
+
+    To the bits of diffusers, which orders the same operations otherwise. None where that is not sure.
+    """
+    numbers = embedding_dim, downscale_freq_shift, scale, max_period
+    if type(timesteps) is not Tensor or timesteps.ndim != 1 or any([type(x) not in (int, float) for x in numbers]):
+        return None
+    if embedding_dim % 2 or timesteps.device.type not in ("cpu", "cuda"):
+        return None
+    if timesteps.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # a graph may outlive what is kept
+    kept = memory(module).setdefault("frequencies", {})
+    key = timesteps.device, embedding_dim, downscale_freq_shift, max_period
+    frequencies = kept.get(key)
+    if frequencies is None:
+        frequencies = kept[key] = _frequencies(*key)
+    angles = timesteps.unsqueeze(1).float() * frequencies
+    if scale != 1:
+        angles = scale * angles
+    parts = (angles.cos(), angles.sin()) if flip_sin_to_cos else (angles.sin(), angles.cos())
+    return torch.cat(parts, dim=-1)
+
+
+def _frequencies(device: torch.device, width: int, shift: float, period: float) -> Tensor:
+    half = width // 2
+    with torch.inference_mode(False), torch.no_grad():
+        exponents = -math.log(period) * torch.arange(0, half, dtype=torch.float32, device=device)
+        frequencies = torch.exp(exponents / (half - shift))
+    if device.type == "cuda":  # another stream may read them next
+        torch.cuda.current_stream(device).synchronize()
+    return frequencies
+
+
+#: Widths, orders, shifts and scales by which a function shows what it computes.
+_PROBES = ((8, False, 1, 1), (8, True, 0, 1), (32, True, 1, 1000.0), (6, False, 0.5, 0.25))
+
+
+def _is_sinusoidal(function: Any) -> bool:
+    """Whether a function gives the bits of :func:`_embedding`: by its name, its arguments, and a few calls."""
+    if not isinstance(function, FunctionType) or function.__closure__:
+        return False
+    if function not in _SINUSOIDAL:
+        _SINUSOIDAL[function] = _probed(function)
+    return _SINUSOIDAL[function]
+
+
+def _probed(function: FunctionType) -> bool:
+    arguments = inspect.signature(_embedding).parameters
+    if list(inspect.signature(function).parameters) != list(arguments)[1:]:
+        return False
+    module = nn.Module()
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            calls = [
+                (torch.tensor(times), *probe) for times in ([0.0, 0.37, 999.0], [3, 500]) for probe in (*_PROBES, (16,))
+            ]
+            return all(torch.equal(function(*call), _embedding(module, *call)) for call in calls)  # type: ignore[arg-type]
+    except Exception:  # of a function that takes something else
+        return False
