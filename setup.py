@@ -45,6 +45,9 @@ class WheelWithKernels(bdist_wheel):
     """Tags the wheel by what is in it: the binaries serve any Python, on one platform."""
 
     def run(self):
+        # What an earlier build in this folder left, its kernels above all, is not of this wheel.
+        for folder in (self.get_finalized_command("build").build_lib, self.bdist_dir):
+            shutil.rmtree(folder, ignore_errors=True)
         self.run_command("build")
         package = Path(self.get_finalized_command("build").build_lib, "diffkern")
         self.libraries = sorted(package.glob("_kernels/build/*/*.so"))

@@ -11,6 +11,7 @@ import sys
 import venv
 import zipfile
 from pathlib import Path
+from sysconfig import get_platform
 
 import pytest
 import setuptools
@@ -96,12 +97,18 @@ def test_build_isolation_without_torch_gives_a_pure_wheel_that_works(
     source = Path(setuptools.__file__).parents[1]
     for path in (source / "setuptools", source / "_distutils_hack", *source.glob("setuptools-*.dist-info")):
         (packages / path.name).symlink_to(path)
+    left = [f"lib/diffkern/_kernels/build/{setting}/_diffkern.so", f"bdist.{get_platform()}/wheel/diffkern/removed.py"]
+    for path in (checkout / "build" / name for name in left):  # by an earlier build, and by one that was interrupted
+        path.parent.mkdir(parents=True)
+        path.touch()
     run, wheel = build_wheel(
         checkout, str(environment / "bin" / "python"), PYTHONPATH=str(packages), DIFFKERN_BUILD=setting
     )
     assert wheel is not None, run.stderr
     assert wheel.name == "diffkern-0.1.0-py3-none-any.whl"
     assert said in log_of(checkout)["cpu"]
+    site = checkout / "site"
+    assert not list(site.glob("**/*.so")) and not (site / "diffkern" / "removed.py").exists()
     assert (checkout / "site" / "diffkern" / "csrc" / "build.toml").is_file()
     assert (checkout / "site" / "diffkern" / "build" / "ops.py.template").is_file()
     assert (checkout / "site" / "diffkern" / "hub" / "triton_ops.py.template").is_file()
