@@ -5,7 +5,7 @@
 #
 # Without steps all run; sanitize on NVIDIA cards only. Needs torch with that GPU, CUDA (nvcc) or ROCm (hipcc 6 or
 # newer), and `pip install ".[examples,hub,test]"`. PYTHON names the interpreter. Logs, JSON results and the versions
-# of everything go to the output directory: whoever has a card that docs/gpus does not know is asked to send it.
+# of everything go to the output directory: please send it if docs/gpus does not know your card.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: scripts/check_gpu.sh OUTPUT_DIRECTORY [step ...]}

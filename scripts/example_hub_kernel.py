@@ -19,7 +19,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run a small language model on a kernel of the Hub.")
     parser.add_argument("--kernel", required=True, help="org/repo, org/repo@version, org/repo:Layer, or a path")
     parser.add_argument("--layer", default="RMSNorm", help="what it computes, as transformers calls it")
-    parser.add_argument("--offline", action="store_true", help="use what is on this machine, and ask nobody")
+    parser.add_argument("--offline", action="store_true", help="use what is on this machine, and do not ask the Hub")
     parser.add_argument("--trust", action="store_true", help="trust the publisher, though the Hub does not list it")
     return parser.parse_args()
 

@@ -6,7 +6,7 @@ try:
     from diffkern.comfyui import comfy_entrypoint
 except ImportError as error:
     raise ImportError(
-        f"diffkern is missing or broken ({error}): run '{sys.executable} -m pip install diffkern'"
+        f"diffkern is missing or broken ({error}): run '{sys.executable} -m pip install /path/to/diffkern', a checkout"
     ) from error
 
 #: Help pages of the nodes, in ``docs``.

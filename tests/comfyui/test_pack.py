@@ -102,7 +102,7 @@ def test_without_diffkern_the_folder_says_what_to_run() -> None:
     code = f"import sys, runpy; sys.modules['diffkern'] = None; runpy.run_path({str(PACK / '__init__.py')!r})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
-    assert f"{sys.executable} -m pip install diffkern" in result.stderr.splitlines()[-1]
+    assert f"{sys.executable} -m pip install /path/to/diffkern" in result.stderr.splitlines()[-1]
 
 
 def test_importing_the_package_imports_neither_comfyui_nor_diffusers() -> None:
