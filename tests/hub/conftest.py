@@ -27,6 +27,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub
 
     for variable in ("DIFFKERN_HUB", "USE_HUB_KERNELS", "DIFFKERN_LOCK", "HF_HUB_OFFLINE", "DIFFKERN_PROVIDER"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")  # no proxy of the user's reaches the server of this process
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
