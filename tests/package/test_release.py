@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -54,3 +55,28 @@ def test_every_path_that_has_an_owner_is_there() -> None:
 def test_the_scripts_of_the_wheels_are_shell_scripts() -> None:
     for name in ("build_wheels.sh", "try_wheel.sh"):
         subprocess.run(["bash", "-n", str(ROOT / "scripts" / name)], check=True)
+
+
+def test_each_wheel_is_tried_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # says what it was asked for, and makes environments of itself
+    python.write_text(
+        '#!/bin/sh\necho "torch $*"\n'
+        'if [ "$2" = venv ]; then mkdir -p venv/bin; cp "$0" venv/bin/python; cp "$0" venv/bin/diffkern; fi\n'
+    )
+    python.chmod(0o755)
+    wheels = [tmp_path / f"diffkern-{tag}.whl" for tag in ("any", "x86_64")]
+    for wheel in wheels:
+        wheel.touch()
+    script = str(ROOT / "scripts" / "try_wheel.sh")
+    done = subprocess.run(
+        ["bash", script, *map(str, wheels), "torch==2.11.0"],
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    installed = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert installed == [f"torch -m pip install --quiet {wheel}[diffusers] torch==2.11.0" for wheel in wheels]
+    assert done.stdout.count("-m venv --clear venv") == 2
+    nothing = subprocess.run(["bash", script, "torch==2.11.0"], capture_output=True, text=True, check=False)
+    assert nothing.returncode == 1 and "name a wheel" in nothing.stderr
