@@ -7,7 +7,7 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -25,6 +25,7 @@ from diffkern.cli_options import (
     epilog,
     fail,
     require_known,
+    require_room,
     say_why,
 )
 from diffkern.hub.cli import app as hub
@@ -135,12 +136,17 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Prove every fused site of a model, and compare the whole model: stock, injected, exact, restored."""
+    import torch
+
     from diffkern.bench.models import DENOISERS
     from diffkern.inspection import ModelError, first_call, load_model, read_inputs, verify_model
 
     where, kind = device_of("verify", device), dtype_of("verify", dtype)
     _require_numerics("verify", numerics)
     try:
+        if model in DENOISERS:
+            weightless = cast(Any, load_model(model, torch.device("meta"), kind, layers))
+            require_room(f"verify {model}", weightless, where)
         arguments = DENOISERS[model].step(where, kind) if model in DENOISERS else None
         if inputs is not None:
             arguments = read_inputs(inputs, where)

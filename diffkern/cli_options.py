@@ -77,6 +77,22 @@ def device_of(command: str, name: str) -> torch.device:
     return device
 
 
+def require_room(command: str, model: torch.nn.Module, device: torch.device) -> None:
+    """Ends the program where the weights of a model, given on the meta device, find no room on a device."""
+    import torch
+
+    meminfo = Path("/proc/meminfo")
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif device.type == "cpu" and meminfo.is_file():  # where an allocation too many has the kernel end processes
+        free = 1024 * int(re.findall(r"MemAvailable: +(\d+)", meminfo.read_text())[0])
+    else:
+        return
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    if needed > free:
+        fail(command, f"its weights take {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB free")
+
+
 def dtype_of(command: str, name: str) -> torch.dtype:
     """The dtype that was named; ends the program where there is none such."""
     import torch

@@ -21,6 +21,7 @@ from diffkern.cli_options import (
     epilog,
     fail,
     require_known,
+    require_room,
     require_writable,
     say_why,
 )
@@ -95,6 +96,8 @@ def bench_step(
     quiet: Quiet = False,
 ) -> None:
     """Time steps of whole denoisers, or decodes, with random weights: stock, compiled and injected, interleaved."""
+    import torch
+
     from diffkern.bench import steps
     from diffkern.bench.environment import describe_device, describe_environment
     from diffkern.bench.models import AUTOENCODERS, DENOISERS
@@ -112,6 +115,7 @@ def bench_step(
         if not quiet:
             slow = ", where a step at full width takes minutes" if where.type == "cpu" else ""
             typer.echo(f"{name} on {where}{slow}: {', '.join(each.name for each in chosen)}", err=True)
+        require_room(f"bench step --model {name}", denoiser.build(torch.device("meta")), where)
         results = steps.run(denoiser, chosen, where, repetitions)
         layers = ", ".join(f"{key}={value}" for key, value in denoiser.layers.items())
         title = f"{denoiser.what} {layers}, bfloat16, {describe_device(where)}"

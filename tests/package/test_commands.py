@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -145,6 +146,16 @@ def test_a_machine_without_a_gpu_is_said_in_one_line(command: str) -> None:
     assert result.exit_code == 1 and "--device cuda: this machine has none" in result.output
     assert len(result.output.splitlines()) == 1
     assert "sees no CUDA or ROCm GPU" in invoke("bench", "ops").output
+
+
+@pytest.mark.parametrize("command", ["verify huge", "bench step --model huge"])
+def test_a_model_that_finds_no_room_is_refused_before_it_is_made(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = {"joint_attention_dim": 10**9}  # 6 TB of weights
+    huge = replace(DENOISERS["flux"], config=width, layers={"num_layers": 1, "num_single_layers": 1})
+    monkeypatch.setitem(DENOISERS, "huge", huge)
+    result = invoke(*command.split(), "--device", "cpu", "--quiet")
+    assert result.exit_code == 1 and len(result.output.splitlines()) == 1
+    assert f"diffkern {command}: its weights take 614" in result.output and "GB, and cpu has" in result.output
 
 
 @pytest.mark.parametrize(
