@@ -18,8 +18,9 @@ for wheel in "${wheels[@]:?name a wheel}"; do
     "${PYTHON:-python3}" -m venv --clear venv
     venv/bin/python -m pip install --quiet "$wheel[diffusers]" ${versions[@]+"${versions[@]}"}
     venv/bin/python -m pip list 2>/dev/null | grep -iE '^(diffkern|torch|diffusers|transformers|triton) '
-    venv/bin/diffkern doctor
-    venv/bin/python - "$readme" <<'PYTHON'
+    # No kernels that were built into the user's cache serve, and no times that are kept there count.
+    XDG_CACHE_HOME="$folder/venv/cache" venv/bin/diffkern doctor
+    XDG_CACHE_HOME="$folder/venv/cache" venv/bin/python - "$readme" <<'PYTHON'
 import pathlib
 import re
 import sys

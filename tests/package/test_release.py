@@ -60,7 +60,7 @@ def test_the_scripts_of_the_wheels_are_shell_scripts() -> None:
 def test_each_wheel_is_tried_in_an_environment_of_its_own(tmp_path: Path) -> None:
     python = tmp_path / "python"  # says what it was asked for, and makes environments of itself
     python.write_text(
-        '#!/bin/sh\necho "torch $*"\n'
+        '#!/bin/sh\necho "torch $*"\necho "cache $XDG_CACHE_HOME"\n'
         'if [ "$2" = venv ]; then mkdir -p venv/bin; cp "$0" venv/bin/python; cp "$0" venv/bin/diffkern; fi\n'
     )
     python.chmod(0o755)
@@ -70,7 +70,7 @@ def test_each_wheel_is_tried_in_an_environment_of_its_own(tmp_path: Path) -> Non
     script = str(ROOT / "scripts" / "try_wheel.sh")
     done = subprocess.run(
         ["bash", script, *map(str, wheels), "torch==2.11.0"],
-        env=os.environ | {"PYTHON": str(python)},
+        env=os.environ | {"PYTHON": str(python), "XDG_CACHE_HOME": ""},
         capture_output=True,
         text=True,
         check=True,
@@ -78,5 +78,6 @@ def test_each_wheel_is_tried_in_an_environment_of_its_own(tmp_path: Path) -> Non
     installed = [line for line in done.stdout.splitlines() if "pip install" in line]
     assert installed == [f"torch -m pip install --quiet {wheel}[diffusers] torch==2.11.0" for wheel in wheels]
     assert done.stdout.count("-m venv --clear venv") == 2
+    assert len(re.findall(r"cache /.*/venv/cache", done.stdout)) == 4  # doctor and the example, of each
     nothing = subprocess.run(["bash", script, "torch==2.11.0"], capture_output=True, text=True, check=False)
     assert nothing.returncode == 1 and "name a wheel" in nothing.stderr
