@@ -36,7 +36,7 @@ from scripts.check_models.model import Draw
 #: Calls before the first pair: proofs, choices and their times.
 _WARM_UP = 6
 #: Calls of a run.
-_CALLS = int(os.environ.get("CALLS", 5))
+_CALLS = 5
 
 
 def _seconds(model: nn.Module, arguments: dict[str, Any]) -> float:
@@ -87,7 +87,7 @@ def main() -> None:
     """Prints a row per model as it comes, and writes all of them if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="all if none is named")
-    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--profile", action="store_true", help="what the injected calls spend, by function")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
