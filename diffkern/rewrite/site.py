@@ -144,6 +144,8 @@ class FusedSite:
         #: kinds of the other operands beside it, none for one that came once.
         self.specialized: dict[Any, list[Callable[..., Any]]] = {}
         self._recordings = self._resets = 0
+        #: The leaf that says the size, of the last call without a gain, and why: the next one asks nothing else.
+        self._idle: tuple[Any, str] = None, ""
         self.maker = (
             RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS and "gate_activation" not in plan.options else None
         )
@@ -174,10 +176,18 @@ class FusedSite:
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
-        if not _is_traced() and self.specialized and not torch.is_grad_enabled():
-            result = self._specialized_call(module, leaves)
-            if result is not OTHER:
-                return result
+        if not (_is_traced() or torch.is_grad_enabled()):
+            if self.specialized:
+                result = self._specialized_call(module, leaves)
+                if result is not OTHER:
+                    return result
+            x, (kind, reason) = leaves[self._sized], self._idle
+            if reason and type(x) in _PLAIN and kind == (x.shape, x.dtype, x.device, x.is_contiguous()):
+                self.idle_calls += 1
+                self.original_calls += 1
+                if self.observer is not None:
+                    self.observer(module, reason)
+                return self.original(module, *leaves)
         size, compiling = None, torch.compiler.is_compiling()
         if self.on_new_size is not None and not compiling:
             x = leaves[self._sized]
@@ -186,6 +196,7 @@ class FusedSite:
                 trains = torch.is_grad_enabled() and self._wants_gradients(module, leaves)
                 if self.gains.get(size) and not trains:  # times of an inference say nothing of training
                     self.idle_calls += 1
+                    self._idle = (x.shape, x.dtype, x.device, x.is_contiguous()), self.gains[size]
                     return self.run_original(module, *leaves, reason=self.gains[size])
         signature = self.signature(module, leaves) if self._reads_parameters else signature_of(leaves)
         way, reason = self.ways.get(signature), ""
