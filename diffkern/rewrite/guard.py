@@ -80,7 +80,7 @@ class Guard:
         tests = {path: settings_test(child_of(module, path)) for path in children}  # type: ignore[arg-type]
         self._settings = {path: (text, eval(f"lambda child: {text}")) for path, text in tests.items() if text}
         self._methods = tuple(methods.items())
-        self._all: Active = sites
+        self._all: Active = tuple([site.entry for site in sites])
         #: The same questions as one function, which mostly answers them; the module has what they are about.
         self._is_as_it_was: Callable[[nn.Module], bool] | None = None
         #: Returns the forward for a module of which a convolution has a hook or an adapter now, or None.

@@ -236,6 +236,11 @@ class FusedSite:
             self.observer(module, None)
         return result
 
+    @property
+    def entry(self) -> Callable[..., Any]:
+        """What a rewritten forward calls for the site: itself, or what asks less before it does."""
+        return self
+
     def _specialized_call(self, module: nn.Module, leaves: tuple[Any, ...]) -> Any:
         """Computes the site by the function for such leaves, and counts that; :data:`OTHER` if there is none."""
         if self._resets != registry.resets:  # other providers may serve now
