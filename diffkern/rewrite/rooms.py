@@ -23,6 +23,8 @@ from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.site import FusedSite
 from diffkern.rewrite.streams import TOKENS_FIRST
 
+# Bound once, since every call asks.
+_is_traced = torch.compiler.is_dynamo_compiling
 #: A product for each sample pays for this many samples at most, and for samples of at least so many rows.
 MOST_SAMPLES, LEAST_ROWS = 4, 512
 
@@ -48,7 +50,7 @@ class StreamSite(FusedSite):
         original = self.original
 
         def on_cpu_as_written(module: nn.Module, x: Any) -> Any:
-            if type(x) is Tensor and x.is_cpu and self.on_new_size is not None:
+            if not _is_traced() and type(x) is Tensor and x.is_cpu and self.on_new_size is not None:
                 self.idle_calls += 1
                 self.original_calls += 1
                 return original(module, x)
