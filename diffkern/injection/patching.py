@@ -29,6 +29,9 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     state: PatchState | None = self.__dict__.get(ATTRIBUTE)
     if state is None:  # restored, and a caller kept this method
         return type(self).forward(self, *args, **kwargs)
+    if state.direct is not None and state.below is None and _runs_as_patched(state, self):
+        state.add_fused()
+        return state.direct(self, *args, **kwargs)
     if state.gains and state.below is None and not state.is_model:
         gain = state.gain_of(args, kwargs)
         if gain:
@@ -43,6 +46,12 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with one_model_call():
             return _run_patch(state, self, args, kwargs)
     return _run_patch(state, self, args, kwargs)
+
+
+def _runs_as_patched(state: PatchState, module: nn.Module) -> bool:
+    """Whether the class has the forward that was patched, and nothing traces this call."""
+    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return not traced and type(module).forward is state.stock
 
 
 def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -181,6 +190,7 @@ def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
     state.below = patch_state(module)
     state.stock, state.without_gain = type(module).forward, state.fusion.without_gain
+    state.direct = None if state.rule.situations else state.fusion.direct
     state.handle = module_handle(module) if state.fusion.is_one_op else None
     if state.below is not None:
         state.had_instance_forward = state.below.had_instance_forward

@@ -36,7 +36,7 @@ _REPLACED = "what its class computes was replaced after the injection"
 
 #: What of a patch a copy of its module has, too.
 _SHARED = (
-    *("had_instance_forward", "stock", "without_gain", "report", "proven", "revoked", "refused"),
+    *("had_instance_forward", "stock", "without_gain", "direct", "report", "proven", "revoked", "refused"),
     *("proven_gradients", "no_gradients", "gains"),
 )
 
@@ -60,6 +60,7 @@ class PatchState(CallCounts):
         below: The patch that runs where this one runs stock: a graph is put over whatever is there.
         stock: The forward that the module's class had when it was patched: with another one the patch steps aside.
         without_gain: As :attr:`Fusion.without_gain`.
+        direct: As :attr:`Fusion.direct`, where it serves all calls.
         handle: By which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form, and in
             a copy of the module.
         site: Its line in the report, which records proofs at first use; None in a copy of the module.
@@ -87,6 +88,7 @@ class PatchState(CallCounts):
         self.below: PatchState | None = None
         self.stock: Callable[..., Any] | None = None
         self.without_gain: Callable[..., Any] | None = None
+        self.direct: Callable[..., Any] | None = None
         self.handle: Tensor | None = None
         self.site: Site | None = None
         self.report = ""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.injection.state import ATTRIBUTE
 from diffkern.verify.fusion import Fusion
 
 #: As reports name it; no kernel computes it.
@@ -28,7 +27,6 @@ class TwinFusion(Fusion):
 
     forward: FunctionType
 
-    counts_itself = True
     proves_itself = True
     served_by = "python"
 
@@ -39,8 +37,8 @@ class TwinFusion(Fusion):
 
     @property
     @override
-    def is_timed(self) -> bool:
-        return True
+    def direct(self) -> Callable[..., Any]:
+        return self.forward
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -52,16 +50,8 @@ class TwinFusion(Fusion):
         return next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), _NO_TENSOR)
 
     @override
-    def weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
-        """Always a gain: the same code, but for questions that are answered already."""
-        return ""
-
-    @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         args, kwargs = call
-        state = module.__dict__.get(ATTRIBUTE)
-        if state is not None and not torch.compiler.is_compiling():
-            state.add_fused()
         return self.forward(module, *args, **kwargs)
 
 

@@ -112,6 +112,11 @@ class Fusion(ABC):
         """What computes calls that gain nothing in the place of the forward of the class; None if that does."""
         return None
 
+    @property
+    def direct(self) -> Callable[..., Any] | None:
+        """A forward that computes the bits of stock whatever the call, so that no call is asked anything; or None."""
+        return None
+
     def weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
         """Times a proven call: why it takes no less time fused, or "". None where it says too little by itself.
 

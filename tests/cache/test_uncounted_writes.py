@@ -321,7 +321,8 @@ def test_exact_keeps_nothing() -> None:
     model, _ = twins("exact")
     for _ in range(3):
         step(model, ltx_inputs(batch=2))
-    assert not any(memory(module) for module in model.modules())
+    kept = {name for module in model.modules() for name in memory(module)}
+    assert kept == {"frequencies"}, "which follow from settings alone"
 
 
 # --- forget ---------------------------------------------------------------------------------------------
@@ -336,12 +337,12 @@ def test_forget_drops_what_is_kept_and_leaves_the_patches() -> None:
     tables = weakref.ref(memory(model.rope)["tables"].kept.tables[0])
     for net in (model, stock):
         net.transformer_blocks[0].attn2.to_v.weight.data.mul_(-2)
-    assert diffkern.forget(model) == 4  # the caption projection, the rotary embedding and two blocks
+    assert diffkern.forget(model) == 5  # the caption projection, two embeddings (rotary, timesteps) and two blocks
     gc.collect()
     assert tables() is None and all(part() is None for part in kept)
     assert diffkern.forget(model) == 0
     assert_steps_alike(model, stock, inputs, "fast", 4)  # and without a warning
-    assert diffkern.forget(model) == 4
+    assert diffkern.forget(model) == 5
 
 
 def test_forget_takes_a_pipeline_and_refuses_what_is_none() -> None:

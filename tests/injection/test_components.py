@@ -62,8 +62,8 @@ def test_a_modular_pipeline_that_is_partly_loaded() -> None:
         )
     )  # fmt: skip
     report = inject_optimized_kernels(pipe)
-    assert len(report.patched) == 21 and all(site.path.startswith("transformer.") for site in report.patched)
-    assert restore(pipe) == 21
+    assert len(report.patched) == 22 and all(site.path.startswith("transformer.") for site in report.patched)
+    assert restore(pipe) == 22
 
 
 def test_a_module_shared_by_two_components_is_patched_once() -> None:

@@ -218,10 +218,10 @@ def test_sequential_offload(inject_first: bool) -> None:
     else:
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
         report = inject_optimized_kernels(model)
-    assert len(report.patched) == 18 and not report.failed
+    assert len(report.patched) == 19 and not report.failed
     torch.testing.assert_close(run(model), stock, rtol=1e-4, atol=1e-5)
     assert all_fused(report)
-    assert report.restore() == 18
+    assert report.restore() == 19
     assert torch.equal(run(model), stock)
     accelerate.hooks.remove_hook_from_submodules(model)
     assert torch.equal(run(model), stock)
@@ -247,7 +247,7 @@ def test_group_offload(inject_first: bool, level: str) -> None:
         report = inject_optimized_kernels(model)
     torch.testing.assert_close(run(model), stock, rtol=1e-4, atol=1e-5)
     assert all_fused(report)
-    assert report.restore() == 18
+    assert report.restore() == 19
     assert torch.equal(run(model), stock)
 
 
@@ -280,7 +280,7 @@ def test_layerwise_casting_with_float8_norms(inject_first: bool) -> None:
     stock = run(cast(tiny_ltx().to(torch.bfloat16)), dtype=torch.bfloat16)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result, stock, rtol=0.05, atol=0.05)
-    assert len(report.patched) == 18
+    assert len(report.patched) == 19
     report.restore()
     assert torch.equal(run(model, dtype=torch.bfloat16), stock)
 

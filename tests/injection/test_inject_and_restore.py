@@ -52,10 +52,11 @@ def test_counts_on_the_real_ltx_configuration() -> None:
         "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": 28,
         "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": 1,
         "diffusers.models.embeddings.PixArtAlphaTextProjection": 1,
+        "diffusers.models.embeddings.Timesteps": 1,
     }
     recipes = {"ltx_block", "ltx_rope", "caption"}
     assert {site.op for site in report.patched if site.how == "recipe"} == recipes
-    assert {site.how for site in report.patched if site.op not in recipes} == {"source", "table"}
+    assert {site.how for site in report.patched if site.op not in recipes} == {"source", "table", "twin"}
 
 
 def test_injection_runs_fused_and_restore_is_bit_identical() -> None:
@@ -63,10 +64,10 @@ def test_injection_runs_fused_and_restore_is_bit_identical() -> None:
     before, stock = snapshot(model), run(model)
     report = inject_optimized_kernels(model)
     fused = run(model)
-    assert len(report.patched) == 2 + 2 + 4 + 8 + 1 + 1 and not report.failed
+    assert len(report.patched) == 2 + 2 + 4 + 8 + 1 + 1 + 1 and not report.failed
     assert all_fused(report), report.calls()
     torch.testing.assert_close(fused, stock, rtol=1e-4, atol=1e-5)
-    assert report.restore() == 18
+    assert report.restore() == 19
     assert snapshot(model) == before
     assert torch.equal(run(model), stock)
 
@@ -76,10 +77,10 @@ def test_a_second_call_adds_nothing_and_says_so() -> None:
     first = inject_optimized_kernels(model)
     second = inject_optimized_kernels(model)
     assert not second.patched
-    assert sum(site.reason == "already patched by diffkern" for site in second.skipped) == 18
-    assert "patched 0 more modules" in second.summary() and "18 were patched before" in second.summary()
+    assert sum(site.reason == "already patched by diffkern" for site in second.skipped) == 19
+    assert "patched 0 more modules" in second.summary() and "19 were patched before" in second.summary()
     assert second.restore() == 0
-    assert first.restore() == 18
+    assert first.restore() == 19
 
 
 def test_nested_and_partial_restores() -> None:
@@ -87,7 +88,7 @@ def test_nested_and_partial_restores() -> None:
     stock = run(model)
     inner = inject_optimized_kernels(model.transformer_blocks[0])
     outer = inject_optimized_kernels(model)
-    assert len(inner.patched) + len(outer.patched) == 18
+    assert len(inner.patched) + len(outer.patched) == 19
     assert outer.restore() == len(outer.patched)
     assert sum("fused" in count for count in inner.calls().values()) == len(inner.patched)
     with optimized(model) as around:
@@ -104,7 +105,7 @@ def test_restoring_one_report_leaves_a_later_patch_of_the_same_module() -> None:
     restore(model)
     second = inject_optimized_kernels(model)
     assert first.restore() == 0
-    assert second.restore() == 18
+    assert second.restore() == 19
 
 
 def test_a_failure_half_way_rolls_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +154,9 @@ def test_a_deep_copy_uses_its_own_weights_and_is_restored_alone() -> None:
     x = torch.randn(3, 32)
     torch.testing.assert_close(twin_norm(x), 5 * nn.functional.rms_norm(x, (32,), None, norm.eps))
     torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (32,), norm.weight, norm.eps))
-    assert restore(twin) == 18
+    assert restore(twin) == 19
     assert "forward" in norm.__dict__ and "forward" not in twin_norm.__dict__
-    assert restore(model) == 18
+    assert restore(model) == 19
 
 
 def test_a_pickled_model_comes_back_stock() -> None:
@@ -165,7 +166,7 @@ def test_a_pickled_model_comes_back_stock() -> None:
     loaded = pickle.loads(pickle.dumps(model))
     assert torch.equal(run(loaded), stock)
     assert inject_optimized_kernels(loaded).patched
-    assert restore(loaded) == 18
+    assert restore(loaded) == 19
     assert torch.equal(run(loaded), stock)
 
 
@@ -231,7 +232,7 @@ def test_bad_arguments_say_what_to_do() -> None:
 
 def test_fp8_says_what_it_needs() -> None:
     report = inject_optimized_kernels(tiny_ltx(), numerics="fp8")
-    assert not report.patched and sum("fp8" in site.reason for site in report.skipped) == 18
+    assert not report.patched and sum("fp8" in site.reason for site in report.skipped) == 19
 
 
 def test_exact_patches_only_what_is_bit_identical() -> None:
@@ -241,7 +242,7 @@ def test_exact_patches_only_what_is_bit_identical() -> None:
     assert all(m.bit_identical for site in report.patched for m in site.measurements)
     assert torch.equal(run(model), stock)
     assert all("not bit-identical" in site.reason for site in report.failed)
-    assert len(report.patched) + len(report.failed) == 20
+    assert len(report.patched) + len(report.failed) == 21
     assert [site.path for site in report.skipped if "keeps tensors between calls" in site.reason] == ["rope"]
 
 
@@ -348,7 +349,7 @@ def test_a_default_device_is_not_meant_for_proofs() -> None:
         report = inject_optimized_kernels(model)
     finally:
         torch.set_default_device(None)
-    assert len(report.patched) == 18
+    assert len(report.patched) == 19
 
 
 def test_the_report_keeps_no_model_alive() -> None:

@@ -276,3 +276,18 @@ def test_operands_of_other_layouts_that_come_by_turns_have_a_function_each(monke
             assert all(torch.equal(result, first) for result, first in zip(results, expected, strict=True))
     assert watched.left == 0 and watched.ran == 3 * 2 * len(found.sites)
     assert sum(site._recordings for site in found.sites) == recorded
+
+
+def test_what_gained_nothing_may_gain_at_another_size() -> None:
+    module, given = block(NAMES, BODY), leaves(NAMES)
+    found = rewritten(module)
+    for site in found.sites:
+        site.on_new_size = lambda site, module, leaves: "no gain" if leaves[site._sized].shape[1] == 40 else ""
+    shorter = {name: leaf[:, :8].contiguous() if leaf.shape[1] == 40 else leaf for name, leaf in given.items()}
+    with torch.no_grad():
+        for _ in range(3):
+            found.function(module, **given)
+        assert all((site.idle_calls, site.fused_calls) == (3, 0) for site in found.sites)
+        found.function(module, **shorter)
+        found.function(module, **given)
+    assert all((site.idle_calls, site.fused_calls) == (4, 1) for site in found.sites)
