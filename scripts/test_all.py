@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Everything that a machine without a GPU can check; writes what ran, and the counts, into benchmarks/test_all.json."""
+"""Everything that this machine can check; writes what ran, and the counts, into benchmarks/test_all.json."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "test_all.json"
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "peft", "hypothesis")
@@ -30,7 +32,7 @@ SUITES = {
     "tests": ["-m", "not gpu"],
     "long random sequences": ["-m", "exhaustive", "tests/stateful"],
     "tests that take minutes": ["-m", "exhaustive", "--ignore=tests/stateful", "tests"],
-}
+} | ({"tests of a GPU": ["-m", "gpu"]} if torch.cuda.is_available() else {})
 
 
 def run_suite(arguments: list[str], folder: Path) -> tuple[int, dict[str, Any]]:
@@ -90,7 +92,8 @@ def record(name: str, found: Any) -> None:
     results[name] = {
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
         "versions": {"python": platform.python_version()}
         | {package: importlib.metadata.version(package) for package in PACKAGES},
         "result": found,
