@@ -26,7 +26,8 @@ _SIGNATURE, _EMBEDDING = "_signature", "_timestep_embedding"
 #: The name of diffusers' sinusoidal embedding of timesteps, of which several files have a copy.
 _NAME = "get_timestep_embedding"
 
-_SIGNATURES: WeakKeyDictionary[FunctionType, inspect.Signature] = WeakKeyDictionary()
+#: Signatures by function, with what they were made of.
+_SIGNATURES: WeakKeyDictionary[FunctionType, tuple[tuple[Any, ...], inspect.Signature]] = WeakKeyDictionary()
 _FORWARDS: WeakKeyDictionary[Callable[..., Any], FunctionType | None] = WeakKeyDictionary()
 _SINUSOIDAL: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
@@ -76,10 +77,11 @@ def signature(method: Any) -> inspect.Signature:
     # What is in its dictionary, such as another signature or what it wraps, may change.
     if type(function) is not FunctionType or function.__dict__ or torch.compiler.is_compiling():
         return inspect.signature(method)
+    parts = function.__code__, function.__defaults__, function.__kwdefaults__
     found = _SIGNATURES.get(function)
-    if found is None:
-        found = _SIGNATURES[function] = inspect.signature(method)
-    return found
+    if found is None or found[0] != parts:
+        found = _SIGNATURES[function] = parts, inspect.signature(method)
+    return found[1]
 
 
 class TimestepEmbedding:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diffkern import InjectionReport, forget, inject_optimized_kernels
 from diffkern.cache import memory
 from diffkern.injection.twin_fusion import OP
-from diffkern.rewrite.twins import with_twins
+from diffkern.rewrite.twins import signature, with_twins
 from scripts.check_models.denoisers import DENOISERS
 from scripts.check_models.model import Draw
 
@@ -97,6 +97,19 @@ def test_a_signature_set_on_the_function_later_counts(pixart: Any, monkeypatch: 
     without = inspect.Signature([inspect.Parameter("attn", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
     monkeypatch.setattr(Doubling.__call__, "__signature__", without, raising=False)
     assert torch.equal(attention(x, factor=3.0), 2 * x), "an argument that it does not take is dropped"
+
+
+def test_defaults_and_code_set_on_the_function_later_count() -> None:
+    class Taking:
+        def __call__(self, attn: nn.Module, factor: float = 2.0) -> float:
+            return factor
+
+    call = Taking().__call__
+    assert signature(call) is signature(call) and signature(call) == inspect.signature(call)
+    Taking.__call__.__defaults__ = (3.0,)
+    assert signature(call).parameters["factor"].default == 3.0
+    Taking.__call__.__code__ = (lambda self, other, factor=1.0: factor).__code__
+    assert list(signature(call).parameters) == ["other", "factor"]
 
 
 @torch.no_grad()
