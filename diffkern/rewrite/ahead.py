@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.reference import clone_for_verification
-from diffkern.rewrite.rooms import StreamSite
+from diffkern.rewrite.rooms import HalvesSite, StreamSite
 from diffkern.rewrite.rotation import streams_of
 from diffkern.rewrite.site import FusedSite
 from diffkern.rewrite.streams import HEADS_FIRST
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Proves a site for the operands that a model of ``dtype`` will probably have; what is met besides waits."""
-    if (device, dtype) in site.tried or isinstance(site, (OnceSite, StreamSite, TextSite)):  # which needs no proof
+    if (device, dtype) in site.tried or isinstance(site, (HalvesSite, OnceSite, StreamSite, TextSite)):  # no proof
         return
     site.tried.add((device, dtype))
     if site.plan.rule.op == "rope":

@@ -27,7 +27,9 @@ from diffkern.rewrite.purity import is_pure
 from diffkern.rewrite.query_key import QueryKey, concatenated, pair_statements, separate_statements
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.sequential import unroll_sequences
+from diffkern.rewrite.sharing import is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
+from diffkern.rewrite.streams import SideBySide
 from diffkern.rewrite.variants import (
     activate_in_branches,
     decide_branches,
@@ -42,8 +44,6 @@ from diffkern.rewrite.variants import (
 ENTER, STOCK, JOIN, READ, ATTEND = NAMES = "_enter", "_stock", "_join", "_read", "_attend"
 #: What calls attention in diffusers, and what of queries and keys may be read before they are there.
 _DISPATCH, _KNOWN = "dispatch_attention_fn", frozenset({"dtype", "device", "shape", "ndim"})
-#: What fails, or answers something else, with a tensor whose dimensions lie in another order in memory.
-_OF_ORDER = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous", "data_ptr"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
             break
         wanted, tree = planner.helpers, as_written  # what no site needs stays a call
         source = replace(source, tree=tree)
-    if not planner.sites:
+    if all(isinstance(site.rule.shape, SideBySide) for site in planner.sites):  # which alone are worth no rewriting
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
     _join_in_place(tree, planner.sites, facts)
     _attend_unrotated(tree, planner.sites)
@@ -225,10 +225,13 @@ class _Planner:
         for node in flow.roots:
             for match in rule.shape.match(scope, node, nothing):
                 reason = _misfit(scope, match)
-                if reason is None and "stream_dim" in match.options and _is_viewed(effects, scope.flow, node):
+                if reason is None and "stream_dim" in match.options and is_viewed(effects, scope.flow, node):
                     reason = "what reads it takes views that need heads before tokens in memory"
-                if reason is None and isinstance(rule.shape, PairMask) and _is_written(effects, scope.flow, node):
+                once = isinstance(rule.shape, PairMask)
+                if reason is None and once and is_written(effects, scope.flow, frozenset({node})):
                     reason = "it is written into, and would be shared"
+                if isinstance(rule.shape, SideBySide) and needs_own_memory(effects, scope.flow, node, match):
+                    reason = ""
                 if reason is None:
                     found = self._place(rule, scope, placer, node, match)
                     if found is None:
@@ -308,27 +311,6 @@ def _misfit(scope: Scope, match: Match) -> str | None:
         if any(_is_product(flow, match.operands[name].node) for name in names):
             return ""  # a * b + c * d is a rotation or an interpolation, and r + g * y another match
     return None
-
-
-def _is_viewed(effects: Effects, flow: Flow, root: ast.expr) -> bool:
-    """Whether a result, or a view of it, is asked for its order in memory, which is that of the streams."""
-    sides = frozenset(root.elts if isinstance(root, ast.Tuple) else [root])
-    for node in flow.nodes:
-        if isinstance(node, ast.Attribute) and node.attr in _OF_ORDER and sides & effects.storage(node.value):
-            base = node.value.func if isinstance(node.value, ast.Call) else None
-            if not (isinstance(base, ast.Attribute) and base.attr == "contiguous"):
-                return True
-    return False
-
-
-def _is_written(effects: Effects, flow: Flow, root: ast.expr) -> bool:
-    """Whether a statement of the function writes into a value; calls that are not known are trusted not to."""
-    stores = (node for node in flow.nodes if not isinstance(node, ast.Call) or _ends_in_underscore(node))
-    return any(root in effects.written(node) for node in stores)
-
-
-def _ends_in_underscore(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_")
 
 
 def _halves(flow: Flow, match: Match) -> tuple[str, ...]:

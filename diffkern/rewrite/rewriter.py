@@ -20,11 +20,11 @@ from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masks import PairMask
 from diffkern.rewrite.plan import ATTEND, ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.rooms import JoinSite, StreamSite, needs_room
+from diffkern.rewrite.rooms import HalvesSite, JoinSite, StreamSite, needs_room
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
-from diffkern.rewrite.streams import Joined, LinearOfStream
+from diffkern.rewrite.streams import Joined, LinearOfStream, SideBySide
 from diffkern.rewrite.texts import OfText
 from diffkern.rewrite.twins import with_twins
 from diffkern.rewrite.unrotated import UnrotatedSite, attend
@@ -39,6 +39,7 @@ _SITES: Mapping[type, type[FusedSite]] = {
     OfText: TextSite,
     LinearOfStream: StreamSite,
     Joined: JoinSite,
+    SideBySide: HalvesSite,
 }
 #: Layers of which nothing but their parameters decides how a site computes: their settings are read at every call.
 _READ_AT_CALLS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.GroupNorm)

@@ -3,7 +3,8 @@
 ``torch.cat([text, image], dim=1)`` copies both streams. A linear layer whose result becomes the longer part of that
 leaves room for the other rows in front and behind, so that these alone are copied; it learns at the first
 concatenation how much. A linear layer of a part, ``to_out(x[:, :n])``, is one product for each sample: for a batch,
-``F.linear`` takes a product without the bias, and adds that in a pass of its own.
+``F.linear`` takes a product without the bias, and adds that in a pass of its own. And what is concatenated may be the
+halves of one tensor already.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
@@ -29,7 +31,27 @@ _is_traced = torch.compiler.is_dynamo_compiling
 MOST_SAMPLES, LEAST_ROWS = 4, 512
 
 
-class StreamSite(FusedSite):
+class _WrittenOffGpus(FusedSite):
+    """A site that is of use on GPUs: elsewhere a concatenation takes less time than to do without one."""
+
+    @property
+    @override
+    def entry(self) -> Callable[..., Any]:
+        """The site, which runs the expression as it is written but on GPUs."""
+        original = self.original
+
+        def as_written_off_gpus(module: nn.Module, *leaves: Any) -> Any:
+            x = leaves[0]
+            if not _is_traced() and type(x) is Tensor and not x.is_cuda and self.on_new_size is not None:
+                self.idle_calls += 1
+                self.original_calls += 1
+                return original(module, *leaves)
+            return self(module, *leaves)
+
+        return as_written_off_gpus
+
+
+class StreamSite(_WrittenOffGpus):
     """A linear layer as it is written, but for where its result lies, and how many products it takes.
 
     Attributes:
@@ -42,21 +64,6 @@ class StreamSite(FusedSite):
         self.rows_around: tuple[int, int] | None = (0, 0)
         self.copied: set[StreamSite] = set()
         self._joins = self.plan.options["joins"]
-
-    @property
-    @override
-    def entry(self) -> Callable[..., Any]:
-        """The expression as it is written, but on GPUs: elsewhere a concatenation takes less than to do without one."""
-        original = self.original
-
-        def as_written_off_gpus(module: nn.Module, x: Any) -> Any:
-            if not _is_traced() and type(x) is Tensor and not x.is_cuda and self.on_new_size is not None:
-                self.idle_calls += 1
-                self.original_calls += 1
-                return original(module, x)
-            return self(module, x)
-
-        return as_written_off_gpus
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaf."""
@@ -95,6 +102,38 @@ class JoinSite(FusedSite):
         return super().__call__(module, *leaves)
 
 
+class HalvesSite(_WrittenOffGpus):
+    """A concatenation of two tensors, which is a view of both where they are halves of one."""
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        if torch.compiler.is_compiling():
+            return self.original(module, *leaves)
+        whole = None
+        if not (torch.is_grad_enabled() or transforms_active() or modes_active()):
+            whole = _whole(*self.operands(module, leaves).values(), self.plan.options["dim"])  # type: ignore[call-arg]
+        y = self.original(module, *leaves) if whole is None else whole
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return y
+
+
+def _whole(a: Any, b: Any, dim: int) -> Tensor | None:
+    """``torch.cat([a, b], dim)`` as a view, if ``b`` lies behind ``a`` in memory and both make a row-major tensor."""
+    if type(a) is not Tensor or type(b) is not Tensor or a.dtype is not b.dtype or a.ndim != b.ndim or a.ndim < 3:
+        return None
+    shape, strides, dim = [*a.shape], a.stride(), dim % a.ndim
+    shape[dim] += b.shape[dim]
+    same = b.stride() == strides and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    if not same or b.storage_offset() != a.storage_offset() + a.shape[dim] * strides[dim]:
+        return None
+    if (*a.shape[:dim], *a.shape[dim + 1 :]) != (*b.shape[:dim], *b.shape[dim + 1 :]):
+        return None
+    whole = a.as_strided(shape, strides)
+    return whole if whole.is_contiguous() and not (a.is_neg() or a.is_conj() or b.is_neg() or b.is_conj()) else None
+
+
 def needs_room(site: FusedSite) -> bool:
     """Whether a site is of no use where no stream has room for others."""
     return isinstance(site, StreamSite) or (
@@ -111,7 +150,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, room: tuple[int, in
     if room == (0, 0) and (samples == 1 or x.stride(0) == rows * x.stride(1)):
         return None
     if samples > 1 and (samples > MOST_SAMPLES or rows < LEAST_ROWS):
-        return None
+        few = room == (0, 0) and bias is not None and rows < LEAST_ROWS  # a copy takes less than to add the bias
+        return F.linear(x.contiguous(), weight, bias) if few else None
     before, behind = room
     y = x.new_empty((samples, before + rows + behind, weight.shape[0]))[:, before : before + rows]
     for one, into in zip(x, y, strict=True):

@@ -37,7 +37,7 @@ from diffkern.rewrite.query_key import (
     QueryKey,
     RotatedTogether,
 )
-from diffkern.rewrite.streams import Joined, LinearOfStream
+from diffkern.rewrite.streams import Joined, LinearOfStream, SideBySide
 from diffkern.rewrite.texts import OfText
 
 _GATES = frozenset({"tanh", "sigmoid"})
@@ -105,6 +105,7 @@ RULES = (
     Rule("rotation of query and key", "qk_norm_rope", RotatedTogether(alone=True)),
     Rule("linear of a stream", "qk_norm_rope", LinearOfStream()),
     Rule("concatenation of streams", "qk_norm_rope", Joined()),
+    Rule("concatenation of halves", "qk_norm_rope", SideBySide()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
     Rule("convolution, norm, SiLU", "group_norm_silu", Activated("norm", _SILU, Norm(_CONVOLVED, over=GROUPS))),

@@ -50,6 +50,34 @@ class Joined:
             yield replace(match.step(node), operands=operands, options={"stream_dim": found[1]})
 
 
+@dataclass(frozen=True)
+class SideBySide:
+    """``torch.cat([text, image], dim=1)`` of two variables, which may be parts of one tensor in this order.
+
+    The operands are ``a`` and ``b``. What was one tensor and is needed as one again is no copy of itself: single-stream
+    blocks hand their streams on as two halves of a tensor.
+    """
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        found = concatenated(node)
+        if found is None or found[1] not in (1, -2) or len(found[0]) != 2:
+            return
+        if all(_is_handed_in(scope, part) for part in found[0]):
+            a, b = map(Operand, found[0])
+            yield replace(match.step(node), operands={"a": a, "b": b}, options={"dim": found[1]})
+
+
+def _is_handed_in(scope: Scope, part: ast.expr) -> bool:
+    """Whether a name stands for an argument, a slice, or one of several results of a call."""
+    reaching = [*scope.flow.definitions.get(part, ())] if isinstance(part, ast.Name) else []
+    if len(reaching) != 1:
+        return False
+    source = reaching[0].value or reaching[0].source
+    unpacked = isinstance(source, ast.Call) and reaching[0].value is None
+    return reaching[0].statement is None or unpacked or isinstance(source, ast.Subscript)
+
+
 def _joined_parts(scope: Scope) -> Iterator[ast.expr]:
     """What the parts of concatenations are views of, where nothing else reads it, or asks for more than its shape."""
     asked = {

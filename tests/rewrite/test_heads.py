@@ -85,7 +85,10 @@ def test_queries_keys_and_values_without_norms_are_joined_by_one_site_each(numer
     assert of_stock.cats == [(2, False)] * 3 and of_stock.copies == 1  # the heads of the result, side by side
     stock = run(module, given)
     found = rewritten(module, numerics)
-    assert all(map(torch.equal, run(module, given), stock))
+    if numerics == "exact":
+        assert all(map(torch.equal, run(module, given), stock))
+    else:  # the layer of the text adds its bias before it rounds
+        torch.testing.assert_close(run(module, given), stock, rtol=2e-2, atol=2e-3)
     assert [site.fused_calls for site in found.sites if site.plan.rule.name == RULE] == [1] * 3
     with torch.no_grad(), Launches() as seen:
         module(**given)

@@ -226,3 +226,13 @@ def test_on_a_gpu_a_batch_takes_no_product_without_its_bias(monkeypatch: pytest.
         assert_close(run(module, given), stock, 2e-2)
     names = launches(module, given)
     assert "aten::cat" not in names and names.count("aten::bmm") == 1  # of the text, which is short
+
+
+def test_a_layer_of_few_rows_of_several_samples_adds_its_bias_in_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "LEAST_ROWS", 512)
+    module, given = attention(), arguments()
+    stock = run(module, given)
+    rewritten(module)
+    for _ in range(2):
+        assert_close(results(module, given), [*stock], 2e-2)
+    assert "aten::bmm" not in launches(module, given)

@@ -1,0 +1,49 @@
+"""What a function does with a result of a site that forbids it to lie in memory otherwise, or in that of another."""
+
+from __future__ import annotations
+
+import ast
+
+from diffkern.rewrite.effects import Effects
+from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.match import Match
+
+#: Methods of lists and dicts that keep an argument.
+_KEEP = frozenset({"append", "extend", "insert", "update", "setdefault", "add"})
+#: What fails, or answers something else, with a tensor whose dimensions lie in another order in memory.
+_OF_ORDER = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous", "data_ptr"})
+
+
+def is_viewed(effects: Effects, flow: Flow, root: ast.expr) -> bool:
+    """Whether a result, or a view of it, is asked for its order in memory, which is that of the streams."""
+    sides = frozenset(root.elts if isinstance(root, ast.Tuple) else [root])
+    for node in flow.nodes:
+        if isinstance(node, ast.Attribute) and node.attr in _OF_ORDER and sides & effects.storage(node.value):
+            base = node.value.func if isinstance(node.value, ast.Call) else None
+            if not (isinstance(base, ast.Attribute) and base.attr == "contiguous"):
+                return True
+    return False
+
+
+def is_written(effects: Effects, flow: Flow, memory: frozenset[object]) -> bool:
+    """Whether a statement writes into one of some storages; calls that are not known are trusted not to."""
+    stores = (node for node in flow.nodes if not isinstance(node, ast.Call) or _ends_in_underscore(node))
+    return any(memory & effects.written(node) for node in stores)
+
+
+def needs_own_memory(effects: Effects, flow: Flow, root: ast.expr, match: Match) -> bool:
+    """Whether a result may not lie in that of its operands; calls that are not known are trusted not to write."""
+    memory = frozenset({root}).union(*[effects.storage(operand.node) for operand in match.operands.values()])
+    if is_written(effects, flow, memory):
+        return True
+    kept = [node.value for node in flow.nodes if isinstance(node, (ast.Return, ast.Yield)) and node.value is not None]
+    for node in flow.nodes:
+        if isinstance(node, ast.Assign) and not all(isinstance(t, (ast.Name, ast.Tuple)) for t in node.targets):
+            kept.append(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _KEEP:
+            kept += node.args
+    return any(root in effects.storage(node) for node in kept)
+
+
+def _ends_in_underscore(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_")
