@@ -79,6 +79,12 @@ def device_of(command: str, name: str) -> torch.device:
 
 def require_room(command: str, model: torch.nn.Module, device: torch.device) -> None:
     """Ends the program where the weights of a model, given on the meta device, find no room on a device."""
+    if reason := room_lacking(model, device):
+        fail(command, reason)
+
+
+def room_lacking(model: torch.nn.Module, device: torch.device) -> str:
+    """Why the weights of a model, given on the meta device, find no room on a device, or ""."""
     import torch
 
     meminfo = Path("/proc/meminfo")
@@ -87,10 +93,10 @@ def require_room(command: str, model: torch.nn.Module, device: torch.device) -> 
     elif device.type == "cpu" and meminfo.is_file():  # where an allocation too many has the kernel end processes
         free = 1024 * int(re.findall(r"MemAvailable: +(\d+)", meminfo.read_text())[0])
     else:
-        return
+        return ""
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    if needed > free:
-        fail(command, f"its weights take {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB free")
+    room = f"its weights take {needed / 1e9:.1f} GB, and {device} has {free / 1e9:.1f} GB free"
+    return room if needed > free else ""
 
 
 def dtype_of(command: str, name: str) -> torch.dtype:

@@ -21,8 +21,8 @@ from diffkern.cli_options import (
     epilog,
     fail,
     require_known,
-    require_room,
     require_writable,
+    room_lacking,
     say_why,
 )
 
@@ -82,13 +82,18 @@ def bench_ops(
 @app.command(
     "step",
     short_help="Time a step of whole denoisers, or a decode, arm against arm.",
-    epilog=epilog("bench step --model flux", "bench step --model wan --arm stock --arm fast --json -"),
+    epilog=epilog(
+        "bench step --model flux", "bench step --model wan --arm stock --arm fast --json -", "bench step --all"
+    ),
 )
 def bench_step(
     model: Annotated[
         list[str] | None, typer.Option(help=f"{NAMES}, {VAES}; may be repeated. Without: all denoisers.")
     ] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only this arm, e.g. 'fast + graph'; may be repeated.")] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every denoiser of diffusers at its real width, with two layers.")
+    ] = False,
     repetitions: Annotated[int, typer.Option(min=2, help="Timed steps per arm.")] = 10,
     device: Device = "",
     output: JsonFile = None,
@@ -98,37 +103,48 @@ def bench_step(
     """Time steps of whole denoisers, or decodes, with random weights: stock, compiled and injected, interleaved."""
     import torch
 
-    from diffkern.bench import steps
+    from diffkern.bench import breadth, steps
     from diffkern.bench.environment import describe_device, describe_environment
     from diffkern.bench.models import AUTOENCODERS, DENOISERS
     from diffkern.bench.results import write_json
 
-    known = {**DENOISERS, **AUTOENCODERS}
+    if every and model:
+        fail("bench step", "--all runs every denoiser: leave --model out, or name models without --all", 2)
+    known = breadth.BREADTH if every else {**DENOISERS, **AUTOENCODERS}
     require_known("bench step", "model", model or (), known)
     require_writable("bench step", json=output, plot=plot)
-    chosen = _arms("bench step", arm)
+    chosen = _arms("bench step", arm) if arm or not every else breadth.ARMS
     where = device_of("bench step", device)
     console = _console(output)
-    rows: dict[str, object] = {}
-    for name in model or DENOISERS:
+    names = model or list(known if every else DENOISERS)
+    rows: dict[str, dict[str, object]] = {}
+    for name in names:
         denoiser = known[name]
         if not quiet:
             slow = ", where a step at full width takes minutes" if where.type == "cpu" else ""
             typer.echo(f"{name} on {where}{slow}: {', '.join(each.name for each in chosen)}", err=True)
-        require_room(f"bench step --model {name}", denoiser.build(torch.device("meta")), where)
-        results = steps.run(denoiser, chosen, where, repetitions)
+        rows[name] = {"what": denoiser.what, "layers": dict(denoiser.layers), "arms": []}
         layers = ", ".join(f"{key}={value}" for key, value in denoiser.layers.items())
         title = f"{denoiser.what} {layers}, bfloat16, {describe_device(where)}"
-        console.print(steps.table(results, title))
-        if plot is not None:
-            steps.plot(results, title, plot if len(model or DENOISERS) == 1 else plot.with_stem(f"{plot.stem}_{name}"))
-        rows[name] = {
-            "what": denoiser.what,
-            "layers": dict(denoiser.layers),
-            "arms": [result.to_dict() for result in results],
-        }
+        try:
+            lacking = room_lacking(denoiser.build(torch.device("meta")), where)
+            if lacking and not every:
+                fail(f"bench step --model {name}", lacking)
+            if lacking:
+                raise MemoryError(lacking)
+            results = steps.run(denoiser, chosen, where, repetitions, keep_going=every)
+            rows[name]["arms"] = [result.to_dict() for result in results]
+            console.print(steps.table(results, title))
+            if plot is not None and not all(result.unavailable for result in results):
+                steps.plot(results, title, plot if len(names) == 1 else plot.with_stem(f"{plot.stem}_{name}"))
+        except Exception as error:
+            if not every or getattr(error, "name", "") == "diffusers":  # which is not installed
+                raise
+            rows[name]["failed"] = steps.why(error)
+            console.print(f"{title}\nnot run: {rows[name]['failed']}")
+        steps.release(where)
         # After each model, so that an interrupted run leaves something.
-        if output is not None and (str(output) != "-" or len(rows) == len(model or DENOISERS)):
+        if output is not None and (str(output) != "-" or len(rows) == len(names)):
             write_json(output, {"environment": describe_environment(where), "models": rows})
 
 

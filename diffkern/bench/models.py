@@ -28,7 +28,7 @@ class Denoiser:
         what: Model and size of the step, for tables.
         inputs: Makes the keyword arguments of a step; takes :data:`Randn`.
         config: Arguments of the class that differ from its defaults.
-        layers: The part of ``config`` that cuts the model down, or nothing.
+        layers: What cuts the model down, over ``config``, or nothing.
     """
 
     class_name: str
@@ -46,7 +46,7 @@ class Denoiser:
         try:
             with torch.random.fork_rng(devices=[]), torch.device(device):
                 torch.manual_seed(0)
-                model: nn.Module = getattr(diffusers, self.class_name)(**self.config, **self.layers)
+                model: nn.Module = getattr(diffusers, self.class_name)(**{**self.config, **self.layers})
         finally:
             torch.set_default_dtype(default)
         return nn.Module.to(model, dtype).eval().requires_grad_(False)
@@ -60,7 +60,7 @@ class Denoiser:
         return {**self.inputs(partial(torch.randn, device=device, dtype=dtype)), "return_dict": False}
 
 
-def _image_ids(randn: Randn, side: int, axes: int = 3) -> Tensor:
+def image_ids(randn: Randn, side: int, axes: int = 3) -> Tensor:
     """Positions of ``side x side`` image tokens on the last two of the first three axes."""
     ids = torch.zeros_like(randn(side * side, axes))
     place = torch.arange(side, device=ids.device, dtype=ids.dtype)
@@ -78,7 +78,7 @@ def _flux(randn: Randn) -> Mapping[str, Any]:
         "encoder_hidden_states": randn(1, 512, 4096),
         "pooled_projections": randn(1, 768),
         "timestep": _time(randn, 0.5),
-        "img_ids": _image_ids(randn, 64),
+        "img_ids": image_ids(randn, 64),
         "txt_ids": torch.zeros_like(randn(512, 3)),
         "guidance": _time(randn, 3.5),
     }
@@ -145,7 +145,7 @@ DENOISERS: Mapping[str, Denoiser] = {
             "hidden_states": randn(1, 4096, 128),
             "encoder_hidden_states": randn(1, 512, 15360),
             "timestep": _time(randn, 0.5),
-            "img_ids": _image_ids(randn, 64, axes=4),
+            "img_ids": image_ids(randn, 64, axes=4),
             "txt_ids": torch.zeros_like(randn(512, 4)),
             "guidance": _time(randn, 3.5),
         },

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -42,7 +43,7 @@ class StepResult:
         first_call_s: The first call, with whatever compiles or is measured in it.
         setup_s: Injection, or the call of ``torch.compile``.
         peak_bytes: Most memory allocated during a step, or None where torch does not count.
-        error: Relative L2 distance of the result from stock's.
+        error: Relative L2 distance of the result from the first arm's; NaN if that did not run.
         unavailable: Why the arm did not run, or "".
     """
 
@@ -63,10 +64,7 @@ class StepResult:
 
 
 def run(
-    denoiser: Denoiser,
-    arms: Sequence[Arm],
-    device: torch.device,
-    repetitions: int = 10,
+    denoiser: Denoiser, arms: Sequence[Arm], device: torch.device, repetitions: int = 10, *, keep_going: bool = False
 ) -> list[StepResult]:
     """Times a step of every arm, one step of each in turn.
 
@@ -77,48 +75,95 @@ def run(
         arms: The first is the baseline.
         device: Where it runs.
         repetitions: Timed steps of each arm.
+        keep_going: Whether an arm that raises is one that did not run, for this reason.
     """
-    model = denoiser.build(device)
-    inputs = denoiser.step(device)
-    results: dict[str, StepResult] = {}
-    with torch.no_grad(), ExitStack() as stack:
-        running: dict[str, nn.Module] = {}
-        for arm in arms:
-            reason = unavailable_reason(arm, device)
-            if reason is not None:
-                results[arm.name] = StepResult(arm.name, unavailable=reason)
-                continue
-            own = sharing_weights(model)
-            started = wall_clock(device)
-            try:
-                stack.enter_context(applied(arm, denoiser.injected(own), own))
-            except ArmUnavailableError as error:
-                results[arm.name] = StepResult(arm.name, unavailable=str(error))
-                continue
-            setup = wall_clock(device) - started
-            own(**inputs)
-            first = wall_clock(device) - started - setup
-            results[arm.name] = StepResult(arm.name, setup_s=setup, first_call_s=first)
-            running[arm.name] = own
-        for own in running.values():  # graphs are captured at the second call
+    with prepared(denoiser, arms, device, keep_going=keep_going) as ready:
+        return ready.measure(repetitions)
+
+
+class Prepared:
+    """A model, its step, and the arms that are applied to copies of its modules until ``stack`` is closed.
+
+    Attributes:
+        results: Of each arm, by name, what is known so far.
+        running: The model of each arm that runs, by name.
+    """
+
+    def __init__(self, denoiser: Denoiser, device: torch.device, stack: ExitStack, keep_going: bool) -> None:
+        self.denoiser, self.device, self.stack, self.keep_going = denoiser, device, stack, keep_going
+        self.model, self.inputs = denoiser.build(device), denoiser.step(device)
+        self.results: dict[str, StepResult] = {}
+        self.running: dict[str, nn.Module] = {}
+
+    def add(self, arm: Arm) -> None:
+        """Applies an arm and calls it once, with whatever compiles or is measured then."""
+        reason = unavailable_reason(arm, self.device)
+        if reason is not None:
+            self.results[arm.name] = StepResult(arm.name, unavailable=reason)
+            return
+        own = sharing_weights(self.model)
+        started = wall_clock(self.device)
+        try:
+            with ExitStack() as attempt:
+                attempt.enter_context(applied(arm, self.denoiser.injected(own), own))
+                setup = wall_clock(self.device) - started
+                own(**self.inputs)
+                first = wall_clock(self.device) - started - setup
+                self.stack.enter_context(attempt.pop_all())
+        except Exception as error:  # models and compilers raise what they like
+            if not (self.keep_going or isinstance(error, ArmUnavailableError)):
+                raise
+            self.results[arm.name] = StepResult(arm.name, unavailable=why(error))
+            return
+        self.results[arm.name] = StepResult(arm.name, setup_s=setup, first_call_s=first)
+        self.running[arm.name] = own
+
+    def measure(self, repetitions: int) -> list[StepResult]:
+        """Times so many steps of every arm, and profiles :data:`PROFILES`, one of each arm in turn."""
+        for own in self.running.values():  # graphs are captured at the second call
             for _ in range(2):
-                own(**inputs)
-        baseline = first_tensor(running[arms[0].name](**inputs)) if arms[0].name in running else None
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
+                own(**self.inputs)
+        first = next(iter(self.results))
+        baseline = first_tensor(self.running[first](**self.inputs)) if first in self.running else None
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in self.running}
         for _ in range(repetitions):
-            for name, own in running.items():
-                times[name].append(_timed(own, inputs, device))
-        profiles: dict[str, list[Mapping[str, float]]] = {name: [] for name in running}
+            for name, own in self.running.items():
+                times[name].append(_timed(own, self.inputs, self.device))
+        profiles: dict[str, list[Mapping[str, float]]] = {name: [] for name in self.running}
         for _ in range(PROFILES):
-            for name, own in running.items():
-                with profiled(device) as profile:
-                    own(**inputs)
+            for name, own in self.running.items():
+                with profiled(self.device) as profile:
+                    own(**self.inputs)
                 profiles[name].append(profile.milliseconds)
-        for name, own in running.items():
-            results[name] = _finished(results[name], own, inputs, device, times[name], profiles[name], baseline)
-    del model
+        for name, own in self.running.items():
+            known = self.results[name], own, self.inputs, self.device
+            self.results[name] = _finished(*known, times[name], profiles[name], baseline)
+        return list(self.results.values())
+
+
+@contextmanager
+def prepared(
+    denoiser: Denoiser, arms: Sequence[Arm], device: torch.device, *, keep_going: bool = False
+) -> Iterator[Prepared]:
+    """Makes the model and applies every arm until the block ends, without gradients; takes what :func:`run` takes."""
+    with torch.no_grad(), ExitStack() as stack:
+        ready = Prepared(denoiser, device, stack, keep_going)
+        for arm in arms:
+            ready.add(arm)
+        yield ready
+
+
+def why(error: Exception) -> str:
+    """What went wrong, on one line."""
+    said = " ".join(str(error).split())[:300]
+    return said if isinstance(error, ArmUnavailableError) else f"{type(error).__name__}: {said}"
+
+
+def release(device: torch.device) -> None:
+    """Gives back the memory of models that are gone."""
     gc.collect()
-    return [results[arm.name] for arm in arms]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def sharing_weights(model: nn.Module) -> nn.Module:
@@ -167,7 +212,7 @@ def _finished(
         result.first_call_s,
         result.setup_s,
         peak,
-        0.0 if baseline is None else relative_error(output, baseline),
+        math.nan if baseline is None else relative_error(output, baseline),
     )
 
 

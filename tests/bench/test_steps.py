@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from diffkern.bench import arms, steps
+from diffkern.bench import arms, breadth, steps
 from diffkern.bench.models import AUTOENCODERS, DENOISERS, Autoencoder, Denoiser
 from diffkern.cli import app
 
@@ -104,6 +104,40 @@ def test_the_command_writes_arms_and_versions_and_no_table_beside_json(
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "tiny on cpu, where a step at full width takes minutes: stock, fast" in printed.stderr
     assert CliRunner().invoke(app, ["bench", "step", *chosen, "--quiet"]).output == ""
+
+
+def test_all_denoisers_are_run_and_those_that_cannot_are_rows_with_their_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = dataclasses.replace(_TINY, what="huge", config={**_TINY.config, "caption_channels": 10**12})
+    gone = dataclasses.replace(_TINY, what="gone", class_name="GoneModel")
+    wrong = dataclasses.replace(_TINY, what="wrong", inputs=lambda randn: {"hidden_states": randn(1, 4, 8, 8)})
+    monkeypatch.setattr(breadth, "BREADTH", {"huge": huge, "gone": gone, "wrong": wrong, "tiny": _TINY})
+    monkeypatch.setattr(breadth, "ARMS", (arms.STOCK, arms.FAST))
+    file = tmp_path / "all.json"
+    options = ["--all", "--repetitions", "2", "--device", "cpu", "--json", str(file), "--plot", str(tmp_path / "x.png")]
+    said = CliRunner().invoke(app, ["bench", "step", *options])
+    assert said.exit_code == 0, said.output
+    rows = json.loads(file.read_text())["models"]
+    assert rows["huge"]["failed"].startswith("MemoryError: its weights take 64") and rows["huge"]["arms"] == []
+    assert rows["gone"]["failed"].startswith("AttributeError: module diffusers has no attribute GoneModel")
+    assert [arm["arm"] for arm in rows["wrong"]["arms"]] == ["stock", "fast"]
+    assert all(arm["unavailable"].startswith("TypeError: ") for arm in rows["wrong"]["arms"])
+    assert rows["tiny"]["layers"] == {"num_layers": 1} and rows["tiny"]["what"] == "tiny Sana"
+    assert [arm["arm"] for arm in rows["tiny"]["arms"] if arm["wall_ms"] > 0] == ["stock", "fast"]
+    assert [path.name for path in tmp_path.glob("*.png")] == ["x_tiny.png"]
+
+
+def test_an_arm_that_raises_ends_the_run_of_a_model_unless_it_is_told_to_go_on() -> None:
+    broken = dataclasses.replace(_TINY, inputs=lambda randn: {"hidden_states": randn(1, 4, 8, 8)})
+    with pytest.raises(TypeError, match="encoder_hidden_states"):
+        steps.run(broken, (arms.STOCK,), torch.device("cpu"), repetitions=2)
+
+
+def test_all_denoisers_together_with_a_model_are_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "step", "--all", "--model", "flux"])
+    assert result.exit_code == 2
+    assert "bench step: --all runs every denoiser: leave --model out, or name models without --all" in result.output
 
 
 @pytest.mark.gpu
