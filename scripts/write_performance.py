@@ -88,6 +88,30 @@ def _steps(content: Result) -> Table:
     return lines
 
 
+def _breadth(content: Result) -> Table:
+    """GPU time of each arm of ``bench step --all``, and where, and by its key ``cause`` why, the compiler is ahead."""
+    ours = "fast", "fast + compile"
+    columns = "stock", "stock + compile", *ours
+    lines = _head("model", "layers", *(f"{arm}, ms" for arm in columns), "ours against stock", "compile is ahead")
+    for model in content["breadth"].values():
+        times = {arm["arm"]: sum(arm["kernel_ms"].values()) for arm in model["arms"] if arm.get("kernel_ms")}
+        best = min((times[arm] for arm in ours if arm in times), default=None)
+        said = [f"{arm['arm']}: {arm['unavailable']}" for arm in model["arms"] if arm.get("unavailable")]
+        said = [f"not run: {reason}" for reason in (model.get("failed"), *said) if reason]
+        if best and best / times.get("stock + compile", best) > 1 + NOISE:
+            said = [_gain(best, times["stock + compile"]), *([model["cause"]] if model.get("cause") else []), *said]
+        lines.append(
+            _row(
+                model["what"],
+                ", ".join(f"{name}={count}" for name, count in model["layers"].items()) or "all",
+                *(f"{times[arm]:.2f}" if arm in times else "" for arm in columns),
+                _gain(times["stock"], best) if best and "stock" in times else "",
+                "; ".join(said).replace("|", "\\|"),
+            )
+        )
+    return lines
+
+
 def _videos(content: Result) -> Table:
     config = content["config"]
     lines = _head(
@@ -142,6 +166,7 @@ def _ops(content: Result) -> Table:
 #: What a file is, by what is in it.
 KINDS: dict[Callable[[Result], bool], Callable[[Result], Table]] = {
     lambda content: "models" in content: _steps,
+    lambda content: "breadth" in content: _breadth,
     lambda content: "config" in content: _videos,
     lambda content: "step_ms" in str(content.get("arms", ""))[:200]: _single_steps,
     lambda content: "ops" in content: _ops,

@@ -145,7 +145,7 @@ def bench_step(
         steps.release(where)
         # After each model, so that an interrupted run leaves something.
         if output is not None and (str(output) != "-" or len(rows) == len(names)):
-            write_json(output, {"environment": describe_environment(where), "models": rows})
+            write_json(output, {"environment": describe_environment(where), "breadth" if every else "models": rows})
 
 
 @app.command(

@@ -118,7 +118,7 @@ def test_all_denoisers_are_run_and_those_that_cannot_are_rows_with_their_reason(
     options = ["--all", "--repetitions", "2", "--device", "cpu", "--json", str(file), "--plot", str(tmp_path / "x.png")]
     said = CliRunner().invoke(app, ["bench", "step", *options])
     assert said.exit_code == 0, said.output
-    rows = json.loads(file.read_text())["models"]
+    rows = json.loads(file.read_text())["breadth"]
     assert rows["huge"]["failed"].startswith("MemoryError: its weights take 64") and rows["huge"]["arms"] == []
     assert rows["gone"]["failed"].startswith("AttributeError: module diffusers has no attribute GoneModel")
     assert [arm["arm"] for arm in rows["wrong"]["arms"]] == ["stock", "fast"]

@@ -22,6 +22,31 @@ def test_the_figures_are_those_of_the_result_files() -> None:
     assert len(readme.splitlines()) <= 150
 
 
+def test_the_table_of_all_denoisers_says_where_the_compiler_is_ahead_and_what_failed() -> None:
+    def arms(*times: float) -> list[dict[str, object]]:
+        names = ("stock", "stock + compile", "fast", "fast + compile")
+        timed = zip(names[: len(times)], times, strict=True)
+        return [{"arm": name, "kernel_ms": {"GEMM": time / 2, "norm": time / 2}} for name, time in timed]
+
+    failed = {"arm": "fast + compile", "wall_ms": 0.0, "unavailable": "InductorError: a | b"}
+    models = {
+        "ours": {"what": "A", "layers": {"num_layers": 2}, "arms": arms(4.0, 3.0, 2.0, 2.5)},
+        "compiler's": {"what": "B", "layers": {}, "arms": arms(4.0, 2.0, 3.0, 2.5), "cause": "it fuses a norm"},
+        "failed arm": {"what": "C", "layers": {"depth": 2}, "arms": [*arms(4.0, 1.0, 2.0), failed]},
+        "failed": {"what": "D", "layers": {"depth": 2}, "arms": [], "failed": "OutOfMemoryError: no room"},
+    }
+    (table,) = [kind for key, kind in write_performance.KINDS.items() if key({"breadth": models})]
+    assert table({"breadth": models}) == [
+        "| model | layers | stock, ms | stock + compile, ms | fast, ms | fast + compile, ms | ours against stock | "
+        "compile is ahead |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| A | num_layers=2 | 4.00 | 3.00 | 2.00 | 2.50 | 2.00x |  |",
+        "| B | all | 4.00 | 2.00 | 3.00 | 2.50 | 1.60x | 1.25x; it fuses a norm |",
+        "| C | depth=2 | 4.00 | 1.00 | 2.00 |  | 2.00x | 2.00x; not run: fast + compile: InductorError: a \\| b |",
+        "| D | depth=2 |  |  |  |  |  | not run: OutOfMemoryError: no room |",
+    ]
+
+
 def test_the_reference_has_every_public_name_with_its_docstring(tmp_path: Path) -> None:
     pytest.importorskip("pdoc")
     from scripts.write_api_reference import MODULES, write
