@@ -38,7 +38,10 @@ class Denoiser:
     layers: Mapping[str, int] = field(default_factory=dict)
 
     def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-        """Makes the model on ``device``, the same at every call; its parameters need no gradients."""
+        """Makes the model on ``device``, the same at every call, without gradients.
+
+        Modules that ``from_pretrained`` keeps in float32 beside half dtypes are in float32, as for users.
+        """
         import diffusers
 
         default = torch.get_default_dtype()
@@ -49,7 +52,11 @@ class Denoiser:
                 model: nn.Module = getattr(diffusers, self.class_name)(**{**self.config, **self.layers})
         finally:
             torch.set_default_dtype(default)
-        return nn.Module.to(model, dtype).eval().requires_grad_(False)
+        wide = {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if dtype.itemsize < 4 else set()
+        for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype if wide.isdisjoint(path.split(".")) else torch.float32)
+        return model.eval().requires_grad_(False)
 
     def injected(self, model: nn.Module) -> nn.Module:
         """What a user injects kernels into, of what :meth:`build` gives."""

@@ -66,6 +66,14 @@ def test_models_are_built_in_the_dtype_of_the_step_and_leave_the_generator_alone
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_what_from_pretrained_keeps_in_float32_is_in_float32() -> None:
+    model = dataclasses.replace(DENOISERS["wan"], layers={"num_layers": 1}).build(torch.device("meta"))
+    kept = [path for path, tensor in model.named_parameters() if tensor.dtype == torch.float32]
+    assert {part for path in kept for part in path.split(".")} & {"time_embedder", "scale_shift_table", "norm2"}
+    assert len(kept) == 8 and model.rope.freqs_cos.dtype == torch.float32
+    assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
+
+
 def test_every_model_takes_its_step() -> None:
     for name, denoiser in {**DENOISERS, **AUTOENCODERS}.items():
         if name in ("lumina2", "sdxl"):  # reads data of its inputs, of which the meta device has none; takes seconds
