@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffkern.bench import models
 from diffkern.bench.arms import COMPILED, FAST, FAST_COMPILED, STOCK
-from diffkern.bench.models import Denoiser, Randn, image_ids
+from diffkern.bench.models import Denoiser, Randn, image_ids, rotary
 
 #: What ``--all`` compares unless arms are named.
 ARMS = (STOCK, COMPILED, FAST, FAST_COMPILED)
@@ -54,19 +54,11 @@ def _positions(*shape: int) -> Made:
     return lambda randn: torch.arange(shape[-1], device=randn(1).device).expand(shape)
 
 
-def _rotary(tokens: int, dim: int) -> Made:
-    def tables(randn: Randn) -> tuple[Tensor, Tensor]:
-        angles = randn(tokens, dim, dtype=torch.float32)
-        return angles.cos(), angles.sin()
-
-    return tables
-
-
 def _allegro_rotary(randn: Randn) -> Any:
     """Tables for each axis of 4 x 45 x 80 tokens, and where on it each token is."""
     axes = [torch.arange(size, device=randn(1).device) for size in (4, 45, 80)]
     grid = tuple(axis.reshape(1, -1) for axis in torch.meshgrid(*axes, indexing="ij"))
-    return tuple(_rotary(len(axis), 32)(randn) for axis in axes), grid
+    return tuple(rotary(randn, len(axis), 32, neighbours=False) for axis in axes), grid
 
 
 def _kandinsky(randn: Randn) -> Mapping[str, Any]:
@@ -206,7 +198,7 @@ BREADTH: Mapping[str, Denoiser] = {
         _step(
             2, 4, 128, 128, encoder_hidden_states=(2, 77, 1024), text_embedding_mask=_full(1, 2, 77),
             encoder_hidden_states_t5=(2, 256, 2048), text_embedding_mask_t5=_full(1, 2, 256),
-            image_rotary_emb=_rotary(4096, 88),
+            image_rotary_emb=lambda randn: rotary(randn, 4096, 88, neighbours=True),
         ),
         {"in_channels": 4, "patch_size": 2, "sample_size": 128, "hidden_size": 1408, "mlp_ratio": 4.3637,
          "use_style_cond_and_image_meta_size": False},
@@ -325,7 +317,7 @@ BREADTH: Mapping[str, Denoiser] = {
         "Stable Audio Open 1.0, 47 s, CFG",
         _step(
             2, 64, 1024, time=0.5, encoder_hidden_states=(2, 130, 768), global_hidden_states=(2, 1, 1536),
-            rotary_embedding=_rotary(1025, 32),
+            rotary_embedding=lambda randn: rotary(randn, 1025, 32, neighbours=False),
         ),
         layers=_TWO,
     ),

@@ -91,13 +91,19 @@ def _flux(randn: Randn) -> Mapping[str, Any]:
     }
 
 
+def rotary(randn: Randn, tokens: int, dim: int, neighbours: bool) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of random angles, each for two numbers: ``neighbours``, or one of each half of a head."""
+    angles = randn(tokens, dim // 2, dtype=torch.float32)
+    angles = angles.repeat_interleave(2, -1) if neighbours else torch.cat([angles, angles], -1)
+    return angles.cos(), angles.sin()
+
+
 def _cogvideox(randn: Randn) -> Mapping[str, Any]:
-    angles = randn(17550, 64, dtype=torch.float32)
     return {
         "hidden_states": randn(2, 13, 16, 60, 90),
         "encoder_hidden_states": randn(2, 226, 4096),
         "timestep": _time(randn, 500, 2),
-        "image_rotary_emb": (angles.cos(), angles.sin()),
+        "image_rotary_emb": rotary(randn, 17550, 64, neighbours=True),
     }
 
 
