@@ -65,7 +65,8 @@ FP8_GRAPH = Arm("fp8", cuda_graph=True)
 COMPILED_GRAPH = Arm(cuda_graph=True, compiled=True)
 
 TORCHAO = Arm(compiled=True, torchao=True)
-FP8_ATTENTION = Arm("fp8", cuda_graph=True, attention="cudnn_fp8")
+FP8_ATTENTION = Arm("fp8", attention="cudnn_fp8")
+FP8_ATTENTION_GRAPH = Arm("fp8", cuda_graph=True, attention="cudnn_fp8")
 FLOAT32 = Arm(float32=True)
 
 #: What is compared unless arms are named: stock, the compiler's, and ours with and without it.
@@ -73,7 +74,7 @@ DEFAULT = (STOCK, COMPILED, FAST, FAST_GRAPH, FAST_COMPILED)
 #: The arms of a full comparison, the baseline first.
 ARMS = (STOCK, COMPILED, EXACT, FAST, FAST_GRAPH, FAST_COMPILED, FP8, FP8_GRAPH)
 #: Those, and what else may be compared by name.
-NAMED = {arm.name: arm for arm in (*ARMS, COMPILED_GRAPH, TORCHAO, FP8_ATTENTION, FLOAT32)}
+NAMED = {arm.name: arm for arm in (*ARMS, COMPILED_GRAPH, TORCHAO, FP8_ATTENTION, FP8_ATTENTION_GRAPH, FLOAT32)}
 
 
 class ArmUnavailableError(RuntimeError):

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diffkern.bench import models
 from diffkern.bench.arms import COMPILED, FAST, FAST_COMPILED, STOCK

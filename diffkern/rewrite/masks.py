@@ -1,4 +1,7 @@
-"""Masks of attention that every layer makes from the same argument, as a shape: they are made once in a call."""
+"""Masks of attention, as shapes: such that every layer makes from the same argument, and calls that are given one.
+
+The former are made once in a call; :mod:`diffkern.rewrite.masked` computes the latter.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,12 @@ from diffkern.rewrite.query_key import is_processor
 
 #: Methods that a mask is made with, beside views.
 _METHODS = VIEWS | {"repeat", "bool"}
+#: Functions that compute attention, and the dimension of tokens in what they are given.
+_FUNCTIONS = {"dispatch_attention_fn": 1, "F.scaled_dot_product_attention": 2}
+#: The operands of such a match.
+OPERANDS = ("query", "key", "value", "attn_mask")
+#: Further arguments that change nothing about which keys are seen, and such that must be off.
+_FREE, _OFF = frozenset({"backend", "parallel_config", "enable_gqa"}), {"dropout_p": 0.0, "is_causal": False}
 
 
 @dataclass(frozen=True)
@@ -68,3 +77,26 @@ def _of_arguments(scope: Scope, node: ast.AST, match: Match) -> Match | None:
         if isinstance(part, ast.expr) and found is not None:
             found = _of_arguments(scope, part, found)
     return found
+
+
+@dataclass(frozen=True)
+class MaskedAttention:
+    """``dispatch_attention_fn(query, key, value, attn_mask=mask)`` in a processor, or the same of torch.
+
+    The operands have the names of its arguments.
+    """
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        if not isinstance(node, ast.Call) or not is_processor(scope) or len(node.args) > 3:
+            return
+        tokens = _FUNCTIONS.get(ast.unparse(node.func))
+        given = dict(zip(OPERANDS, node.args, strict=False))
+        given |= {str(word.arg): word.value for word in node.keywords}
+        if tokens is None or not all(isinstance(given.get(name), ast.Name) for name in OPERANDS):
+            return
+        if any(getattr(given.pop(name, None), "value", off) != off for name, off in _OFF.items()):
+            return
+        if given.keys() <= _FREE | {*OPERANDS}:
+            operands = {name: Operand(value) for name, value in given.items() if not isinstance(value, ast.Constant)}
+            yield replace(match.step(node), operands=operands, options={"tokens": tokens})

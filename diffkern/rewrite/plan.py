@@ -19,7 +19,7 @@ from diffkern.rewrite.effects import SITES, Effects
 from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
-from diffkern.rewrite.masks import PairMask
+from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.options import drop_options
 from diffkern.rewrite.placement import Placement, Placer
@@ -167,7 +167,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
             break
         wanted, tree = planner.helpers, as_written  # what no site needs stays a call
         source = replace(source, tree=tree)
-    if all(isinstance(site.rule.shape, SideBySide) for site in planner.sites):  # which alone are worth no rewriting
+    if all(isinstance(site.rule.shape, (MaskedAttention, SideBySide)) for site in planner.sites):  # seldom worth it
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
     _join_in_place(tree, planner.sites, facts)
     _attend_unrotated(tree, planner.sites)
@@ -385,12 +385,16 @@ def _attend_unrotated(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
         calls[_site_called(node)] += 1
         for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             for made, read in pairwise(block if isinstance(block, list) else ()):
-                if isinstance(made, ast.Assign) and isinstance(read, ast.Assign) and _goes_into(flow, made, read.value):
+                if not isinstance(made, ast.Assign) or not isinstance(read, ast.Assign):
+                    continue
+                site = _site_called(read.value)
+                masked = site >= 0 and sites[site].options.get("tokens") == 1  # of diffusers
+                if (masked or site < 0) and _goes_into(flow, made, read.value, masked):
                     attended.setdefault(_site_called(made.value), []).append(read.value)  # type: ignore[arg-type]
     for index, found in attended.items():
         if index >= 0 and len(found) == calls[index] and sites[index].rule.op == "qk_norm_rope":
             sites[index] = replace(sites[index], attended=True)
-            for attention in found:
+            for attention in [call for call in found if _site_called(call) < 0]:  # a site knows what it is given
                 attention.args.insert(0, attention.func)
                 attention.func = ast.copy_location(ast.Name(ATTEND, ast.Load()), attention)
 
@@ -402,15 +406,16 @@ def _site_called(node: ast.AST) -> int:
     return func.slice.value if made else -1  # type: ignore[union-attr]
 
 
-def _goes_into(flow: Flow, made: ast.Assign, attention: ast.expr) -> bool:
+def _goes_into(flow: Flow, made: ast.Assign, attention: ast.expr, masked: bool) -> bool:
     """Whether two values that a statement makes go into an attention as queries and keys, and nowhere else."""
     both = made.targets[0].elts if isinstance(made.targets[0], ast.Tuple) else ()
     if not isinstance(attention, ast.Call) or len(both) != 2 or len(attention.args) < 3:
         return False
-    if not isinstance(attention.func, ast.Name) or attention.func.id != _DISPATCH or flow.is_local(attention.func):
+    func, arguments = attention.func, attention.args[masked:]  # behind the module
+    if not masked and (not isinstance(func, ast.Name) or func.id != _DISPATCH or flow.is_local(func)):
         return False
     known = {node.value for node in flow.nodes if isinstance(node, ast.Attribute) and node.attr in _KNOWN}
-    for target, argument in zip(both, attention.args, strict=False):
+    for target, argument in zip(both, arguments, strict=False):
         definition = flow.bound(target) if isinstance(target, ast.Name) else None
         if definition is None or definition.is_captured or argument not in definition.uses:
             return False

@@ -17,7 +17,8 @@ from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, group_norm_path, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.kept import OnceSite, TextSite
-from diffkern.rewrite.masks import PairMask
+from diffkern.rewrite.masked import MaskedAttentionSite
+from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.plan import ATTEND, ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
 from diffkern.rewrite.rooms import HalvesSite, JoinSite, StreamSite, needs_room
@@ -36,6 +37,7 @@ SWITCH = "DIFFKERN_REWRITE"
 #: The classes of sites of their own, by their shapes.
 _SITES: Mapping[type, type[FusedSite]] = {
     PairMask: OnceSite,
+    MaskedAttention: MaskedAttentionSite,
     OfText: TextSite,
     LinearOfStream: StreamSite,
     Joined: JoinSite,
@@ -161,6 +163,8 @@ class Rewriter:
 
         sites = tuple(map(made, found.sites))
         for site in sites:
+            if isinstance(site, MaskedAttentionSite):
+                site.shortens = self._verifier.numerics != "exact"
             site.on_new_signature, site.on_gradients = self._verifier, self._verifier.prove_gradients
             site.observer = self._observer
         values = dict(found.facts.values)

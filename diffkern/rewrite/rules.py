@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
-from diffkern.rewrite.masks import PairMask
+from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import (
     Activated,
     AddedInPlace,
@@ -107,6 +107,7 @@ RULES = (
     Rule("concatenation of streams", "qk_norm_rope", Joined()),
     Rule("concatenation of halves", "qk_norm_rope", SideBySide()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
+    Rule("attention, of the keys that count", "qk_norm_rope", MaskedAttention()),
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
     Rule("convolution, norm, SiLU", "group_norm_silu", Activated("norm", _SILU, Norm(_CONVOLVED, over=GROUPS))),
     Rule("convolution, residual", "add_norm_silu_pad", Sum(Leaf("residual"), _CONVOLVED)),

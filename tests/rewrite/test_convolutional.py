@@ -23,7 +23,15 @@ from scripts.check_models.convolutional import (
     RUN_IN_PART,
     UNETS,
 )
-from scripts.check_models.rewritten import RewrittenModel, RoundDraw, batch_of_two, drawing, run, run_in_float64
+from scripts.check_models.rewritten import (
+    WHERE_IT_PAYS,
+    RewrittenModel,
+    RoundDraw,
+    batch_of_two,
+    drawing,
+    run,
+    run_in_float64,
+)
 
 MODELS = AUTOENCODERS | UNETS | CONTROLNETS
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,6 +106,8 @@ def test_forced_to_its_original_expressions_a_convolutional_model_gives_the_bits
 def test_each_site_of_a_convolutional_model_runs_fused(case: Case) -> None:
     fused, left = case.rewritten.fused_calls(), NOT_FUSED.get(case.name, {})
     for rule, calls in case.forced_calls.items():
+        if rule in WHERE_IT_PAYS:
+            continue
         assert (fused[rule] < calls) if rule in left else (fused[rule] == calls), case.rewritten.reasons()
     outside = {rule: sites for rule, sites in case.rewritten.sites.items() if rule not in _IN_PROCESSORS}
     assert case.name in RUN_IN_PART or all(case.forced_calls[rule] >= sites for rule, sites in outside.items())

@@ -1,0 +1,140 @@
+"""Attention under a mask that hides nothing but the last keys: it reads the keys in front of them, and has no mask.
+
+Texts are padded to one length, and a mask hides the padding. Any mask keeps attention from its fastest kernels, and
+what it hides is computed all the same. How many keys it shows is asked once in a call of the model, for which the host
+waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffkern.attention import accuracy
+from diffkern.attention.call import AttentionCall
+from diffkern.cache.in_call import once_in_call
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.rewrite.masks import OPERANDS
+from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.unrotated import Deferred
+from diffkern.verify.contract import RATIO, SLACK
+from diffkern.verify.gain import reason_to_stay_stock
+
+#: Pairs of queries and keys below which the wait for the answer may take longer than it saves.
+LEAST_PAIRS = 1 << 20
+
+
+class MaskedAttentionSite(FusedSite):
+    """Attention as it is written, of the keys that its mask shows if those are the first ones, and without the mask.
+
+    The first such call of a kind is compared with float64 and timed, beside the one that is written.
+
+    Attributes:
+        shortens: Whether it may be computed so.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.shortens = True
+        self._at = {role: i for i, role in enumerate(self.plan.roles) if role}
+        self._tokens: int = self.plan.options["tokens"]  # type: ignore[assignment]
+        #: Whether calls of a kind are computed so.
+        self._kinds: dict[Any, bool] = {}
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        query, mask = leaves[self._at["query"]], leaves[self._at["attn_mask"]]
+        shown = 0
+        if type(mask) is Tensor and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+            shown = self._shown(leaves)
+        if isinstance(query, Deferred):
+            if mask is None or shown == leaves[self._at["value"]].shape[1]:
+                y = self._unrotated(query, leaves)
+                if y is not None:
+                    return y
+            leaves = self._with(leaves, **dict(zip(("query", "key"), query.run(), strict=True)))
+        result = self._of_shown_keys(module, leaves, shown) if shown else None
+        if result is None:
+            return self.original(module, *leaves)
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return result
+
+    def _with(self, leaves: tuple[Any, ...], **others: Any) -> tuple[Any, ...]:
+        return tuple([others.get(role, leaf) for role, leaf in zip(self.plan.roles, leaves, strict=True)])
+
+    def _unrotated(self, query: Deferred, leaves: tuple[Any, ...]) -> Tensor | None:
+        """Attention that reads queries and keys before their rotation; None if it steps aside."""
+        dispatch, value = self.original.__globals__["dispatch_attention_fn"], leaves[self._at["value"]]
+        rest = {role: leaves[i] for role, i in self._at.items() if role not in OPERANDS}
+        y = query.serve(dispatch, query.unrotated, value, **rest)
+        if y is not None:
+            query.served()
+        return y
+
+    def _shown(self, leaves: tuple[Any, ...]) -> int:
+        """How many keys the mask shows, where that may be of use; 0 otherwise."""
+        query, key, value, mask = [leaves[self._at[name]] for name in OPERANDS]
+        shared = "parallel_config" in self._at and leaves[self._at["parallel_config"]] is not None  # among GPUs
+        plain = type(value) is Tensor and all([type(x) in (Tensor, Deferred) and x.ndim == 4 for x in (query, key)])
+        if (
+            not (self.shortens and plain and mask.dtype is torch.bool)
+            or shared
+            or transforms_active()
+            or modes_active()
+        ):
+            return 0
+        queries, keys = query.shape[self._tokens], key.shape[self._tokens]
+        fits = mask.shape[1:] in ((keys,), (1, 1, keys)) or (mask.shape[1:] == (1, keys, keys) and queries == keys)
+        if not fits or queries * keys < LEAST_PAIRS or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return 0
+        return once_in_call(_shown_keys, mask)  # type: ignore[no-any-return]
+
+    def _of_shown_keys(self, module: nn.Module, leaves: tuple[Any, ...], shown: int) -> Tensor | None:
+        query, key, value, mask = tensors = [leaves[self._at[name]] for name in OPERANDS]
+        tokens, keys, of_pairs = self._tokens, key.shape[self._tokens], mask.ndim == 4 and mask.shape[2] > 1
+        few = {"key": key.narrow(tokens, 0, shown), "value": value.narrow(tokens, 0, shown), "attn_mask": None}
+
+        def compute() -> Tensor:
+            y: Tensor = self.original(module, *self._with(leaves, **few))
+            if of_pairs and shown < keys:  # a query that is hidden itself sees nothing
+                y.narrow(tokens, shown, keys - shown).zero_()
+            return y
+
+        heads, size = query.shape[3 - tokens], query.shape[3]
+        kind = query.device, query.dtype, heads, size, of_pairs, shown < keys, keys.bit_length()
+        if kind not in self._kinds:
+            self._kinds[kind] = self._is_proven(lambda: self.original(module, *leaves), compute, tensors, kind)
+        return compute() if self._kinds[kind] else None
+
+    def _is_proven(self, stock: Any, compute: Any, tensors: list[Tensor], kind: Any) -> bool:
+        query, key, value, mask = tensors
+        query, key, value = [x if self._tokens == 1 else x.transpose(1, 2) for x in (query, key, value)]
+        call = AttentionCall(query, key, value, mask if mask.ndim == 4 else mask[:, None, None])
+        rows = accuracy.spread(call)
+        exact = accuracy.reference(call, rows)
+        expected, y = stock(), compute()
+        if y.shape != expected.shape or y.dtype is not expected.dtype:
+            return False
+        sampled = [(one if self._tokens == 1 else one.transpose(1, 2))[:, rows] for one in (expected, y)]
+        unseen = ~torch.isfinite(exact)
+        error, stock_error = [accuracy.distance(one, exact) for one in sampled[::-1]]
+        if not torch.equal(sampled[0][unseen], sampled[1][unseen]) or not error <= RATIO * stock_error + SLACK:
+            return False
+        if self.on_new_size is None:
+            return True
+        return not reason_to_stay_stock((compute, stock), query.device, True, str(self), *map(str, kind))
+
+
+def _shown_keys(mask: Tensor) -> int:
+    """How many keys a mask shows, if those are the first ones for all queries of all samples, or none; 0 otherwise."""
+    of_pairs = mask.ndim == 4 and mask.shape[2] > 1
+    shown = mask[:, 0, 0] if mask.ndim == 4 else mask
+    numbers = torch.arange(1, shown.shape[1] + 1, device=mask.device)
+    counts, last = shown.sum(1), (shown * numbers).amax(1)
+    same = (mask == (shown[:, None, :, None] & shown[:, None, None, :])).all() if of_pairs else counts[0] == counts[0]
+    least, most, furthest, fits = torch.stack([counts.amin(), counts.amax(), last.amax(), same.long()]).tolist()
+    return int(least) if fits and least == most == furthest else 0

@@ -1,0 +1,180 @@
+"""Attention under masks that hide the last keys: it reads the keys in front of them, without a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffkern.cache.in_call import one_model_call
+from diffkern.rewrite import Rewriter, Rewritten, masked
+from diffkern.rewrite.masked import MaskedAttentionSite, _shown_keys
+from tests.rewrite import test_masks
+from tests.rewrite.test_processors import IMAGE, TEXT, joint_attention
+
+TOKENS = IMAGE + TEXT
+
+
+@pytest.fixture(autouse=True)
+def _pays_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked, "LEAST_PAIRS", 1)
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
+    """The keys of each call of torch's attention, and whether it has a mask."""
+    seen: list[tuple[int, bool]] = []
+    real = F.scaled_dot_product_attention
+
+    def watched(*given: Any, **options: Any) -> Tensor:
+        key = options.get("key", given[1] if len(given) > 1 else None)
+        seen.append((key.shape[-2], options.get("attn_mask") is not None))
+        return real(*given, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    yield seen
+
+
+def rewritten(module: nn.Module, numerics: str = "fast") -> MaskedAttentionSite:
+    found = Rewriter(numerics).rewrite(module)
+    assert isinstance(found, Rewritten)
+    module.forward = found.function.__get__(module)  # type: ignore[method-assign]
+    (site,) = [site for site in found.sites if isinstance(site, MaskedAttentionSite)]
+    return site
+
+
+def mask_of(*shown: int) -> Tensor:
+    """A mask that shows so many of the first keys of each sample."""
+    return (torch.arange(TOKENS) < torch.tensor(shown)[:, None])[:, None, None]
+
+
+def run(module: nn.Module, given: dict[str, Any]) -> list[Tensor]:
+    with torch.no_grad():
+        found = module(**given)
+    return [*found]
+
+
+def assert_same(some: list[Tensor], others: list[Tensor]) -> None:
+    for one, other in zip(some, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shown", [TOKENS, TOKENS - 2, IMAGE])
+def test_keys_that_a_mask_hides_at_the_end_are_not_read_and_the_others_without_a_mask(
+    shown: int, attended: list[tuple[int, bool]]
+) -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask_of(shown, shown)
+    stock = run(module, given)
+    site = rewritten(module)
+    for _ in range(2):
+        assert_same(run(module, given), stock)
+    assert site.fused_calls == 2
+    assert attended[0] == (TOKENS, True) and attended[-1] == (shown, False)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        mask_of(TOKENS - 2, TOKENS - 1),  # samples of other lengths
+        mask_of(TOKENS, TOKENS) & (torch.arange(TOKENS) != 3),  # a hole
+        torch.arange(TOKENS).ge(2).expand(2, 1, 1, TOKENS),  # the first ones
+        torch.where(mask_of(IMAGE, IMAGE), 0.0, -1e9),  # added to the scores
+        None,
+    ],
+    ids=["lengths", "hole", "front", "additive", "none"],
+)
+def test_any_other_mask_stays(mask: Tensor | None, attended: list[tuple[int, bool]]) -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask
+    stock = run(module, given)
+    site = rewritten(module)
+    assert_same(run(module, given), stock)
+    assert site.fused_calls == 0 and attended[-1] == (TOKENS, mask is not None)
+
+
+def test_a_mask_that_shows_nothing_stays() -> None:
+    assert [_shown_keys(mask_of(n, n)) for n in (0, 1, TOKENS)] == [0, 1, TOKENS]
+    assert [_shown_keys(mask_of(n, n)[:, 0, 0]) for n in (0, 4)] == [0, 4]
+    pairs = mask_of(5, 5) & mask_of(5, 5).mT
+    assert _shown_keys(pairs) == 5 and _shown_keys(pairs | mask_of(1, 1)) == 0
+
+
+def test_exact_numerics_keep_the_mask(attended: list[tuple[int, bool]]) -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask_of(IMAGE, IMAGE)
+    stock = run(module, given)
+    site = rewritten(module, "exact")
+    assert all(map(torch.equal, run(module, given), stock))
+    assert site.fused_calls == 0 and attended[-1] == (TOKENS, True)
+
+
+def test_gradients_tokens_of_several_gpus_and_few_tokens_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask_of(IMAGE, IMAGE)
+    site = rewritten(module)
+    module(**given)
+    leaves = [torch.randn(2, TOKENS, 2, 16) for _ in range(3)]
+    names = {**dict(zip(("query", "key", "value"), leaves, strict=True)), "attn_mask": given["attention_mask"]}
+    with torch.no_grad():
+        assert site._shown(tuple([names.get(role) for role in site.plan.roles])) == IMAGE
+        shared = {**names, "parallel_config": SimpleNamespace()}
+        assert site._shown(tuple([shared.get(role) for role in site.plan.roles])) == 0
+        monkeypatch.setattr(masked, "LEAST_PAIRS", TOKENS**2 + 1)
+        run(module, given)
+    assert site.fused_calls == 0
+
+
+def test_queries_that_are_hidden_themselves_see_nothing_as_in_stock(attended: list[tuple[int, bool]]) -> None:
+    module, _, given = test_masks.attention()
+    given["attention_mask"] = torch.tensor([[1, 1, 1, 0, 0]] * 2, dtype=torch.bool)
+    stock = run(module, given)
+    site = rewritten(module)
+    attended.clear()
+    for _ in range(2):
+        assert_same(run(module, given), stock)
+    shown = test_masks.IMAGE + 3
+    assert site.fused_calls == 2 and attended[-1] == (shown, False)
+
+
+def test_how_many_keys_are_shown_is_asked_once_in_a_call_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask_of(IMAGE, IMAGE)
+    asked: list[Tensor] = []
+    monkeypatch.setattr(masked, "_shown_keys", lambda mask: asked.append(mask) or _shown_keys(mask))
+    site = rewritten(module)
+    with one_model_call():
+        for _ in range(3):
+            run(module, given)
+        assert len(asked) == 1
+        given["attention_mask"][0, 0, 0, 0] = False  # which PyTorch counts
+        run(module, given)
+    assert len(asked) == 2 and site.fused_calls == 3
+
+
+def test_a_call_whose_error_is_larger_than_stocks_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask_of(IMAGE, IMAGE)
+    stock = run(module, given)
+    site = rewritten(module)
+    monkeypatch.setattr(masked, "_shown_keys", lambda mask: IMAGE - 1)  # one too few
+    for _ in range(2):
+        assert_same(run(module, given), stock)
+    assert site.fused_calls == 0
+
+
+def test_compiled_it_is_what_is_written() -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask_of(IMAGE, IMAGE)
+    stock = run(module, given)
+    site = rewritten(module)
+    run(module, given)
+    calls = site.fused_calls
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert_same(run(compiled, given), stock)  # type: ignore[arg-type]
+    assert site.fused_calls == calls
