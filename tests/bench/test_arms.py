@@ -163,7 +163,7 @@ def test_the_arm_in_float32_is_the_exact_result_of_the_same_weights() -> None:
 
 
 def test_the_arm_with_attention_in_fp8_says_what_it_lacks() -> None:
-    assert FP8_ATTENTION.name == "fp8 + graph + cudnn_fp8" and NAMED[FP8_ATTENTION.name] is FP8_ATTENTION
+    assert FP8_ATTENTION.name == "fp8 + cudnn_fp8" and NAMED[FP8_ATTENTION.name] is FP8_ATTENTION
     plain = replace(FP8_ATTENTION, numerics="fast", cuda_graph=False)
     if BACKENDS["cudnn_fp8"].missing() is not None:
         assert "diffkern[cudnn]" in (unavailable_reason(plain, torch.device("cpu")) or "")
