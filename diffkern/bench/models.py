@@ -53,9 +53,16 @@ class Denoiser:
         finally:
             torch.set_default_dtype(default)
         wide = {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if dtype.itemsize < 4 else set()
-        for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype if wide.isdisjoint(path.split(".")) else torch.float32)
+
+        def cast(path: str, tensor: Tensor) -> Tensor:
+            floats = dtype if wide.isdisjoint(path.split(".")) else torch.float32
+            return tensor.to(floats) if tensor.is_floating_point() else tensor
+
+        for path, parameter in model.named_parameters():
+            parameter.data = cast(path, parameter.data)
+        for prefix, module in model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):  # which may be a view, and is another tensor then
+                module._buffers[name] = cast(f"{prefix}.{name}", buffer)
         return model.eval().requires_grad_(False)
 
     def injected(self, model: nn.Module) -> nn.Module:

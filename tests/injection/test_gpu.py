@@ -36,7 +36,7 @@ def test_before_and_after_moving_to_the_gpu(inject_first: bool, dtype: torch.dty
         report = inject_optimized_kernels(model.to(device))
     # What is only remembered is computed by no kernel.
     providers = {site.provider for site in report.patched if site.op not in ("ltx_rope", "caption")}
-    assert len(report.patched) == 19 and providers <= {"compiled", "triton"}
+    assert len(report.patched) == 19 and providers <= {"compiled", "triton", "python"}
     with torch.no_grad():
         stock = twin(**on(device, dtype=dtype))[0]
         fused = model(**on(device, dtype=dtype))[0]
@@ -121,7 +121,8 @@ def test_an_unproven_site_runs_stock_while_a_graph_is_captured(device: str) -> N
         restore_point = torch.cuda.CUDAGraph()
         with torch.cuda.graph(restore_point):
             model(**inputs)
-    counts = report.calls().values()
+    remembered = {site.path for site in report.patched if site.provider == "python"}  # which a graph may do, too
+    counts = [count for path, count in report.calls().items() if path not in remembered]
     assert not any(count["fused"] for count in counts)
     assert all("graph" in reason for count in counts for reason in count["stock_reasons"])
     assert sum(count["stock"] for count in counts) > len(model.transformer_blocks)

@@ -225,7 +225,7 @@ def test_on_a_gpu_a_batch_takes_no_product_without_its_bias(monkeypatch: pytest.
     for _ in range(3):
         assert_close(run(module, given), stock, 2e-2)
     names = launches(module, given)
-    assert "aten::cat" not in names and names.count("aten::bmm") == 1  # of the text, which is short
+    assert "aten::cat" not in names and "aten::bmm" not in names
 
 
 def test_a_layer_of_few_rows_of_several_samples_adds_its_bias_in_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
