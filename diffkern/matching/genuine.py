@@ -50,6 +50,16 @@ def replacement(cls: type[nn.Module]) -> str | None:
     return _foreign(cls.forward, definer.__module__)
 
 
+def in_library(what: Any) -> bool:
+    """Whether a class or function is of torch, diffusers or transformers, as far as it says so itself."""
+    return str(getattr(what, "__module__", "")).partition(".")[0] in _LIBRARIES
+
+
+def stays(what: Any) -> bool:
+    """Whether a file of those libraries holds a class or function by its name, and so for good."""
+    return in_library(what) and getattr(sys.modules.get(what.__module__), what.__qualname__, None) is what
+
+
 def replaced_function(functions: tuple[Callable[..., Any], ...]) -> str | None:
     """Names the first of some functions of diffusers or transformers that another one stands in the place of, or None.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from diffkern.matching.genuine import in_library
 from diffkern.rewrite import inline
 from diffkern.rewrite.effects import SITES, Effects
 from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
@@ -30,6 +31,7 @@ from diffkern.rewrite.sequential import unroll_sequences
 from diffkern.rewrite.sharing import is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
 from diffkern.rewrite.streams import SideBySide
+from diffkern.rewrite.twins import put_twins
 from diffkern.rewrite.variants import (
     activate_in_branches,
     decide_branches,
@@ -99,7 +101,7 @@ class Plan:
     Attributes:
         sites: The sites, in the order of their numbers.
         code: The rewritten function; it reads :data:`NAMES`.
-        text: Its source.
+        text: Its source, with calls of modules as they are written.
         facts: What was assumed about modules.
         helpers: Functions whose bodies were taken into it, or that an op computes in the place of: (path or global
             name) -> function, to be checked at calls.
@@ -174,11 +176,13 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
     free_temporaries(tree.body)
     _add_entry(tree, facts.receiver, options, without)
     ast.fix_missing_locations(tree)
-    names = (*function.__code__.co_freevars, *NAMES)
+    text = ast.unparse(tree)
+    twins = put_twins(tree, function) if in_library(function) else ()
+    names = (*function.__code__.co_freevars, *NAMES, *twins)
     code = compiled(tree, function, names, _imported_in_file(function))
     assert code is not None
     functions = {**helpers, **planner.replaced}
-    return Plan(tuple(planner.sites), code, ast.unparse(tree), facts, functions, tuple(planner.refused))
+    return Plan(tuple(planner.sites), code, text, facts, functions, tuple(planner.refused))
 
 
 class _Planner:

@@ -19,7 +19,7 @@ from torch import nn
 
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.source import Source
-from diffkern.rewrite.twins import put_twins
+from diffkern.rewrite.twins import put_twins, twins_in
 
 #: The name of the route in rewritten forwards.
 ROUTE = "_route"
@@ -69,5 +69,5 @@ def _routed(source: Source) -> tuple[CodeType, dict[str, Any]] | str:
             node.func, found = ast.copy_location(route, node.func), True
     if not found:
         return "it calls no processor"
-    twins = put_twins(source)
-    return source.code(ast.fix_missing_locations(source.tree), [ROUTE, *twins]), twins
+    names = put_twins(source.tree, source.function)
+    return source.code(ast.fix_missing_locations(source.tree), [ROUTE, *names]), twins_in(source.function)

@@ -27,7 +27,7 @@ from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.streams import Joined, LinearOfStream, SideBySide
 from diffkern.rewrite.texts import OfText
-from diffkern.rewrite.twins import with_twins
+from diffkern.rewrite.twins import twins_in, with_twins
 from diffkern.rewrite.unrotated import UnrotatedSite, attend
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
@@ -179,7 +179,7 @@ class Rewriter:
         if self._replayed is not None:
             for site in sites:
                 site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed, guard=guard)
-        names = {ENTER: guard, STOCK: function, JOIN: join, READ: read, ATTEND: attend}
+        names = {ENTER: guard, STOCK: function, JOIN: join, READ: read, ATTEND: attend, **twins_in(function)}
         if any(site.plan.moves_calls and "convolution" in site.plan.modules for site in sites):
             guard.stock, names[STOCK] = function, guard.otherwise
 

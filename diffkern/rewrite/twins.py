@@ -19,56 +19,103 @@ from torch import Tensor, nn
 
 from diffkern.cache import memory
 from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
+from diffkern.rewrite.layers import call_function, call_layer, call_module, call_processor
 from diffkern.rewrite.source import LOCK, Source, recompile
 
 #: The names of twins in rewritten forwards.
 _SIGNATURE, _EMBEDDING = "_signature", "_timestep_embedding"
+_LAYER, _MODULE, _PROCESSOR, _FUNCTION = "_call_layer", "_call_module", "_call_processor", "_call_function"
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    _LAYER: call_layer,
+    _MODULE: call_module,
+    _PROCESSOR: call_processor,
+    _FUNCTION: call_function,
+}
 #: The name of diffusers' sinusoidal embedding of timesteps, of which several files have a copy.
 _NAME = "get_timestep_embedding"
 
 #: Signatures by function, with what they were made of.
 _SIGNATURES: WeakKeyDictionary[FunctionType, tuple[tuple[Any, ...], inspect.Signature]] = WeakKeyDictionary()
-_FORWARDS: WeakKeyDictionary[Callable[..., Any], FunctionType | None] = WeakKeyDictionary()
+_TWINS: WeakKeyDictionary[Callable[..., Any], FunctionType | None] = WeakKeyDictionary()
 _SINUSOIDAL: WeakKeyDictionary[FunctionType, bool] = WeakKeyDictionary()
 
 
 def with_twins(forward: Callable[..., Any]) -> FunctionType | None:
-    """A forward that computes the bits of ``forward`` and calls twins; None if it calls nothing that has one."""
-    with LOCK:
-        if forward not in _FORWARDS:
-            _FORWARDS[forward] = _made(forward)
-        return _FORWARDS[forward]
-
-
-def _made(forward: Callable[..., Any]) -> FunctionType | None:
+    """The twin of a forward that asks for what stays the same; None if it does not."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     if code is None or not {"signature", _NAME} & {*code.co_names}:
         return None
-    source = Source.of(forward)
+    twin = twin_of(forward)
+    names = () if twin is None else inspect.unwrap(twin).__code__.co_freevars
+    return twin if {_SIGNATURE, _EMBEDDING} & {*names} else None
+
+
+def twin_of(function: Callable[..., Any]) -> FunctionType | None:
+    """A function that computes the bits of ``function`` and calls twins; None if it calls nothing that has one."""
+    with LOCK:
+        if function not in _TWINS:
+            _TWINS[function] = _made(function)
+        return _TWINS[function]
+
+
+def _made(function: Callable[..., Any]) -> FunctionType | None:
+    source = Source.of(function)
     if isinstance(source, str) or not source.tree.args.args:
         return None
-    twins = put_twins(source)
-    changed = source.code(ast.fix_missing_locations(source.tree), twins) if twins else None
-    return None if changed is None else recompile(source.decorated, changed, twins)
+    names = put_twins(source.tree, source.function)
+    changed = source.code(ast.fix_missing_locations(source.tree), names) if names else None
+    return None if changed is None else recompile(source.decorated, changed, twins_in(source.function))
 
 
-def put_twins(source: Source) -> dict[str, Callable[..., Any]]:
-    """Has the tree of a source call twins; returns them by the names that stand there."""
-    namespace, receiver = source.function.__globals__, source.tree.args.args[0].arg
-    twins: dict[str, Callable[..., Any]] = {}
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called, name = ast.unparse(node.func), ""
+def twins_in(function: FunctionType) -> dict[str, Callable[..., Any]]:
+    """What the names mean that :func:`put_twins` puts into a function."""
+    return {**_CALLS, _SIGNATURE: signature, _EMBEDDING: TimestepEmbedding(function.__globals__)}
+
+
+def put_twins(tree: ast.FunctionDef, function: FunctionType) -> set[str]:
+    """Has the tree of a function call twins; returns their names."""
+    namespace, arguments = function.__globals__, [argument.arg for argument in tree.args.args]
+    receivers = arguments[: 2 if tree.name == "__call__" else 1]  # a processor is called with the module
+    looped = {
+        name.id
+        for loop in ast.walk(tree)
+        if isinstance(loop, ast.For) and _names(loop.iter) & {*receivers}
+        for name in ast.walk(loop.target)
+        if isinstance(name, ast.Name)
+    }
+    owner, twins = namespace.get(function.__qualname__.partition(".")[0]), set[str]()
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+        called, name, first = ast.unparse(node.func), "", node.func
         if called == "inspect.signature" and namespace.get("inspect") is inspect:
-            if len(node.args) == 1 and not node.keywords:
-                name, twins[_SIGNATURE] = _SIGNATURE, signature
+            name = _SIGNATURE if len(node.args) == 1 and not node.keywords else ""
         elif called == _NAME and _is_sinusoidal(namespace.get(_NAME)):
-            name, twins[_EMBEDDING] = _EMBEDDING, TimestepEmbedding(namespace)
-            node.args.insert(0, ast.copy_location(ast.Name(receiver, ast.Load()), node))
+            name, first = _EMBEDDING, ast.Name(receivers[0], ast.Load())
+        elif called == f"{receivers[0]}.processor":
+            name = _PROCESSOR
+        elif isinstance(node.func, ast.Name) and node.func.id not in looped:
+            value, given = namespace.get(called), node.args[:1]
+            if isinstance(value, FunctionType) and value.__globals__ is namespace and given:
+                name = _FUNCTION if isinstance(given[0], ast.Name) and given[0].id in receivers else ""
+        elif _root(node.func) in {*receivers, *looped} and not hasattr(owner, called.partition(".")[2]):
+            plain = len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
+            name = _LAYER if plain else _MODULE
         if name:
+            twins.add(name)
+            if name != _SIGNATURE:
+                node.args.insert(0, ast.copy_location(first, node))
             node.func = ast.copy_location(ast.Name(name, ast.Load()), node.func)
     return twins
+
+
+def _root(node: ast.expr) -> str:
+    """The variable of which an expression reads attributes and elements."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def signature(method: Any) -> inspect.Signature:
@@ -92,7 +139,7 @@ class TimestepEmbedding:
     """
 
     def __init__(self, namespace: Mapping[str, Any]) -> None:
-        self._namespace, self._known = namespace, namespace[_NAME]
+        self._namespace, self._known = namespace, namespace.get(_NAME)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Computes what the function of that name computes."""
