@@ -18,6 +18,13 @@ from diffkern.providers.cublaslt import layers
 
 #: Functions that, bound to a module as its forward, compute what the forward of its class computes.
 EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()
+#: The hooks of all modules.
+GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
 
 
 def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
@@ -51,12 +58,8 @@ def runs_fused(module: nn.Module) -> bool:
 
 def calls_are_watched() -> bool:
     """Whether every call of a module is watched, as profilers and FLOP counters do with global hooks."""
-    return bool(
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )
+    hooks, pre_hooks, backward_hooks, backward_pre_hooks = GLOBAL_HOOKS
+    return bool(hooks or pre_hooks or backward_hooks or backward_pre_hooks)
 
 
 def unfit_surroundings() -> str | None:

@@ -23,35 +23,56 @@ from diffkern.providers.foreign import is_of_user, summary
 if TYPE_CHECKING:
     from diffkern.verify.fusion import Fusion
 
+# Bound once, since every call asks.
+_is_traced = torch.compiler.is_dynamo_compiling
+
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs fused where the guards allow it, and the class's own forward everywhere else."""
     state: PatchState | None = self.__dict__.get(ATTRIBUTE)
     if state is None:  # restored, and a caller kept this method
         return type(self).forward(self, *args, **kwargs)
-    if state.direct is not None and state.below is None and _runs_as_patched(state, self):
+    kept = state.kept
+    if kept is not None and not (_is_traced() or torch.is_grad_enabled() or torch._C._get_tracing_state() is not None):
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        shape, dtype, device, dense, run, reason = kept
+        if (
+            type(x) is Tensor
+            and x.shape == shape
+            and x.dtype is dtype
+            and x.device == device
+            and x.is_contiguous() is dense
+            and type(self).forward is state.stock
+            and state.below is None
+            and state.revoked is None
+        ):
+            if reason:
+                state.add_stock(reason)
+                return run(self, *args, **kwargs)
+            try:
+                return run(self, *args, **kwargs)
+            except Exception as error:
+                return _recovered(state, self, error, args, kwargs)
+    direct = state.direct if state.below is None and type(self).forward is state.stock else None
+    if direct is not None and not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
         state.add_fused()
-        return state.direct(self, *args, **kwargs)
+        return direct(self, *args, **kwargs)
     if state.gains and state.below is None and not state.is_model:
         gain = state.gain_of(args, kwargs)
         if gain:
-            state.add_stock(gain)
             run = type(self).forward
-            if run is state.stock and state.without_gain is not None:
-                run = state.without_gain
+            if run is state.stock:
+                run = state.without_gain or run
+                state.keep(args, kwargs, run, gain)
+            state.add_stock(gain)
             return run(self, *args, **kwargs)
         if gain is not None and state.is_straight and not (state.revoked or state.was_replaced(self)):
+            state.keep(args, kwargs, state.fusion.function(self, state.rule.otherwise), "")
             return _compute(state, self, (args, kwargs), (), args, kwargs)
     if state.is_model and not torch.compiler.is_compiling():
         with one_model_call():
             return _run_patch(state, self, args, kwargs)
     return _run_patch(state, self, args, kwargs)
-
-
-def _runs_as_patched(state: PatchState, module: nn.Module) -> bool:
-    """Whether the class has the forward that was patched, and nothing traces this call."""
-    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    return not traced and type(module).forward is state.stock
 
 
 def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -80,15 +101,21 @@ def _compute(
         provider = state.rule.at(state.fusion.primary_input(call).device, module.training)
     try:
         return state.fusion.compute(module, call, provider, stock)
-    except KernelFileError as error:
+    except Exception as error:
+        return _recovered(state, module, error, args, kwargs)
+
+
+def _recovered(
+    state: PatchState, module: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The result of a call that failed, without the patch, if that is to blame; raises the error otherwise."""
+    if isinstance(error, KernelFileError):
         state.disable(module, f"a kernel could not be written or read: {error}", error)
         return _run_below(state, module, args, kwargs)
-    except Exception as error:
-        if not state.fusion.is_layer or torch.compiler.is_compiling() or is_of_user(error):
-            raise
-        failure = error
+    if not state.fusion.is_layer or torch.compiler.is_compiling() or is_of_user(error):
+        raise
     result = _run_below(state, module, args, kwargs)  # raises as well where the call is wrong, and not the layer
-    state.disable(module, f"{state.fusion.op} failed: {summary(failure)}", failure)
+    state.disable(module, f"{state.fusion.op} failed: {summary(error)}", error)
     return result
 
 

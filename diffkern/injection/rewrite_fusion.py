@@ -155,7 +155,11 @@ class RewriteFusion(Fusion):
     @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         args, kwargs = call
-        return (self._forwards.get(provider) or self._forward(module, provider)).function(module, *args, **kwargs)
+        return self.function(module, provider)(module, *args, **kwargs)
+
+    @override
+    def function(self, module: nn.Module, provider: str | None) -> Callable[..., Any]:
+        return (self._forwards.get(provider) or self._forward(module, provider)).function
 
     # --- for proofs ------------------------------------------------------------------------------------
 

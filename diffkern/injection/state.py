@@ -72,6 +72,8 @@ class PatchState(CallCounts):
         no_gradients: Why such calls run stock, by provider.
         restored: Whether the patch was taken away again.
         gains: Why calls of a size take no less time fused, or "", as far as that was timed.
+        kept: Shape, dtype, device and contiguity of the input of the last call without gradients whose size has one,
+            what runs it, and why that is stock, or "".
     """
 
     def __init__(self, fusion: Fusion, rule: Rule, verifier: Verifier | None, strict: bool, numerics: str) -> None:
@@ -98,6 +100,7 @@ class PatchState(CallCounts):
         self.proven_gradients: set[_Proven] = set()
         self.no_gradients: dict[str | None, str] = {}
         self.restored = False
+        self.kept: tuple[torch.Size, torch.dtype, torch.device, bool, Callable[..., Any], str] | None = None
         self.gains: dict[tuple[torch.device, torch.dtype, int, bool], str] = {}
 
     def check_guards(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -214,6 +217,7 @@ class PatchState(CallCounts):
         x = self.fusion.primary_input(call)
         another_may = not self.fusion.is_layer
         if another_may and provider and hub.is_kernel(provider) and not self.strict:
+            self.kept = None
             self.rule = self.rule.map(lambda choice: None if choice == provider else choice)
             self._warn(module, reason, f"; the next provider serves {_situation(module, x.device)}")
             return None if self._is_proven(module, call) else self._prove(module, call)
@@ -257,6 +261,11 @@ class PatchState(CallCounts):
         if reason is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None  # times of an inference say nothing of training, where others may compute
         return reason
+
+    def keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[..., Any], reason: str) -> None:
+        """Notes what the next calls run that are like this one."""
+        x = args[0] if args else next(iter(kwargs.values()))
+        self.kept = x.shape, x.dtype, x.device, x.is_contiguous(), run, reason
 
     def _weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
         """Times calls of a size at the first one that can be; returns why they run stock from then on, or None."""

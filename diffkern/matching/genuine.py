@@ -108,4 +108,6 @@ def _of_torch(name: str) -> Any:
     return function if own else object()
 
 
-_linear, _gelu, _silu, _layer_norm, _rms_norm, _group_norm = map(_of_torch, _FUNCTIONS)
+#: Those functions as torch has them.
+OF_TORCH = {name: _of_torch(name) for name in _FUNCTIONS}
+_linear, _gelu, _silu, _layer_norm, _rms_norm, _group_norm = OF_TORCH.values()

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from diffkern.blocks.pieces import EQUIVALENT_FORWARDS, unfit_surroundings, untouched
-from diffkern.matching.genuine import is_own
+from diffkern.blocks.pieces import EQUIVALENT_FORWARDS, GLOBAL_HOOKS, unfit_surroundings, untouched
+from diffkern.matching.genuine import OF_TORCH, is_own
 from diffkern.rewrite.facts import Path, child_of, functions_of, plain_attribute, settings_test
 from diffkern.rewrite.inline import global_at
 from diffkern.rewrite.site import FusedSite, Observer
 
 #: Sites by their numbers, each on (the site) or off (its original expression).
-Active = tuple[Callable[..., Any], ...]
+Active = Sequence[Callable[..., Any]]
 # Bound once, since every call asks.
 _is_traced = torch.compiler.is_dynamo_compiling
 
@@ -45,8 +46,6 @@ class Guard:
         values: Mapping[str, object],
     ) -> None:
         self.sites = sites
-        #: Numbers of sites that are off whatever the modules are: forced, or without a gain.
-        self.disabled: set[int] = set()
         #: What runs where no site may.
         self.stock: Callable[..., Any] = type(module).forward
         #: Learns of each call that runs stock as a whole, if there is one.
@@ -81,19 +80,17 @@ class Guard:
         self._settings = {path: (text, eval(f"lambda child: {text}")) for path, text in tests.items() if text}
         self._methods = tuple(methods.items())
         self._all: Active = tuple([site.entry for site in sites])
-        #: The same questions as one function, which mostly answers them; the module has what they are about.
-        self._is_as_it_was: Callable[[nn.Module], bool] | None = None
+        #: The same where nothing changed: with functions in front of sites, see :attr:`FusedSite.entries`.
+        self.entries = [*self._all]
+        self.disabled = set()
         #: Returns the forward for a module of which a convolution has a hook or an adapter now, or None.
         self.rewrite_rest: Callable[[nn.Module], Callable[..., Any] | None] | None = None
         self._rests: dict[Any, Callable[..., Any] | None] = {}
+        #: What forwards call: the same questions as one function, which mostly answers them, and asks the guard else.
+        self.enter = self._written(module)
 
     def __call__(self, module: nn.Module, given: Any = False) -> Active | None:
         """Returns what each site runs; None if the stock forward must run, as it must for some arguments: ``given``."""
-        if not (given or self.disabled or _is_traced()):
-            if self._is_as_it_was is None:
-                self._is_as_it_was = self._written(module)
-            if self._is_as_it_was(module):
-                return self._all
         off = self._off(module)
         if self._rest(module, off) is not None:
             return None
@@ -110,6 +107,18 @@ class Guard:
     def otherwise(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs what serves a module for which no site is on: the rest of its sites, or the stock forward."""
         return (self._rest(module, self._off(module)) or self.stock)(module, *args, **kwargs)
+
+    @property
+    def disabled(self) -> set[int]:
+        """Numbers of sites that are off whatever the modules are: forced, or without a gain."""
+        return self._disabled
+
+    @disabled.setter
+    def disabled(self, numbers: set[int]) -> None:
+        self._disabled = numbers
+        for i, site in enumerate(self.sites):
+            site.entries = None if i in numbers else self.entries
+            self.entries[i] = partial(site.run_original, reason="") if i in numbers else site.entry
 
     def _off(self, module: nn.Module) -> dict[int, str]:
         """The sites that are off, with the reason."""
@@ -176,15 +185,20 @@ class Guard:
         held = [(path, functions, child_of(module, path)) for path, functions in self._held]
         return [path for path, functions, child in held if child is None or functions_of(child) != functions]
 
-    def _written(self, module: nn.Module) -> Callable[[nn.Module], bool]:
-        """Writes a function that says whether :meth:`_off` and :meth:`_unfit` find nothing, at half their cost.
+    def _written(self, module: nn.Module) -> Callable[..., Active | None]:
+        """Writes a function that finds out whether :meth:`_off` and :meth:`_unfit` find nothing, at half their cost.
 
-        Where it says no, they say what it is.
+        It calls no function that it need not: between two layers of a model, each one costs the host a microsecond.
         """
-        values: dict[str, Any] = {"unfit": unfit_surroundings, "autocast": torch._C._is_any_autocast_enabled}
-        values |= {"is_own": is_own, "Method": MethodType, "equivalent": EQUIVALENT_FORWARDS}
-        values |= {"inside": self._changed_inside, "functions": self._other_functions}
-        tests = ["unfit() is not None or autocast()"]
+        values: dict[str, Any] = {"guard": self, "entries": self.entries, "traced": _is_traced, "F": F}
+        values |= {"autocast": torch._C._is_any_autocast_enabled, "Method": MethodType}
+        values |= {"equivalent": EQUIVALENT_FORWARDS, "functions": self._other_functions}
+        values |= {"inside": self._changed_inside}
+        tests = ["traced() or given or autocast()"]
+        tests.append(" or ".join([f"F.{name} is not {name}" for name in OF_TORCH]))
+        values |= OF_TORCH
+        values |= {f"watched{i}": hooks for i, hooks in enumerate(GLOBAL_HOOKS)}
+        tests.append(" or ".join([f"watched{i}" for i in range(len(GLOBAL_HOOKS))]))
 
         def constant(value: Any) -> str:
             values[f"v{len(values)}"] = value
@@ -202,7 +216,8 @@ class Guard:
         for name, method in self._methods:
             tests.append(f"{name!r} in module.__dict__ or type(module).{name} is not {constant(method)}")
         classes = {cls: constant(cls) for _, cls in self._children}
-        tests += [f"not is_own({cls}.forward, {cls})" for cls in classes.values()]
+        for cls, name in classes.items():
+            tests.append(f"{name}.forward is not {constant(cls.forward if is_own(cls.forward, cls) else None)}")
         for path, cls in self._children:
             child = "module" + "".join([f"._modules[{name!r}]" for name in path])
             tests.append(f"type(child := {child}) is not {classes[cls]}")
@@ -213,10 +228,11 @@ class Guard:
             tests += [f"not ({self._settings[path][0]})"] if path in self._settings else []
         tests += ["inside(module)"] * bool(self.inlined or self._looped or self._globals)
         tests += ["functions(module)"] * bool(self._held)
-        lines = ["def is_as_it_was(module):", "try:", *[f"    if {test}: return False" for test in tests]]
-        text = "\n ".join([*lines, "    return True", "except (AttributeError, KeyError): return False"])
+        asked = [f"    if {test}: return guard(module, given)" for test in tests]
+        lines = ["def enter(module, given=False):", "try:", *asked, "    return entries"]
+        text = "\n ".join([*lines, "except (AttributeError, KeyError): return guard(module, given)"])
         exec(compile(text, "<guard of a forward>", "exec"), values)
-        return values["is_as_it_was"]  # type: ignore[no-any-return]
+        return values["enter"]  # type: ignore[no-any-return]
 
     def force_original(self) -> None:
         """Makes every site run its original expression, to look for a difference."""

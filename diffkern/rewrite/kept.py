@@ -18,6 +18,8 @@ from diffkern.rewrite.site import FusedSite
 class OnceSite(FusedSite):
     """A site that computes its expression as it is written, once for all layers in a call of the model."""
 
+    not_quick = None
+
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self._compute = partial(self.original, None)  # it reads nothing of the module
@@ -35,6 +37,8 @@ class OnceSite(FusedSite):
 
 class TextSite(FusedSite):
     """A linear layer of attention, whose result is kept where it is called with a text; else as it is written."""
+
+    not_quick = None
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""

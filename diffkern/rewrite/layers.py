@@ -14,38 +14,43 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
+from diffkern.blocks.pieces import GLOBAL_HOOKS
 from diffkern.matching.genuine import replaced_function, stays
 from diffkern.providers.dispatch_modes import modes_active
 
 # Bound once, since every call asks.
 _is_traced = torch.compiler.is_dynamo_compiling
 _CALL, _IMPLEMENTATION = nn.Module._wrapped_call_impl, nn.Module._call_impl
-_HOOKS, _PRE_HOOKS = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-_BACKWARD_HOOKS = torch_module._global_backward_hooks
-_BACKWARD_PRE_HOOKS = torch_module._global_backward_pre_hooks
+_HOOKS, _PRE_HOOKS, _BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS = GLOBAL_HOOKS
 
 
 def call_layer(layer: Any, x: Any) -> Any:
     """``layer(x)``."""
     cls = type(layer)
     known = None if _is_traced() else _KNOWN[cls] if cls in _KNOWN else _learn(cls)
-    if known is not None and cls.forward is known[0] and _is_unwatched(layer, cls):
-        held = layer.__dict__.get("forward")
-        return known[1](layer, x) if held is None else held(x)
-    return layer(x)
+    if known is None or cls.forward is not known[0] or _is_watched(layer, cls):
+        return layer(x)
+    state = layer.__dict__
+    if "forward" in state:
+        return state["forward"](x)
+    if cls is not nn.Linear:
+        return known[1](layer, x)
+    parameters = state["_parameters"]
+    if "weight" in state or "bias" in state or "weight" not in parameters or "bias" not in parameters:
+        return F.linear(x, layer.weight, layer.bias)
+    return F.linear(x, parameters["weight"], parameters["bias"])
 
 
 def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``module(*args, **kwargs)``."""
     cls = type(module)
     known = None if _is_traced() else _KNOWN[cls] if cls in _KNOWN else _learn(cls)
-    if known is not None and cls.forward is known[0] and _is_unwatched(module, cls):
-        held = module.__dict__.get("forward")
-        return known[1](module, *args, **kwargs) if held is None else held(*args, **kwargs)
-    return module(*args, **kwargs)
+    if known is None or cls.forward is not known[0] or _is_watched(module, cls):
+        return module(*args, **kwargs)
+    state = module.__dict__
+    return state["forward"](*args, **kwargs) if "forward" in state else known[1](module, *args, **kwargs)
 
 
 def call_processor(processor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +70,10 @@ def call_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     return (function if known is None else known[1])(*args, **kwargs)
 
 
-def _is_unwatched(module: nn.Module, cls: Any) -> bool:
-    """Whether a call of a module does nothing but to run its forward, as :meth:`torch.nn.Module.__call__` decides."""
+def _is_watched(module: nn.Module, cls: Any) -> bool:
+    """Whether a call of a module does more than to run its forward, as :meth:`torch.nn.Module.__call__` decides."""
     state = module.__dict__
-    return not (
+    return bool(
         state["_forward_hooks"]
         or state["_forward_pre_hooks"]
         or state["_backward_hooks"]
@@ -83,14 +88,6 @@ def _is_unwatched(module: nn.Module, cls: Any) -> bool:
     )
 
 
-def _linear(layer: Any, x: Any) -> Any:
-    state = layer.__dict__
-    parameters = state["_parameters"]
-    if "weight" in state or "bias" in state or "weight" not in parameters or "bias" not in parameters:
-        return F.linear(x, layer.weight, layer.bias)
-    return F.linear(x, parameters["weight"], parameters["bias"])
-
-
 def _silu(layer: Any, x: Any) -> Any:
     return F.silu(x, inplace=layer.inplace)
 
@@ -101,7 +98,7 @@ def _dropout(layer: Any, x: Any) -> Any:
     return F.dropout(x, layer.p, layer.training, layer.inplace)
 
 
-_LAYERS: dict[type, Callable[..., Any]] = {nn.Linear: _linear, nn.SiLU: _silu, nn.Dropout: _dropout}
+_LAYERS: dict[type, Callable[..., Any]] = {nn.SiLU: _silu, nn.Dropout: _dropout}
 _Known = tuple[Callable[..., Any], Callable[..., Any]] | None
 #: By class or function: its forward, ``__call__`` or itself, and what runs in the place of that; None if nothing may.
 #: Only what its library holds for good.

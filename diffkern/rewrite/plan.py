@@ -289,13 +289,15 @@ class _Planner:
     ) -> SitePlan:
         function = self._source.function
         imported = _imported_in_file(function)
-        original = compiled(region.original, function, (), imported)
+        text = " ; ".join(map(ast.unparse, region.original.body))
+        twins = put_twins(region.original, function) if in_library(function) else ()
+        original = compiled(ast.fix_missing_locations(region.original), function, tuple(twins), imported)
         operands = compiled(region.operands, function, (), imported)
         assert original is not None and operands is not None
         paths = {name: scope.facts.path(scope.flow, callee) for name, callee in match.modules.items()}
         return SitePlan(
             len(self.sites), rule, root.lineno, tuple([(step.lineno, step.col_offset) for step in match.steps]),
-            " ; ".join(map(ast.unparse, region.original.body)), original, operands,
+            text, original, operands,
             region.names, region.roles, {name: path for name, path in paths.items() if path},
             {**rule.options, **match.options}, gives_residual, placement.moves_calls, _halves(scope.flow, match),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from diffkern.matching import TABLE, NormSemantics, full_name
+from diffkern.matching.genuine import in_library
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, group_norm_path, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.kept import OnceSite, TextSite
@@ -27,7 +28,7 @@ from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.streams import Joined, LinearOfStream, SideBySide
 from diffkern.rewrite.texts import OfText
-from diffkern.rewrite.twins import twins_in, with_twins
+from diffkern.rewrite.twins import twin_of, twins_in
 from diffkern.rewrite.unrotated import UnrotatedSite, attend
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
@@ -179,7 +180,7 @@ class Rewriter:
         if self._replayed is not None:
             for site in sites:
                 site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed, guard=guard)
-        names = {ENTER: guard, STOCK: function, JOIN: join, READ: read, ATTEND: attend, **twins_in(function)}
+        names = {ENTER: guard.enter, STOCK: function, JOIN: join, READ: read, ATTEND: attend, **twins_in(function)}
         if any(site.plan.moves_calls and "convolution" in site.plan.modules for site in sites):
             guard.stock, names[STOCK] = function, guard.otherwise
 
@@ -188,7 +189,8 @@ class Rewriter:
                 return other.function if isinstance(other, Rewritten) and other.guard is not guard else None
 
             guard.rewrite_rest = rest
-        return Rewritten(recompile(forward, found.code, names), found, guard)
+        twin = twin_of(forward) if in_library(forward) else None
+        return Rewritten(recompile(forward, found.code, names), found, guard, without_sites=twin)
 
 
 def _in_forward(call: Rewritten, forward: Any, cls: type, called: Callable[..., Any]) -> Rewritten:
@@ -197,7 +199,7 @@ def _in_forward(call: Rewritten, forward: Any, cls: type, called: Callable[..., 
     assert not isinstance(found, str)
     code, twins = found
     route = Route(cls, called, call.function, call.guard)
-    return replace(call, function=recompile(forward, code, {ROUTE: route, **twins}), without_sites=with_twins(forward))
+    return replace(call, function=recompile(forward, code, {ROUTE: route, **twins}), without_sites=twin_of(forward))
 
 
 def planned(forward: Callable[..., Any], module: nn.Module, receiver: int = 0) -> Plan | str:

@@ -59,6 +59,8 @@ class StreamSite(_WrittenOffGpus):
         copied: Sites of the shorter streams that are copied into its memory.
     """
 
+    not_quick = None
+
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.rows_around: tuple[int, int] | None = (0, 0)
@@ -88,6 +90,8 @@ class StreamSite(_WrittenOffGpus):
 
 class JoinSite(FusedSite):
     """A concatenation of streams: of one that has room for the others, or else like any other site."""
+
+    not_quick = "site.on_new_size is None or not x0.is_cpu"  # else no stream has room, see StreamSite.entry
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""

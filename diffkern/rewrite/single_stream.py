@@ -40,6 +40,8 @@ class SingleStreamSite(FusedSite):
 
     calls_layer = True
 
+    not_quick = None
+
     @override
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         x, reader = self._operands(module, *leaves)["x"], child_of(module, self.plan.read_by)

@@ -28,20 +28,17 @@ from diffkern.rewrite.facts import (
     norm_of,
     read_norm,
 )
-from diffkern.rewrite.layout import memory_order
 from diffkern.rewrite.plan import SitePlan
 from diffkern.rewrite.rotation import columns_of, tensors_in
-from diffkern.rewrite.specialize import OTHER, Recorder, specialized
+from diffkern.rewrite.signature import PLAIN, Signature, signature_of
+from diffkern.rewrite.specialize import OTHER, Recorder, idle, specialized
+from diffkern.rewrite.twins import with_cells
 from diffkern.verify.gain import Cost
 from diffkern.verify.measures import Measurement
 
-_PLAIN = (Tensor, nn.Parameter)
 # Bound once, since every call asks.
 _is_traced = torch.compiler.is_dynamo_compiling
 
-#: What decides how a site computes: the dtype and the order in memory of each tensor among the leaves, the value of the
-#: others, the device.
-Signature = tuple[Any, ...]
 #: Learns of each call of a site outside of ``torch.compile``: the module, and why the original ran, or None.
 Observer = Callable[[nn.Module, str | None], None]
 #: Computes a site for a module, its operands by name, and the way that its op is called.
@@ -56,6 +53,8 @@ _SIZED = ("x", "residual", "y", "q")
 _MOST_RECORDINGS = 128
 #: And for one size of it: blocks of one class may get operands of other layouts by turns.
 _MOST_BESIDE = 4
+#: Functions in front of a site, each of which asks the next one; none where there would be more.
+_MOST_QUICK = 8
 
 _UNPROVEN = "not proven for such operands yet: run one call outside of graphs and transforms before"
 
@@ -108,6 +107,8 @@ class FusedSite:
 
     #: Whether a site of this class calls the layer that it has a part in, which computes by itself.
     calls_layer = False
+    #: What else is asked before a function in its place may run, as text; None if none may.
+    not_quick: str | None = ""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class FusedSite:
         for_fp8: bool = False,
     ) -> None:
         self.plan = plan
-        self.original = FunctionType(plan.original, function.__globals__)
+        self.original = with_cells(plan.original, function)
         self.provider = provider
         self.trained = trained
         self.ways: dict[Signature, Way | None] = {}
@@ -137,15 +138,15 @@ class FusedSite:
         self.cost: tuple[Cost, Cost] | None = None
         #: The number of the leaf that the expression writes into, if there is one.
         self._written = plan.roles.index("residual") if "in_place" in plan.options else None
-        self._sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
+        self.sized = next((i for i, role in enumerate(plan.roles) if role in _SIZED), 0)
         self._operands = FunctionType(plan.operands, function.__globals__)
         self._call: Any = CALLS.get(plan.rule.op)  # others compute themselves
         #: The functions of :mod:`~diffkern.rewrite.specialize`, by the operand that says the size: as many as there are
         #: kinds of the other operands beside it, none for one that came once.
         self.specialized: dict[Any, list[Callable[..., Any]]] = {}
-        self._recordings = self._resets = 0
-        #: The leaf that says the size, of the last call without a gain, and why: the next one asks nothing else.
-        self._idle: tuple[Any, str] = None, ""
+        self._recordings = self._resets = self._quick = 0
+        #: What the forward calls for each of its sites by its number: this one, or a function for what came before.
+        self.entries: list[Callable[..., Any]] | None = None
         self.maker = (
             RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS and "gate_activation" not in plan.options else None
         )
@@ -176,27 +177,19 @@ class FusedSite:
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for a module and the leaves of its expression."""
-        if not (_is_traced() or torch.is_grad_enabled()):
-            if self.specialized:
-                result = self._specialized_call(module, leaves)
-                if result is not OTHER:
-                    return result
-            x, (kind, reason) = leaves[self._sized], self._idle
-            if reason and type(x) in _PLAIN and kind == (x.shape, x.dtype, x.device, x.is_contiguous()):
-                self.idle_calls += 1
-                self.original_calls += 1
-                if self.observer is not None:
-                    self.observer(module, reason)
-                return self.original(module, *leaves)
+        if not (_is_traced() or torch.is_grad_enabled()) and self.specialized:
+            result = self._specialized_call(module, leaves)
+            if result is not OTHER:
+                return result
         size, compiling = None, torch.compiler.is_compiling()
         if self.on_new_size is not None and not compiling:
-            x = leaves[self._sized]
-            if type(x) in _PLAIN:
+            x = leaves[self.sized]
+            if type(x) in PLAIN:
                 size = x.device, x.dtype, x.numel().bit_length(), x.is_contiguous()
                 trains = torch.is_grad_enabled() and self._wants_gradients(module, leaves)
                 if self.gains.get(size) and not trains:  # times of an inference say nothing of training
                     self.idle_calls += 1
-                    self._idle = (x.shape, x.dtype, x.device, x.is_contiguous()), self.gains[size]
+                    self._quicken(lambda otherwise: idle(self, leaves, self.gains[size], otherwise))
                     return self.run_original(module, *leaves, reason=self.gains[size])
         signature = self.signature(module, leaves) if self._reads_parameters else signature_of(leaves)
         way, reason = self.ways.get(signature), ""
@@ -213,7 +206,7 @@ class FusedSite:
             reason = self.on_new_size(self, module, leaves)
             self.gains[size] = reason and f"{self}: {reason}"
             if reason:
-                self.specialized.clear()
+                self._forget_specialized()
                 self.idle_calls += 1
                 return self.run_original(module, *leaves, reason=self.gains[size])
         if compiling:
@@ -238,18 +231,23 @@ class FusedSite:
 
     @property
     def entry(self) -> Callable[..., Any]:
-        """What a rewritten forward calls for the site: itself, or what asks less before it does."""
+        """What a rewritten forward calls for the site at first: itself, or what asks less before it does."""
         return self
+
+    @property
+    def front(self) -> Callable[..., Any]:
+        """What a rewritten forward calls for the site now."""
+        return self if self.entries is None else self.entries[self.plan.index]
 
     def _specialized_call(self, module: nn.Module, leaves: tuple[Any, ...]) -> Any:
         """Computes the site by the function for such leaves, and counts that; :data:`OTHER` if there is none."""
         if self._resets != registry.resets:  # other providers may serve now
-            self.specialized.clear()
+            self._forget_specialized()
             return OTHER
         if self.room or transforms_active() or override() is not None:
             return OTHER
         try:
-            for compute in self.specialized.get(_kind_of(leaves[self._sized]), ()):  # nested tensors have no shape
+            for compute in self.specialized.get(_kind_of(leaves[self.sized]), ()):  # nested tensors have no shape
                 result = compute(module, *leaves)
                 if result is not OTHER:
                     break
@@ -264,7 +262,7 @@ class FusedSite:
 
     def _recorded_call(self, module: nn.Module, leaves: tuple[Any, ...], way: Way) -> Any:
         """Computes the site; at the second call for such leaves it makes the function for the next ones."""
-        kind = _kind_of(leaves[self._sized])
+        kind = _kind_of(leaves[self.sized])
         if self._recordings >= _MOST_RECORDINGS or modes_active() or transforms_active() or override() is not None:
             return self.compute(module, leaves, way, self.provider)
         self._recordings += 1
@@ -279,8 +277,23 @@ class FusedSite:
             if not self.specialized[kind]:
                 del self.specialized[kind]  # which calls need not look for
         else:
-            self.specialized[kind] = [function, *self.specialized[kind][: _MOST_BESIDE - 1]]
+            self.specialized[kind] = [function.call, *self.specialized[kind][: _MOST_BESIDE - 1]]
+            self._quicken(function.quick)
         return result
+
+    def _quicken(self, quick: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Puts a function for the kind of this call in front of the site, and of those for other kinds."""
+        if self.entries is not None and self.not_quick is not None and not torch.is_grad_enabled():
+            self._quick += 1
+            if self._quick <= _MOST_QUICK:
+                self.entries[self.plan.index] = quick(self.front)
+            else:  # so many kinds come that each call would ask them all
+                self.entries[self.plan.index] = self.entry
+
+    def _forget_specialized(self) -> None:
+        self.specialized.clear()
+        if self.entries is not None:
+            self.entries[self.plan.index], self._quick = self.entry, 0
 
     def __str__(self) -> str:
         return f"{self.plan.rule.name} (line {self.plan.line})"
@@ -370,7 +383,7 @@ class FusedSite:
 
     def _announced(self, maker: RowMaker, module: nn.Module, leaves: tuple[Any, ...], way: Way) -> Any:
         """Computes the site for readers that may take fp8: with the rows, if those of the last result did."""
-        x, rows = leaves[self._sized], None
+        x, rows = leaves[self.sized], None
         both = maker.wanted and _writes_rows(self.plan.rule.op, x.device, x.dtype, self.provider)
         op = WITH_ROWS[self.plan.rule.op] if both else None
         result = self._call(self, module, self._operands(module, *leaves), way, self.provider, op)
@@ -440,41 +453,8 @@ def _writes_rows(op: str, device: torch.device, dtype: torch.dtype, provider: st
     return alone == both
 
 
-def signature_of(leaves: tuple[Any, ...]) -> Signature:
-    """What decides how a site computes; no plain tensor has a signature that any proof holds for."""
-    signature: list[Any] = [None]
-    for leaf in leaves:  # asked at every call of every site: no function is called that need not be
-        if signature[0] is None and isinstance(leaf, Tensor):
-            signature[0] = leaf.device
-        if type(leaf) is int:
-            signature.append(_named_size(leaf, leaves))
-        elif type(leaf) not in _PLAIN:
-            signature.append(_constant(leaf))
-        else:
-            signature.append(leaf.dtype if leaf.is_contiguous() else _layout(leaf))
-    return tuple(signature)
-
-
 def _kind_of(leaf: Any) -> Any:
-    return (leaf.shape, leaf.stride()) if type(leaf) in _PLAIN else None
-
-
-def _named_size(number: int, leaves: tuple[Any, ...]) -> Any:
-    """A number among the leaves; where it is the size of a tensor, which one: a proof holds for all sizes."""
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and number > 1 and number in leaf.shape:
-            return "size", i, leaf.shape.index(number)
-    return number
-
-
-def _layout(leaf: Tensor) -> Any:
-    """The dtype, and the strides where they are not those of row-major order: results are laid out like operands."""
-    outer = None
-    for stride in leaf.stride():  # mostly a part of something row-major, of which no order needs to be found
-        if outer is not None and stride > outer:
-            return leaf.dtype, memory_order(leaf)
-        outer = stride
-    return leaf.dtype
+    return (leaf.shape, leaf.stride()) if type(leaf) in PLAIN else None
 
 
 def _may_prove(leaves: tuple[Any, ...]) -> bool:
@@ -483,9 +463,3 @@ def _may_prove(leaves: tuple[Any, ...]) -> bool:
         return False
     on_gpu = any([isinstance(leaf, Tensor) and leaf.device.type == "cuda" for leaf in leaves])
     return not (on_gpu and torch.cuda.is_current_stream_capturing())
-
-
-def _constant(leaf: Any) -> Any:
-    if isinstance(leaf, (tuple, list)):
-        return tuple([_layout(part) if type(part) in _PLAIN else _constant(part) for part in leaf])
-    return leaf if isinstance(leaf, (torch.dtype, int, float, str, torch.device)) else type(leaf)

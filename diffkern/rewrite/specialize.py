@@ -9,16 +9,18 @@ one, or reads what the function cannot check, has no such function.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from diffkern.providers import select
+from diffkern.providers import registry, select
 from diffkern.rewrite.facts import LAST_DIM, child_of
+from diffkern.rewrite.signature import PLAIN
 
 if TYPE_CHECKING:
     from diffkern.rewrite.site import FusedSite
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 OTHER = object()
 #: Ops that read nothing of a module but its norms.
 _OPS = frozenset({"norm_modulate", "gate_residual", "gate_residual_norm_modulate", "glu", "qk_norm_rope"})
-_PLAIN = (Tensor, nn.Parameter)
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype)
 
 
@@ -49,13 +50,39 @@ class _Unknown(Exception):
     """Something that cannot be checked or written."""
 
 
+class Specialized(NamedTuple):
+    """A recorded call.
+
+    Attributes:
+        call: A function of a module and leaves; returns :data:`OTHER` for those that it is not for.
+        quick: Makes a function that stands in the place of the site: it counts, and calls what it is given for others.
+    """
+
+    call: Callable[..., Any]
+    quick: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+#: What every quick function asks before it looks at its leaves.
+_ASKED = "asked() or traced()"
+_NAMES: dict[str, Any] = {
+    "OTHER": OTHER,
+    "PLAIN": PLAIN,
+    "asked": torch.is_grad_enabled,
+    "traced": torch.compiler.is_dynamo_compiling,
+    "transformed": torch._C._are_functorch_transforms_active,
+    "levels": forward_ad,
+    "overridden": registry.override,
+    "registry": registry,
+}
+
+
 def specialized(
     site: FusedSite, module: nn.Module, leaves: tuple[Any, ...], recorded: Recorder, result: Any
-) -> Callable[..., Any] | None:
-    """Returns a function of a module and leaves that computes a recorded call of a site; None if there is none.
+) -> Specialized | None:
+    """Returns functions of a module and leaves that compute a recorded call of a site; None if there are none.
 
-    It returns :data:`OTHER` for leaves of other shapes, strides, dtypes or devices, and for a module whose norms hold
-    something else. What hooks and replaced modules change is for the guard to see.
+    They are not for leaves of other shapes, strides, dtypes or devices, nor for a module whose norms hold something
+    else. What hooks and replaced modules change is for the guard to see.
     """
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if site.plan.rule.op not in _OPS or first is None or first.device.type not in ("cpu", "cuda"):
@@ -73,9 +100,46 @@ def specialized(
             writer.norm(f"n{i}", module, path, semantics)
         for call in recorded.calls:
             writer.call(*call)
-        return writer.function(len(leaves), result)
+        function = writer.function(len(leaves), result)
+        return Specialized(function, lambda otherwise: writer.quick(site, otherwise))
     except _Unknown:
         return None
+
+
+def idle(site: FusedSite, leaves: tuple[Any, ...], reason: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that evaluates the expression of a site for leaves of a size at which its op gains nothing.
+
+    It counts that, and calls ``otherwise`` for other leaves.
+    """
+    arguments, x, leaf = _arguments(len(leaves)), f"x{site.sized}", leaves[site.sized]
+    values = {"shape": leaf.shape, "dtype": leaf.dtype, "device": leaf.device, "dense": leaf.is_contiguous()}
+    values |= {"site": site, "original": site.original, "otherwise": otherwise, "reason": reason}
+    kind = f"{x}.shape == shape and {x}.dtype is dtype and {x}.device == device and {x}.is_contiguous() is dense"
+    lines = [
+        *_for_others(f"{_ASKED} or not (type({x}) in PLAIN and {kind})", site, f"return otherwise({arguments})"),
+        "site.idle_calls += 1",
+        "site.original_calls += 1",
+        "if site.observer is not None: site.observer(module, reason)",
+        f"return original({arguments})",
+    ]
+    return _written_function("quick", arguments, lines, values)
+
+
+def _for_others(test: str, site: FusedSite, other: str) -> list[str]:
+    asked = f"{test} or {site.not_quick}" if site.not_quick else test
+    return [f"try: others = {asked}", "except RuntimeError: others = True", f"if others: {other}"]  # of no shape
+
+
+def _arguments(leaves: int) -> str:
+    return ", ".join(["module", *[f"x{i}" for i in range(leaves)]])
+
+
+def _written_function(name: str, arguments: str, lines: list[str], values: Mapping[str, Any]) -> Callable[..., Any]:
+    text = f"def {name}({arguments}):\n    " + "\n    ".join(lines)
+    namespace = {**values, **_NAMES}
+    exec(compile(text, "<specialised call of a site>", "exec"), namespace)
+    function: Callable[..., Any] = namespace[name]
+    return function
 
 
 class _Writer:
@@ -103,7 +167,7 @@ class _Writer:
                 self.leaf(f"{name}[{i}]", part)
         elif id(leaf) in self._names:
             self._checks.append(f"{name} is {self._names[id(leaf)]}")
-        elif type(leaf) in _PLAIN:
+        elif type(leaf) in PLAIN:
             self._names[id(leaf)] = name
             self._check_kind(leaf, name)
             self._checks.append(
@@ -170,15 +234,26 @@ class _Writer:
         self._steps.append(f"{targets} = {self.constant(func._op)}({', '.join(arguments)})")
 
     def function(self, leaves: int, result: Any) -> Callable[..., Any]:
-        returned = self._written(result)
-        arguments = ", ".join(["module", *[f"x{i}" for i in range(leaves)]])
+        self._arguments, self._result = _arguments(leaves), self._written(result)
         lines = [f"if not ({' and '.join(self._checks)}): return OTHER", *self._reads, *self._steps]
-        lines.append(f"return {returned}")
-        text = f"def call({arguments}):\n    " + "\n    ".join(lines)
-        namespace: dict[str, Any] = {**self._values, "OTHER": OTHER, "PLAIN": _PLAIN}
-        exec(compile(text, "<specialised call of a site>", "exec"), namespace)
-        function: Callable[..., Any] = namespace["call"]
-        return function
+        return _written_function("call", self._arguments, [*lines, f"return {self._result}"], self._values)
+
+    def quick(self, site: FusedSite, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        """The same as what a forward calls, with all that a site asks before it: see :class:`Specialized`."""
+        other, checks = f"return otherwise({self._arguments})", " and ".join(self._checks)
+        asked = f"{_ASKED} or transformed() or levels._current_level >= 0 or overridden() is not None or site.room"
+        lines = [
+            *_for_others(f"{asked} or registry.resets != resets or not ({checks})", site, other),
+            "try:",
+            *[f" {line.replace('return OTHER', other)}" for line in (*self._reads, *self._steps)],
+            f" result = {self._result}",
+            f"except (RuntimeError, KeyError): {other}",  # which says what is wrong, or finds the parameter elsewhere
+            "site.fused_calls += 1",
+            "if site.observer is not None: site.observer(module, None)",
+            "return result",
+        ]
+        values = {**self._values, "site": site, "otherwise": otherwise, "resets": registry.resets}
+        return _written_function("quick", self._arguments, lines, values)
 
     def _check_kind(self, tensor: Tensor, name: str) -> None:
         if tensor.device != self._device:

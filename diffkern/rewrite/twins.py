@@ -10,7 +10,7 @@ import ast
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -70,6 +70,13 @@ def _made(function: Callable[..., Any]) -> FunctionType | None:
 def twins_in(function: FunctionType) -> dict[str, Callable[..., Any]]:
     """What the names mean that :func:`put_twins` puts into a function."""
     return {**_CALLS, _SIGNATURE: signature, _EMBEDDING: TimestepEmbedding(function.__globals__)}
+
+
+def with_cells(code: CodeType, function: FunctionType) -> FunctionType:
+    """The function of a code that may call twins, with the globals of another one."""
+    twins = twins_in(function)
+    cells = tuple([CellType(twins[name]) for name in code.co_freevars])
+    return FunctionType(code, function.__globals__, code.co_name, None, cells)
 
 
 def put_twins(tree: ast.FunctionDef, function: FunctionType) -> set[str]:

@@ -54,6 +54,8 @@ class UnrotatedSite(FusedSite):
     The first call of a kind and size computes them, with all that is proven and measured then.
     """
 
+    not_quick = "getattr(module.__dict__.get('processor'), '_attention_backend', None) is not None"
+
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         #: Whether calls of a kind and size can be deferred, of those that the op has served.

@@ -107,10 +107,12 @@ class SiteVerifier:
         try:
             with LOCK, torch.no_grad(), preserved(first.device):
                 found = kept_costs(
-                    (lambda: site(module, *copies()), lambda: site.original(twin(), *copies())), first.device, *key
+                    (lambda: site.front(module, *copies()), lambda: site.original(twin(), *copies())),
+                    first.device,
+                    *key,
                 )
                 if first.device.type == "cpu":
-                    asked = kept_costs((lambda: guard(module),) * 2, first.device, "guard", *key[2:4])[0].host
+                    asked = kept_costs((lambda: guard.enter(module),) * 2, first.device, "guard", *key[2:4])[0].host
                     share = asked / max(len(guard.sites) - len(guard.disabled), 1)
                     found[0] = Cost(found[0].host + share, found[0].device + share)
         except (RuntimeError, ValueError, TypeError):

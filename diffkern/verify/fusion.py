@@ -139,6 +139,10 @@ class Fusion(ABC):
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         """Computes the forward; ``stock`` comes from :meth:`stock_pieces`."""
 
+    def function(self, module: nn.Module, provider: str | None) -> Callable[..., Any]:
+        """What computes calls as they are, if it counts them itself."""
+        raise NotImplementedError
+
     # --- where torch.compile compiles the module by itself, see :mod:`~diffkern.injection.one_op` ----------
 
     def operands(self, call: Any) -> list[Tensor | None]:
