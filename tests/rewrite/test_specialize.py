@@ -305,3 +305,30 @@ def test_what_gained_nothing_may_gain_at_another_size() -> None:
         found.function(module, **shorter)
         found.function(module, **given)
     assert all((site.idle_calls, site.fused_calls) == (4, 1) for site in found.sites)
+
+
+def test_a_site_that_is_off_for_good_leaves_the_guard_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, found, given, _watched = _ready(monkeypatch)
+    off = found.sites[0]
+    found.guard.disabled = {off.plan.index}
+    monkeypatch.setattr(type(found.guard), "__call__", None)  # which forwards ask where something changed
+    before = off.original_calls
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(found.function(module, **given), module(**given))
+    assert off.original_calls == before + 3 and found.sites[1].fused_calls == 6
+
+
+def test_a_site_that_meets_many_kinds_asks_for_none_of_them_in_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, found, given, _watched = _ready(monkeypatch)
+    kinds = [
+        {name: leaf[:, :tokens].contiguous() if leaf.shape[1] == 40 else leaf for name, leaf in given.items()}
+        for tokens in range(1, 20)
+    ]
+    with torch.no_grad():
+        for kind in kinds[:3] * 3:
+            found.function(module, **kind)
+        assert all(site.front is not site for site in found.sites)
+        for kind in kinds * 3:
+            torch.testing.assert_close(found.function(module, **kind), module(**kind))
+    assert all(site.front is site for site in found.sites)
