@@ -24,7 +24,6 @@ from diffkern.ops.registration import Op
 from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.providers.eager.fp8 import E4M3
-from diffkern.providers.eager.modulate import NORMS, gated_shape, modulated_shape, promoted_dtype
 
 _BOUND = "each value at most one rounding of e4m3 from float64, each scale 1e-6"
 _OF_RESULT = "the result as without fp8; each value at most one rounding of e4m3 from it, each scale 1e-6"
@@ -252,23 +251,6 @@ def _check_rows(shape: torch.Size) -> None:
         raise ValueError(f"an fp8 row needs elements to find its scale from, got a tensor of shape {tuple(shape)}")
 
 
-def _check_operands(
-    x: Tensor, shape: torch.Size, norm: str | None, weight: Tensor | None, bias: Tensor | None, *others: Tensor | None
-) -> None:
-    """Checks what is computed with rows of ``shape``, the first of them ``x``."""
-    _check_rows(shape)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if norm is None:
-            raise ValueError(f"norm is None, which has no {name}: pass it as scale or shift")
-        if parameter.shape != shape[-1:]:
-            raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}, but {shape[-1]} elements are normalised together"
-            )
-    _check_no_gradient(x, *[operand for operand in (*others, weight, bias) if operand is not None])
-
-
 def _check_no_gradient(*tensors: Tensor) -> None:
     """Transforms that differentiate would go straight through the rounding."""
     if not transforms_active():
@@ -278,53 +260,26 @@ def _check_no_gradient(*tensors: Tensor) -> None:
             _backward(None)
 
 
-def _machine_eps(eps: float | None) -> float:
-    return torch.finfo(torch.float32).eps if eps is None else eps
-
-
-def _norm_code(norm: str | None) -> int:
-    if norm not in NORMS:
-        raise ValueError(f"norm is {norm!r}: choose one of {', '.join(map(repr, NORMS))}")
-    return NORMS[norm]
-
-
-def _norm_modulate_prepare(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    eps: float | None, norm: str | None,
-) -> tuple[Any, ...]:  # fmt: skip
+def _norm_modulate_and_prepare(x: Tensor, *args: Any) -> tuple[Any, ...]:
     _check_rows(x.shape)
-    code = _norm_code(norm)
-    _check_operands(x, modulated_shape(x.shape, scale, shift, code), norm, weight, bias, scale, shift)
-    return x, scale, shift, weight, bias, _machine_eps(eps), code
-
-
-def _gate_residual_norm_modulate_prepare(
-    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: str | None,
-) -> tuple[Any, ...]:  # fmt: skip
-    _check_rows(residual.shape if x.ndim == 0 else x.shape)
-    code, shape = _norm_code(norm), gated_shape(residual, x, gate, scale, shift)
-    _check_operands(residual, shape, norm, weight, bias, x, gate, scale, shift)
-    return residual, x, gate, scale, shift, weight, bias, _machine_eps(eps), code
-
-
-def _norm_modulate_and_prepare(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, *options: Any
-) -> tuple[Any, ...]:
-    args = modulate.norm_modulate_prepare(x, scale, shift, weight, bias, *options)
-    _check_rows(x.shape)
+    args = modulate.norm_modulate_prepare(x, *args)
     _check_no_gradient(*[operand for operand in args[:5] if operand is not None])
     return args
 
 
-def _gate_residual_norm_modulate_and_prepare(
-    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, *options: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    args = modulate.gate_residual_norm_modulate_prepare(residual, x, gate, scale, shift, weight, bias, *options)
-    _check_rows(residual.shape)
+def _gate_residual_norm_modulate_and_prepare(residual: Tensor, x: Tensor, *args: Any) -> tuple[Any, ...]:
+    _check_rows(residual.shape if x.ndim == 0 or x.shape[-1] else x.shape)
+    args = modulate.gate_residual_norm_modulate_prepare(residual, x, *args)
     _check_no_gradient(*[operand for operand in args[:7] if operand is not None])
     return args
+
+
+def _norm_modulate_prepare(*args: Any) -> tuple[Any, ...]:
+    return _norm_modulate_and_prepare(*args, 1.0, "once", None)[:7]
+
+
+def _gate_residual_norm_modulate_prepare(*args: Any) -> tuple[Any, ...]:
+    return _gate_residual_norm_modulate_and_prepare(*args, None, 1.0, "once", None, None)[:9]
 
 
 def _activation_prepare(x: Tensor, front: Tensor | None, function: str) -> tuple[Any, ...]:
@@ -365,20 +320,13 @@ def _rows(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=E4M3), x.new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 
-def _norm_modulate_fake(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-    norm: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _rows(x, modulated_shape(x.shape, scale, shift, norm))
+def _norm_modulate_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _norm_modulate_and_fake(*args, 1.0, False, None)[1:]
 
 
-def _gate_residual_norm_modulate_fake(
-    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None, eps: float, norm: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = gated_shape(residual, x, gate, scale, shift)
-    new = residual.new_empty(shape, dtype=promoted_dtype(residual.dtype, x, gate))
-    return (new, *_rows(residual, shape))
+def _gate_residual_norm_modulate_fake(*args: Any) -> tuple[Tensor, ...]:
+    new, _, *rows = _gate_residual_norm_modulate_and_fake(*args, 0, 1.0, False, None, None)
+    return (new, *rows)
 
 
 def _norm_modulate_and_fake(x: Tensor, *args: Any) -> tuple[Tensor, ...]:

@@ -304,7 +304,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         norm_modulate_fp8(x, weight=torch.ones(128))
     with pytest.raises(ValueError, match="64 elements are normalised together"):
         gate_residual_norm_modulate_fp8(x, x, bias=torch.tensor(1.0))
-    with pytest.raises(ValueError, match="norm is None, which has no weight"):
+    with pytest.raises(ValueError, match="a weight belongs to a norm, and norm is None"):
         norm_modulate_fp8(x, weight=torch.ones(64), norm=None)
     with pytest.raises(ValueError, match="on meta"):
         norm_modulate_fp8(x, torch.ones(64, device="meta"))
