@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor, nn
 
 from diffkern.cache.rotary import rotary_tables, unfit_matrices
 from diffkern.ops import norm_modulate, qk_norm_rope, rope
+from diffkern.ops.modulate import Norm
 from diffkern.providers import KERNEL_DTYPES
-
-_INTERLEAVED, _HALF = "interleaved", "half"
 
 #: Function -> the op that computes it, and its tensors.
 FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -37,19 +37,6 @@ FUNCTIONS |= IN_PLACE
 INPUTS = ("x", "q", "k", "xq", "xk")
 
 
-def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The variant that copies the results into what it rotates, as comfy-kitchen's own do; called with keywords."""
-
-    def write(self: KitchenBackend, **call: Any) -> Any:
-        inputs = [call[name] for name in INPUTS if name in call]
-        results = function(self, **call)
-        for x, y in zip(inputs, results if len(inputs) > 1 else (results,), strict=True):
-            x.copy_(y)
-        return tuple(inputs) if len(inputs) > 1 else inputs[0]
-
-    return write
-
-
 @dataclass(frozen=True)
 class KitchenBackend:
     """The functions, named and called as comfy-kitchen calls them.
@@ -62,107 +49,74 @@ class KitchenBackend:
     exact: bool = False
     provider: str | None = None
 
-    def rms_adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
-        """``rms_norm(x) * (1 + scale) + shift``."""
-        if self.exact:
-            return self._modulate(F.rms_norm(x, x.shape[-1:], eps=eps), scale, shift)
-        return norm_modulate(x, scale, shift, eps=eps, provider=self.provider)
+    def _adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, *, norm: Norm) -> Tensor:
+        """``norm(x) * (1 + scale) + shift``."""
+        if not self.exact:
+            return norm_modulate(x, scale, shift, eps=eps, norm=norm, provider=self.provider)
+        normed = (F.rms_norm if norm == "rms" else F.layer_norm)(x, x.shape[-1:], eps=eps)
+        return norm_modulate(normed, scale, shift, norm=None, rounding="each", provider=self.provider)
 
-    def adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
-        """``layer_norm(x) * (1 + scale) + shift``."""
-        if self.exact:
-            return self._modulate(F.layer_norm(x, x.shape[-1:], eps=eps), scale, shift)
-        return norm_modulate(x, scale, shift, eps=eps, norm="layer", provider=self.provider)
-
-    def apply_rope(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates neighbouring elements of queries and keys."""
-        return self._rotate(xq, freqs_cis, _INTERLEAVED), self._rotate(xk, freqs_cis, _INTERLEAVED)
-
-    def apply_rope1(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        """Rotates neighbouring elements."""
-        return self._rotate(x, freqs_cis, _INTERLEAVED)
-
-    def apply_rope_split_half(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates the halves of queries and keys."""
-        return self._rotate(xq, freqs_cis, _HALF), self._rotate(xk, freqs_cis, _HALF)
-
-    def apply_rope_split_half1(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        """Rotates the halves."""
-        return self._rotate(x, freqs_cis, _HALF)
-
-    def rms_rope(
-        self,
-        q: Tensor,
-        k: Tensor,
-        freqs_cis: Tensor,
-        q_scale: Tensor,
-        k_scale: Tensor | None = None,
-        epsilon: float = 1e-6,
-    ) -> tuple[Tensor, Tensor]:
-        """Normalises each head of queries and keys, and rotates neighbouring elements."""
-        return self._norm_and_rotate(q, k, freqs_cis, q_scale, k_scale, epsilon, _INTERLEAVED, None)
-
-    def rms_rope_split_half(
-        self,
-        q: Tensor,
-        k: Tensor,
-        freqs_cis: Tensor,
-        q_scale: Tensor,
-        k_scale: Tensor | None = None,
-        epsilon: float = 1e-6,
-        rot_dim: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """Normalises each head of queries and keys, and rotates the halves of the first ``rot_dim`` elements."""
-        return self._norm_and_rotate(q, k, freqs_cis, q_scale, k_scale, epsilon, _HALF, rot_dim or None)
-
-    def rms_rope1(self, x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
-        """Normalises each head of queries or keys, and rotates neighbouring elements."""
-        return self._norm_and_rotate1(x, freqs_cis, scale, epsilon, _INTERLEAVED)
-
-    def rms_rope_split_half1(self, x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
-        """Normalises each head of queries or keys, and rotates the halves."""
-        return self._norm_and_rotate1(x, freqs_cis, scale, epsilon, _HALF)
-
-    apply_rope_ = _in_place(apply_rope)
-    apply_rope1_ = _in_place(apply_rope1)
-    apply_rope_split_half_ = _in_place(apply_rope_split_half)
-    apply_rope_split_half1_ = _in_place(apply_rope_split_half1)
-    rms_rope_ = _in_place(rms_rope)
-    rms_rope1_ = _in_place(rms_rope1)
-    rms_rope_split_half_ = _in_place(rms_rope_split_half)
-    rms_rope_split_half1_ = _in_place(rms_rope_split_half1)
-
-    def _modulate(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return norm_modulate(x, scale, shift, norm=None, rounding="each", provider=self.provider)
-
-    def _rotate(self, x: Tensor, matrices: Tensor, pairing: str, rotary_dim: int | None = None) -> Tensor:
-        cos, sin = rotary_tables(_trimmed(matrices, x), pairing)
+    def _apply_rope1(self, x: Tensor, freqs_cis: Tensor, *, pairing: str, rotary_dim: int | None = None) -> Tensor:
+        """Rotates pairs of elements."""
+        cos, sin = rotary_tables(_trimmed(freqs_cis, x), pairing)
         return rope(x, cos, sin, pairing=pairing, rotary_dim=rotary_dim, provider=self.provider)
 
-    def _norm_and_rotate(
-        self, q: Tensor, k: Tensor, matrices: Tensor, q_scale: Tensor, k_scale: Tensor | None, eps: float,
-        pairing: str, rotary_dim: int | None,
+    def _apply_rope(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor, *, pairing: str) -> tuple[Tensor, Tensor]:
+        """Rotates queries and keys."""
+        return self._apply_rope1(xq, freqs_cis, pairing=pairing), self._apply_rope1(xk, freqs_cis, pairing=pairing)
+
+    def _rms_rope(
+        self, q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None,
+        epsilon: float = 1e-6, rot_dim: int = 0, *, pairing: str,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        k_scale = q_scale if k_scale is None else k_scale
+        """Normalises each head of queries and keys, and rotates pairs of the first ``rot_dim`` elements; 0 for all."""
+        k_scale, rotary_dim = q_scale if k_scale is None else k_scale, rot_dim or None
         if self.exact:
-            q, k = (F.rms_norm(x, x.shape[-1:], scale, eps) for x, scale in ((q, q_scale), (k, k_scale)))
-            return self._rotate(q, matrices, pairing, rotary_dim), self._rotate(k, matrices, pairing, rotary_dim)
-        (cos, sin), (cos_k, sin_k) = (rotary_tables(_trimmed(matrices, x), pairing) for x in (q, k))
+            normed = (F.rms_norm(x, x.shape[-1:], scale, epsilon) for x, scale in ((q, q_scale), (k, k_scale)))
+            q, k = (self._apply_rope1(x, freqs_cis, pairing=pairing, rotary_dim=rotary_dim) for x in normed)
+            return q, k
+        (cos, sin), (cos_k, sin_k) = (rotary_tables(_trimmed(freqs_cis, x), pairing) for x in (q, k))
         return qk_norm_rope(
-            q, k, q_scale, k_scale, cos, sin, eps,
+            q, k, q_scale, k_scale, cos, sin, epsilon,
             cos_k=cos_k, sin_k=sin_k, pairing=pairing, rotary_dim=rotary_dim, provider=self.provider,
         )  # fmt: skip
 
-    def _norm_and_rotate1(self, x: Tensor, matrices: Tensor, scale: Tensor, eps: float, pairing: str) -> Tensor:
+    def _rms_rope1(self, x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6, *, pairing: str) -> Tensor:
+        """Normalises each head of queries or keys, and rotates them."""
         if self.exact:
-            return self._rotate(F.rms_norm(x, x.shape[-1:], scale, eps), matrices, pairing)
-        cos, sin = rotary_tables(_trimmed(matrices, x), pairing)
+            return self._apply_rope1(F.rms_norm(x, x.shape[-1:], scale, epsilon), freqs_cis, pairing=pairing)
+        cos, sin = rotary_tables(_trimmed(freqs_cis, x), pairing)
         # The op takes queries and keys: here the keys are none.
         y, _ = qk_norm_rope(
-            x, x[:0], scale, scale, cos, sin, eps,
+            x, x[:0], scale, scale, cos, sin, epsilon,
             cos_k=cos[:0], sin_k=sin[:0], pairing=pairing, provider=self.provider,
         )  # fmt: skip
         return y
+
+    rms_adaln = partialmethod(_adaln, norm="rms")
+    adaln = partialmethod(_adaln, norm="layer")
+    # Neighbouring elements are pairs, or those of the two halves.
+    apply_rope = partialmethod(_apply_rope, pairing="interleaved")
+    apply_rope1 = partialmethod(_apply_rope1, pairing="interleaved")
+    rms_rope = partialmethod(_rms_rope, pairing="interleaved")
+    rms_rope1 = partialmethod(_rms_rope1, pairing="interleaved")
+    apply_rope_split_half = partialmethod(_apply_rope, pairing="half")
+    apply_rope_split_half1 = partialmethod(_apply_rope1, pairing="half")
+    rms_rope_split_half = partialmethod(_rms_rope, pairing="half")
+    rms_rope_split_half1 = partialmethod(_rms_rope1, pairing="half")
+
+
+def _write(self: KitchenBackend, name: str, **call: Any) -> Any:
+    """Copies the results of a function into what it rotates, as comfy-kitchen's own variants do."""
+    inputs = [call[name] for name in INPUTS if name in call]
+    results = getattr(self, name)(**call)
+    for x, y in zip(inputs, results if len(inputs) > 1 else (results,), strict=True):
+        x.copy_(y)
+    return tuple(inputs) if len(inputs) > 1 else inputs[0]
+
+
+for _variant in IN_PLACE:
+    setattr(KitchenBackend, _variant, partialmethod(_write, _variant.removesuffix("_")))
 
 
 def unfit(
