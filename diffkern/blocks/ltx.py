@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks import fp8
-from diffkern.blocks.fp8 import Fp8Weights, RowwiseFp8, fits, parts_of_feed_forward, quantize_rowwise, weights_of
+from diffkern.blocks.fp8 import RowwiseFp8, fits, parts_of_feed_forward, quantize_rowwise, weights_of
+from diffkern.blocks.ltx_attention import Tables, attend, is_gelu, is_weightless, norms_are_plain
 from diffkern.blocks.ltx_chain import (
     modulation_of,
     next_block,
@@ -38,20 +39,9 @@ from diffkern.blocks.ltx_chain import (
     remember_last,
     store_prefetched_norm,
 )
-from diffkern.blocks.ltx_rope import TracedTables, axial_tables
-from diffkern.blocks.pieces import are_silent, gelu_feed_forward, per_head, plain, unfit_input, untouched
+from diffkern.blocks.ltx_rope import TracedTables
+from diffkern.blocks.pieces import are_silent, gelu_feed_forward, plain, unfit, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.blocks.rms_pieces import (
-    Project,
-    Rotation,
-    attend,
-    is_gelu,
-    is_weightless,
-    norms_are_plain,
-    project_each,
-    project_out,
-    project_text,
-)
 from diffkern.cache import version
 from diffkern.ops import (
     gate_residual,
@@ -62,8 +52,6 @@ from diffkern.ops import (
 )
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.contract import FP8_ALLOWANCE
-
-Tables = tuple[Tensor, Tensor]
 
 #: How reports name what could be computed in fp8 and is not.
 _ATTN1, _FF = "attn1 in fp8", "ff in fp8"
@@ -104,9 +92,11 @@ class LTXBlock(BlockRecipe):
     @override
     def unfit(self, module: nn.Module, call: tuple[Any, ...]) -> str | None:
         x, text, temb, tables, mask = call
-        reason = unfit_input(x)
+        reason = unfit(x)
         if reason is not None:
             return reason
+        if x.ndim != 3:
+            return "the hidden states are not of the shape [batch, tokens, channels]"
         if type(text) is not Tensor or type(temb) is not Tensor or (mask is not None and type(mask) is not Tensor):
             return "an argument is not a plain tensor"
         dtype, device = x.dtype, x.device
@@ -189,15 +179,15 @@ class LTXBlock(BlockRecipe):
             y = block.attn1(hidden_states=y, encoder_hidden_states=None, image_rotary_emb=tables)
         else:
             stock_norms = "attn1.norm_q and norm_k" in stock
-            y = _attention(block.attn1, y, y, tables, None, stock_norms, provider, attn1)
+            y = attend(block.attn1, y, y, tables, None, stock_norms, provider, attn1)
         x = gate_residual(x, y, gate_msa, provider=provider)
 
         if "attn2" in stock:
             y = block.attn2(x, encoder_hidden_states=text, image_rotary_emb=None, attention_mask=mask)
         else:
             stock_norms = "attn2.norm_q and norm_k" in stock
-            project = project_each if torch.compiler.is_compiling() else project_text(block, "attn2")
-            y = _attention(block.attn2, x, text, None, mask, stock_norms, provider, project=project)
+            text_of = None if torch.compiler.is_compiling() else block
+            y = attend(block.attn2, x, text, None, mask, stock_norms, provider, text_of=text_of)
 
         if "norm2" in stock:
             x = gate_residual(x, y, provider=provider)
@@ -285,33 +275,6 @@ def _summed_and_normed(
         new, *rows = gate_residual_norm_modulate_fp8(residual, x, gate, scale, shift, eps=eps, provider=provider)
         return new, RowwiseFp8(*rows)
     return gate_residual_norm_modulate(residual, x, gate, scale, shift, eps=eps, provider=provider)
-
-
-def _rotation(tables: Tables | None, heads: int) -> Rotation:
-    """The tables by axis where that is known, else the full ones."""
-    if tables is None:
-        return {}
-    axes = axial_tables(tables)
-    if axes is None:
-        cos, sin = per_head(tables, heads)
-        return {"cos": cos, "sin": sin}
-    return {"cos": axes.cos, "sin": axes.sin, "grid": axes.grid, "order": axes.order, "front_pad": axes.front_pad}
-
-
-def _attention(
-    attention: Any, x: Any, context: Any, tables: Tables | None, mask: Tensor | None, stock_norms: bool,
-    provider: str | None, weights: Fp8Weights | None = None, project: Project = project_each,
-) -> Tensor:  # fmt: skip
-    """``LTXVideoAttnProcessor``, its products in fp8 where there are weights for them."""
-    # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
-    dispatch = stock_module.dispatch_attention_fn
-    rotation = _rotation(tables, attention.heads)
-    if weights is None:
-        y = attend(attention, x, context, rotation, mask, stock_norms, dispatch, provider, project)
-        return project_out(attention, y)
-    rows = quantize_rowwise(x, provider)  # of self-attention, whose context is x
-    y = attend(attention, rows, rows, rotation, mask, stock_norms, dispatch, provider, weights.project)
-    return project_out(attention, quantize_rowwise(y, provider), weights.run)
 
 
 def _wide_pieces(children: Any, device: torch.device, dtype: torch.dtype, stock: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlo
 from torch import Tensor
 
 from diffkern.blocks.fp8 import RowwiseFp8
+from diffkern.blocks.ltx_attention import is_weightless
 from diffkern.blocks.pieces import plain, runs_fused, untouched
-from diffkern.blocks.rms_pieces import is_weightless
 from diffkern.cache import memory, version
 
 #: Shift, scale and gate of the attention and of the feed-forward, each ``[B, 1 or S, D]``, read in place.

@@ -138,28 +138,6 @@ def are_silent(layers: Iterable[nn.Module]) -> bool:
     return all(untouched(layer, nn.Dropout) and not layer.training for layer in layers)
 
 
-def unfit_input(x: Any) -> str | None:
-    """Why the hidden states of a block cannot go through kernels, or None."""
-    if type(x) is not Tensor:
-        return f"the hidden states are a {type(x).__name__}, not a plain tensor"
-    if x.dtype not in KERNEL_DTYPES:
-        return f"the hidden states are {str(x.dtype).removeprefix('torch.')}; float32, float16 and bfloat16 are served"
-    if x.ndim != 3 or x.layout is not torch.strided or x.is_nested:
-        return "the hidden states are not an ordinary dense tensor [batch, tokens, channels]"
-    if x.is_meta:
-        return "the hidden states have no data (meta device)"
-    # The first question is quick, and almost always enough: the name of a device takes long to form.
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
-        return f"autocast is on for {x.device.type}, and the stock forward follows its rules"
-    return unfit_surroundings()
-
-
-def per_head(tables: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Views rotary tables ``[B, S, heads * D]`` as ``[B, S, heads, D]``."""
-    cos, sin = tables
-    return cos.unflatten(-1, (heads, -1)), sin.unflatten(-1, (heads, -1))
-
-
 def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
     """Diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
     net: Any = feed_forward.net

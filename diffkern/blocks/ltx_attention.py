@@ -2,64 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers import transformer_ltx as stock_module
 from torch import Tensor, nn
 
+from diffkern.blocks.fp8 import Fp8Weights, RowwiseFp8, quantize_rowwise
+from diffkern.blocks.ltx_rope import axial_tables
 from diffkern.blocks.native_attention import is_native, native
 from diffkern.blocks.pieces import plain, plain_linear, run_layer, untouched
 from diffkern.cache.text import drop_layer_of_text, layer_of_text
 from diffkern.ops import qk_norm_rope
 
-#: Calls a child of an attention module: its name, the layer, its input.
-Run = Callable[[str, nn.Module, Any], Tensor]
-
-#: Computes queries, keys and values from the children of an attention module, what the queries are made of, and what
-#: keys and values are made of.
-Project = Callable[[Mapping[str, Any], Any, Any], tuple[Tensor, Tensor, Tensor]]
-
-#: The tables of the rotation, as keywords of :func:`diffkern.ops.qk_norm_rope`; empty for none.
-Rotation = Mapping[str, Any]
-
-
-def run_named(name: str, layer: nn.Module, x: Tensor) -> Tensor:
-    """Calls a layer as it is."""
-    return run_layer(layer, x)
-
-
-def project_each(children: Mapping[str, Any], x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls each projection as it is."""
-    query = run_layer(children["to_q"], x)
-    return query, run_layer(children["to_k"], context), run_layer(children["to_v"], context)
+Tables = tuple[Tensor, Tensor]
 
 
 def attend(
-    attention: Any, x: Any, context: Any, rotation: Rotation, mask: Tensor | None, stock_norms: bool,
-    dispatch: Any, provider: str | None, project: Project = project_each,
+    attention: Any, x: Tensor | RowwiseFp8, context: Tensor | RowwiseFp8, tables: Tables | None, mask: Tensor | None,
+    stock_norms: bool, provider: str | None, weights: Fp8Weights | None = None, text_of: nn.Module | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of ``x`` to ``context`` as far as the projection of its result, ``[B, S, heads * D]``.
+    """``LTXVideoAttnProcessor``: attention of ``x`` to ``context``, ``[B, S, D]``.
 
     The linear layers are called, so that adapters and quantisation stay in force.
 
     Args:
         attention: The attention module.
-        x: What the queries are made of: a tensor, or what ``project`` takes.
-        context: What keys and values are made of, likewise.
-        rotation: The tables of the rotation.
+        x: What the queries are made of.
+        context: What keys and values are made of: ``x`` in self-attention.
+        tables: The tables of the rotation, or None.
         mask: Added to the scores: ``[B, 1, L]`` for all heads and queries, or what the module makes of another.
         stock_norms: Whether the norms of queries and keys are called.
-        dispatch: Diffusers' ``dispatch_attention_fn``, as the module of the stock processor has it.
         provider: Who computes the norms and the rotation.
-        project: Computes queries, keys and values.
+        weights: Weights in fp8, where self-attention has its products so.
+        text_of: The block beside which keys and values are kept, where ``context`` is a text; None keeps none.
     """
     heads, children = attention.heads, attention._modules
-    query, key, value = project(children, x, context)
-    norm_q, norm_k = children["norm_q"], children["norm_k"]
+    if weights is not None:
+        rows = quantize_rowwise(x, provider)
+        query, key, value = weights.project(children, rows, rows)
+    else:
+        assert isinstance(x, Tensor) and isinstance(context, Tensor)
+        of_context = _run_layer if text_of is None else partial(_of_text, text_of)
+        query = run_layer(children["to_q"], x)
+        key, value = (of_context(name, children[name], context) for name in ("to_k", "to_v"))
+    norm_q, norm_k, rotation = children["norm_q"], children["norm_k"], _rotation(tables, heads)
     if stock_norms:
         query, key = norm_q(query), norm_k(key)
         if rotation:
@@ -69,24 +61,37 @@ def attend(
             query, key, norm_q._parameters["weight"], norm_k._parameters["weight"], eps=norm_q.eps,
             across_heads=heads, provider=provider, **rotation,
         )  # fmt: skip
-    return _dispatched(attention, query, key, value, mask, dispatch)
+    # Looked up in the module of the stock processor, where libraries for parallel attention put theirs.
+    y = _dispatched(attention, query, key, value, mask, stock_module.dispatch_attention_fn)
+    z: Any = y if weights is None else quantize_rowwise(y, provider)
+    for name, layer in children["to_out"]._modules.items():
+        z = run_layer(layer, z) if weights is None else weights.run(f"to_out.{name}", layer, z)
+    return z  # type: ignore[no-any-return]
 
 
-def project_text(block: nn.Module, name: str) -> Project:
-    """As :func:`project_each`, with what is made of a text kept beside ``block``, whose attention ``name`` is."""
+def _run_layer(name: str, layer: nn.Module, x: Tensor) -> Tensor:
+    return run_layer(layer, x)
 
-    def project(children: Mapping[str, Any], x: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        def of_text(layer_name: str) -> Tensor:
-            layer, kept = children[layer_name], None
-            if plain_linear(layer, text.device, text.dtype):
-                kept = layer_of_text(block, f"{name}.{layer_name}", layer, text, lambda: run_layer(layer, text))
-            else:
-                drop_layer_of_text(block, f"{name}.{layer_name}")
-            return run_layer(layer, text) if kept is None else kept
 
-        return run_layer(children["to_q"], x), of_text("to_k"), of_text("to_v")
+def _of_text(block: nn.Module, name: str, layer: nn.Module, text: Tensor) -> Tensor:
+    """What a layer makes of a text, kept beside the block."""
+    name, kept = f"attn2.{name}", None
+    if plain_linear(layer, text.device, text.dtype):
+        kept = layer_of_text(block, name, layer, text, lambda: run_layer(layer, text))
+    else:
+        drop_layer_of_text(block, name)
+    return run_layer(layer, text) if kept is None else kept
 
-    return project
+
+def _rotation(tables: Tables | None, heads: int) -> Mapping[str, Any]:
+    """The tables as keywords of :func:`diffkern.ops.qk_norm_rope`: by axis where that is known, else the full ones."""
+    if tables is None:
+        return {}
+    axes = axial_tables(tables)
+    if axes is None:
+        cos, sin = (table.unflatten(-1, (heads, -1)) for table in tables)
+        return {"cos": cos, "sin": sin}
+    return {"cos": axes.cos, "sin": axes.sin, "grid": axes.grid, "order": axes.order, "front_pad": axes.front_pad}
 
 
 def _dispatched(
@@ -120,13 +125,6 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
     """Views ``[B, S, heads * D]`` as ``[B, S, heads, D]``; unflatten, a Python function, takes four times as long."""
     batch, tokens, width = x.shape
     return x.view(batch, tokens, heads, width // heads)
-
-
-def project_out(attention: Any, y: Any, run: Run = run_named) -> Tensor:
-    """The projection of the result of attention, and its dropout."""
-    for name, layer in attention._modules["to_out"]._modules.items():
-        y = run(f"to_out.{name}", layer, y)
-    return y  # type: ignore[no-any-return]
 
 
 # Parameters and children are read where nn.Module keeps them: its own __getattr__ takes five times as long.
