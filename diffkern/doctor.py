@@ -90,7 +90,7 @@ def _rows(device: torch.device) -> list[Row]:
         reasons: dict[str, list[str]] = {}
         # Nothing can be done about an op that a provider has no code for, on this device or at all.
         for op, support in get_provider(provider).support.items():
-            elsewhere = bool(served) and device.type not in support.device_types
+            elsewhere = bool(served) and device.type not in (support.device_types or ())
             if not elsewhere and (reason := refusals[op][provider]) is not None:
                 reasons.setdefault(reason, []).append(op)
         told = [f"{', '.join(ops)}: {reason}" if served else reason for reason, ops in reasons.items()]

@@ -63,22 +63,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Support:
-    """What one provider can do for one op, as data."""
+    """What one provider can do for one op, as data.
 
-    device_types: frozenset[str]
+    Attributes:
+        device_types: The kinds of devices that it serves; None for all.
+        dtypes: The dtypes that it serves.
+        further: Returns what else keeps it from serving a request of these, or None.
+    """
+
+    device_types: frozenset[str] | None
     dtypes: frozenset[torch.dtype] = KERNEL_DTYPES
+    further: Callable[[Request], str | None] = lambda request: None
 
     def refusal(self, request: Request) -> str | None:
         """Returns why ``request`` is not served, or None when it is."""
-        if request.device.type not in self.device_types:
+        if self.device_types is not None and request.device.type not in self.device_types:
             served = ", ".join(sorted(self.device_types))
             return f"no {request.op} for {request.device.type} (serves {served})"
-        return self.unserved_dtypes(request)
-
-    def unserved_dtypes(self, request: Request) -> str | None:
-        """Returns which dtypes of ``request`` are not served, or None when all are."""
         names = sorted(str(dtype).removeprefix("torch.") for dtype in request.dtypes - self.dtypes)
-        return f"no {request.op} for {', '.join(names)}" if names else None
+        return f"no {request.op} for {', '.join(names)}" if names else self.further(request)
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ import importlib.util
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,16 +41,6 @@ _OPS = tuple(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _BuildSupport(Support):
-    """The limits of the kernels, and those of the build that is there: it may be older than this diffkern."""
-
-    of_build: Callable[[str, torch.device], str | None]
-
-    def refusal(self, request: Request) -> str | None:
-        return super().refusal(request) or self.of_build(request.op, request.device)
-
-
 @dataclass(frozen=True)
 class _Loaded:
     """A build that is in this process, and why it does not serve some of the ops."""
@@ -68,10 +58,10 @@ class CompiledProvider:
         self._lock = threading.Lock()
         self._outcomes: dict[torch.device, _Loaded | str] = {}
         self.support: Mapping[str, Support] = {
-            op: _BuildSupport(
+            op: Support(
                 frozenset({"cuda"} if op.endswith(_OF_NVIDIA) else {"cpu", "cuda"}),
                 ROPE_DTYPES if op in ("rope", "rope_3d") else KERNEL_DTYPES,
-                of_build=self._refusal_of_build,
+                self._refusal_of_build,
             )
             for op in _OPS
         }
@@ -103,9 +93,10 @@ class CompiledProvider:
         with self._lock:
             self._outcomes.clear()
 
-    def _refusal_of_build(self, op: str, device: torch.device) -> str | None:
-        outcome = self._outcome(device)
-        return None if isinstance(outcome, str) else outcome.refusals.get(op)
+    def _refusal_of_build(self, request: Request) -> str | None:
+        """The limits of the build that is there, which may be older than this diffkern."""
+        outcome = self._outcome(request.device)
+        return None if isinstance(outcome, str) else outcome.refusals.get(request.op)
 
     def _outcome(self, device: torch.device) -> _Loaded | str:
         outcome = self._outcomes.get(device)

@@ -13,7 +13,7 @@ import contextvars
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,16 +49,6 @@ def refusals_raise() -> Iterator[None]:
         yield
     finally:
         _refusals_raise.reset(token)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _HubSupport(Support):
-    """The limits of the kernel that was loaded, which are not known before."""
-
-    of_kernel: Callable[[Request], str | None]
-
-    def refusal(self, request: Request) -> str | None:
-        return self.unserved_dtypes(request) or self.of_kernel(request)
 
 
 class _Op:
@@ -145,7 +135,7 @@ class KernelProvider:
         self._falls_through = falls_through
         self._lock = threading.RLock()
         self._outcomes: dict[torch.device, _Loaded | str] = {}
-        support = _HubSupport(frozenset(), KERNEL_DTYPES, of_kernel=self._refusal)
+        support = Support(None, KERNEL_DTYPES, self._refusal)
         self.support: Mapping[str, Support] = {op: support for op in eager.PROVIDER.support}
 
     def unavailable_reason(self, device: torch.device) -> str | None:

@@ -24,7 +24,7 @@ def test_every_op_with_a_kernel_of_its_own_is_called() -> None:
 @pytest.mark.parametrize("op", CALLS)
 def test_kernels_agree_with_the_reference_also_on_nothing(op: str, batch: int, provider: str, device: str) -> None:
     support = get_provider(provider).support.get(op)
-    if support is None or torch.device(device).type not in support.device_types:
+    if support is None or torch.device(device).type not in (support.device_types or ()):
         pytest.skip(f"{provider} has no {op} for {device}")
     kernel = kernel_for(op, torch.device(device), provider, torch.float32)
     results = _all(CALLS[op](kernel, batch, device))

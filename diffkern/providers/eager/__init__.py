@@ -53,20 +53,12 @@ _MODULES: Mapping[str, ModuleType] = {
 }
 
 
-class _AnyDevice(Support):
-    """Plain PyTorch runs wherever torch does."""
-
-    def refusal(self, request: Request) -> str | None:
-        return Support(frozenset({request.device.type}), self.dtypes).refusal(request)
-
-
 class EagerProvider:
     """Plain PyTorch: always there, on every device."""
 
     name = "eager"
     support: Mapping[str, Support] = {
-        op: _AnyDevice(frozenset(), KERNEL_DTYPES | {fp8.E4M3 if op == "linear_fp8" else torch.float64})
-        for op in _MODULES
+        op: Support(None, KERNEL_DTYPES | {fp8.E4M3 if op == "linear_fp8" else torch.float64}) for op in _MODULES
     }
 
     def unavailable_reason(self, device: torch.device) -> str | None:

@@ -7,7 +7,6 @@ first time one of them is called. In here ``import triton`` means the real Trito
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
@@ -39,18 +38,12 @@ MODULES: Mapping[str, str] = {
 }
 
 # The CPU is listed for Triton's interpreter; without the interpreter `unavailable_reason` says no.
-_SUPPORT = Support(frozenset({"cpu", "cuda", "xpu"}))
-_ROPE_SUPPORT = replace(_SUPPORT, dtypes=ROPE_DTYPES)
+_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 
-class _Fp8Support(Support):
+def _fp8_refusal(request: Request) -> str | None:
     """Triton has e4m3 where the hardware has it."""
-
-    def refusal(self, request: Request) -> str | None:
-        reason = super().refusal(request)
-        if reason is None and request.device.type == "cuda":
-            reason = fp8_unavailable_reason(request.device)
-        return reason
+    return fp8_unavailable_reason(request.device) if request.device.type == "cuda" else None
 
 
 @cache
@@ -63,9 +56,9 @@ class TritonProvider:
 
     name = "triton"
     support: Mapping[str, Support] = (
-        {op: _SUPPORT for op in MODULES}
-        | {op: _ROPE_SUPPORT for op in ("rope", "rope_3d")}
-        | {op: _Fp8Support(_SUPPORT.device_types) for op in MODULES if op.endswith("_fp8")}
+        {op: Support(_DEVICES) for op in MODULES}
+        | {op: Support(_DEVICES, ROPE_DTYPES) for op in ("rope", "rope_3d")}
+        | {op: Support(_DEVICES, further=_fp8_refusal) for op in MODULES if op.endswith("_fp8")}
     )
 
     def unavailable_reason(self, device: torch.device) -> str | None:
