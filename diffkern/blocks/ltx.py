@@ -52,6 +52,7 @@ from diffkern.ops import (
 )
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.contract import FP8_ALLOWANCE
+from diffkern.verify.samples import Draws
 
 #: How reports name what could be computed in fp8 and is not.
 _ATTN1, _FF = "attn1 in fp8", "ff in fp8"
@@ -226,26 +227,19 @@ class LTXBlock(BlockRecipe):
         )
 
     @override
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
         block: Any = module
-        generator = torch.Generator("cpu").manual_seed(20)
-
-        def random(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(shape, generator=generator, device="cpu") * scale).to(device=device, dtype=dtype)
-
         frames, height = 3, 3
         width = tokens // (frames * height) | 1
         length, dim, text = frames * height * width, block.scale_shift_table.shape[-1], 7
         rotary = LTXVideoRotaryPosEmbed(dim)
-        tables = rotary(random(2, length, dim), frames, height, width, (0.3, 32.0, 32.0))
-        mask = torch.zeros(2, 1, text, device=device, dtype=dtype)
+        tables = rotary(draw(2, length, dim), frames, height, width, (0.3, 32.0, 32.0))
+        mask = torch.zeros(2, 1, text, device=draw.device, dtype=draw.dtype)
         mask[0, :, 4:] = -10000.0
         context = block.attn2.cross_attention_dim
         return [
-            (random(2, length, dim), random(2, text, context), random(2, 1, 6 * dim, scale=0.5), tables, mask),
-            (random(2, length, dim), random(2, text, context), random(2, length, 6 * dim, scale=0.5), tables, None),
+            (draw(2, length, dim), draw(2, text, context), draw(2, 1, 6 * dim, scale=0.5), tables, mask),
+            (draw(2, length, dim), draw(2, text, context), draw(2, length, 6 * dim, scale=0.5), tables, None),
         ]
 
     @override

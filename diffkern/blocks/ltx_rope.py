@@ -27,6 +27,7 @@ from diffkern.blocks.recipe import BlockRecipe
 from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
 from diffkern.ops import expand_axes
 from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
+from diffkern.verify.samples import Draws
 
 Tables = tuple[Tensor, Tensor]
 
@@ -198,11 +199,9 @@ class LTXRotaryEmbedding(BlockRecipe):
         return LTXVideoRotaryPosEmbed.forward, LTXVideoRotaryPosEmbed._prepare_video_coords
 
     @override
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
-        x = torch.empty(2, 1, 1, device=device, dtype=dtype)
-        coords = torch.arange(2 * 3 * tokens, device=device, dtype=torch.float32).view(2, 3, tokens)
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
+        x = draw(2, 1, 1)
+        coords = torch.arange(2 * 3 * tokens, device=draw.device, dtype=torch.float32).view(2, 3, tokens)
         return [(x, 3, 3, -(-tokens // 9), (0.3, 32.0, 32.0), None), (x, None, None, None, None, coords)]
 
 

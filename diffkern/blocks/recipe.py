@@ -21,7 +21,7 @@ from diffkern.verify.contract import FEW_TOKENS, TOKENS
 from diffkern.verify.fusion import Fusion
 from diffkern.verify.gain import reason_to_stay_stock
 from diffkern.verify.gradients import with_gradients
-from diffkern.verify.samples import clone_tree, doubled, in_float64
+from diffkern.verify.samples import Draws, clone_tree, doubled, in_float64
 
 #: Full name of a block's class -> its name as an op, and the module with its recipe, ``RECIPE`` unless it is named.
 #: That may import diffusers, which a user of such a block has imported already.
@@ -120,9 +120,7 @@ class BlockRecipe(Fusion):
         """The stock functions whose work :meth:`compute` does, the forward of the block first."""
 
     @abstractmethod
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
         """Random arguments of every kind that the block is called with, of about ``tokens`` tokens each."""
 
     def make_plain(self, module: nn.Module) -> None:
@@ -185,11 +183,11 @@ class BlockRecipe(Fusion):
     def samples(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, exact: bool
     ) -> Sequence[tuple[Any, ...]]:
-        return self.sample_calls(module, TOKENS, device, dtype)
+        return self.sample_calls(module, TOKENS, Draws(device, dtype))
 
     @override
     def short_samples(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sequence[tuple[Any, ...]]:
-        return self.sample_calls(module, FEW_TOKENS, device, dtype)[:1]
+        return self.sample_calls(module, FEW_TOKENS, Draws(device, dtype))[:1]
 
     @override
     def stock(self, module: nn.Module, call: tuple[Any, ...]) -> Any:

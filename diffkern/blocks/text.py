@@ -16,6 +16,7 @@ from diffkern.blocks.recipe import BlockRecipe
 from diffkern.cache import DerivedCache, TensorFingerprint, memory
 from diffkern.cache.text import CAPTIONS, MAX_TEXTS, Caption, is_cacheable, of_weight
 from diffkern.providers import KERNEL_DTYPES
+from diffkern.verify.samples import Draws
 
 #: Activations that compute nothing but what their class and ``approximate`` say.
 _ACTIVATIONS = (nn.GELU, nn.SiLU, FP32SiLU)
@@ -145,13 +146,9 @@ class TextProjection(BlockRecipe):
         return (PixArtAlphaTextProjection.forward,)
 
     @override
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
         owner: Any = module
-        generator = torch.Generator("cpu").manual_seed(22)
-        caption = torch.randn(2, 7, owner.linear_1.in_features, generator=generator, device="cpu")
-        return [(caption.to(device=device, dtype=dtype),)]
+        return [(draw(2, 7, owner.linear_1.in_features),)]
 
 
 RECIPE = TextProjection()

@@ -21,6 +21,7 @@ from typing_extensions import override
 from diffkern.blocks.pieces import has_plain_parameters, unfit
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.providers.dispatch_modes import transforms_active
+from diffkern.verify.samples import Draws
 
 
 class LayerRecipe(BlockRecipe):
@@ -103,21 +104,16 @@ class CausalConvolution(LayerRecipe):
         return F.conv3d(x, weight, bias, conv.stride, (0, height, width), conv.dilation, groups)
 
     @override
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
         conv: Any = module
-        generator = torch.Generator("cpu").manual_seed(20)
 
-        def draw(frames: int) -> Tensor:
-            width = max(conv.kernel_size[2] + 1, tokens // 30)
-            shape = (2, conv.in_channels, frames, 5, width)
-            return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+        def video(frames: int) -> Tensor:
+            return draw(2, conv.in_channels, frames, 5, max(conv.kernel_size[2] + 1, tokens // 30))
 
         front = conv._padding[4]
         fewest = max(conv.kernel_size[0] - front, 1)
-        cached = [(draw(2), draw(2)), (draw(2), draw(1))] if front else []
-        return [(draw(fewest + 2), None), (draw(fewest), None), *cached]
+        cached = [(video(2), video(2)), (video(2), video(1))] if front else []
+        return [(video(fewest + 2), None), (video(fewest), None), *cached]
 
 
 class Upsampling(LayerRecipe):
@@ -136,11 +132,8 @@ class Upsampling(LayerRecipe):
         return nn.Upsample.forward(module, call[0])  # type: ignore[arg-type]
 
     @override
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
-        generator = torch.Generator("cpu").manual_seed(20)
-        return [(torch.randn((2, 8, 5, max(tokens // 10, 4)), generator=generator, device="cpu").to(device, dtype),)]
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
+        return [(draw(2, 8, 5, max(tokens // 10, 4)),)]
 
 
 _PACKAGE = "diffusers.models.autoencoders"

@@ -13,30 +13,22 @@ from typing_extensions import override
 from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, KitchenBackend
 from diffkern.providers import Choice, select
 from diffkern.verify.fusion import Fusion
+from diffkern.verify.samples import Draws
 
 _BATCH, _HEADS, _TOKENS, _SIZE = 2, 6, 45, 128
 #: Tokens where one differing bit decides.
 _EXACT_TOKENS = 400
 
 
-class Samples:
-    """Random tensors for sample calls, of a device and dtype, the same at every start."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._generator = torch.Generator("cpu").manual_seed(20)
-        self._device, self._dtype = device, dtype
-
-    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Draws from a normal distribution of deviation ``scale``."""
-        values = torch.randn(shape, generator=self._generator, device="cpu") * scale
-        return values.to(device=self._device, dtype=self._dtype)
+class Samples(Draws):
+    """Random tensors for sample calls."""
 
     def rotations(self, *shape: int) -> Tensor:
         """Draws rotation matrices ``[..., 2, 2]``."""
         angles = torch.randn(shape, generator=self._generator, device="cpu") * 3
         cos, sin = angles.cos(), angles.sin()
         matrices: Tensor = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
-        return matrices.to(device=self._device, dtype=self._dtype)
+        return matrices.to(device=self.device, dtype=self.dtype)
 
 
 @dataclass(frozen=True)

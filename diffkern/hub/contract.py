@@ -23,6 +23,7 @@ from diffkern.providers.foreign import MisconductError, is_of_user, summary
 from diffkern.verify.contract import RATIO, SLACK
 from diffkern.verify.isolation import call_twice
 from diffkern.verify.measures import error_beside
+from diffkern.verify.samples import Draws
 
 #: Numbers that change what is computed; other numbers, such as eps, are only values in the formula.
 _MEANINGFUL = frozenset({"weight_offset", "scale_offset", "norm", "gate_activation", "arithmetic"})
@@ -128,28 +129,20 @@ def _parameters(op: str) -> tuple[str, ...]:
 
 def samples(op: str, device: torch.device, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     """Arguments of ``op``, one or more of each pattern that models use."""
-    generator = torch.Generator("cpu").manual_seed(20)
-
-    def random(*shape: int, scale: float = 1.0, of: torch.dtype = dtype) -> Tensor:
-        return (torch.randn(shape, generator=generator, device="cpu") * scale).to(of).to(device)
-
-    return _SAMPLES[op](random, dtype)
+    return _SAMPLES[op](Draws(device, dtype))
 
 
-Random = Callable[..., Tensor]
-
-
-def _rows(random: Random) -> Tensor:
+def _rows(random: Draws) -> Tensor:
     """Rows of very different length, so that a wrong eps shows."""
-    return random(64, 192) * torch.logspace(-4, 1, 64, device=random(1).device).to(random(1).dtype)[:, None]
+    return random(64, 192) * torch.logspace(-4, 1, 64, device=random.device).to(random.dtype)[:, None]
 
 
-def _rms_norm(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _rms_norm(random: Draws) -> list[tuple[Any, ...]]:
     x, weight, bias = _rows(random), 1 + random(192, scale=0.3), random(192)
     upcast = weight.float()
     calls: list[tuple[Any, ...]] = []
-    for rounding in dict.fromkeys((None, dtype)):
-        for out in (None, dtype):
+    for rounding in dict.fromkeys((None, random.dtype)):
+        for out in (None, random.dtype):
             calls += [
                 (x, weight, None, 1e-6, 0.0, rounding, out, False, False),
                 (x, None, None, 1e-6, 0.0, rounding, out, False, False),
@@ -164,21 +157,21 @@ def _rms_norm(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     ]
 
 
-def _layer_norm(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _layer_norm(random: Draws) -> list[tuple[Any, ...]]:
     x, weight, bias = _rows(random) + 0.25, 1 + random(192, scale=0.3), random(192)
     return [
         (x, given, added, 1e-5, out, preserve)
-        for out in (None, dtype)
+        for out in (None, random.dtype)
         for preserve in (False, True)
         for given, added in ((weight, bias), (weight, None), (None, None), (weight.float(), bias.float()))
     ]
 
 
-def _activation(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _activation(random: Draws) -> list[tuple[Any, ...]]:
     return [(random(3, 31, 48, scale=3.0), name) for name in ("gelu", "gelu_tanh", "silu", "quick_gelu")]
 
 
-def _glu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _glu(random: Draws) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     for name in ("gelu", "gelu_tanh", "silu", "quick_gelu"):
         for rounds in (False, True):
@@ -188,13 +181,12 @@ def _glu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     return calls
 
 
-def _table(random: Random, *shape: int) -> tuple[Tensor, Tensor]:
-    angles = random(*shape, of=torch.float32)
-    dtype = random(1).dtype
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def _table(random: Draws, *shape: int) -> tuple[Tensor, Tensor]:
+    angles = random(*shape).float()
+    return angles.cos().to(random.dtype), angles.sin().to(random.dtype)
 
 
-def _rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _rope(random: Draws) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     for half, batch, arithmetic in itertools.product((False, True), (1, 2), ARITHMETICS.values()):
         cos, sin = _table(random, batch, 17, 1, 32)
@@ -204,13 +196,13 @@ def _rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     return calls
 
 
-def _rope_3d(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _rope_3d(random: Draws) -> list[tuple[Any, ...]]:
     tables = [_table(random, 2, pairs) for pairs in (6, 5, 5)]
     cos, sin = [table[0] for table in tables], [table[1] for table in tables]
     return [(random(2, 8, 3, 32), cos, sin, None, [2, 2, 2], False, 0, half, 0, 0, 1, 0, -1) for half in (False, True)]
 
 
-def _qk_norm_rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _qk_norm_rope(random: Draws) -> list[tuple[Any, ...]]:
     cos, sin = _table(random, 1, 17, 1, 32)
     q, k, weight = random(2, 17, 3, 64), random(2, 17, 3, 64), 1 + random(64, scale=0.3)
     tail: tuple[Any, ...] = (None, [], False, 0)
@@ -221,7 +213,7 @@ def _qk_norm_rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
-def _joint_qk_norm_rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _joint_qk_norm_rope(random: Draws) -> list[tuple[Any, ...]]:
     cos, sin = _table(random, 1, 17, 1, 32)
     text, image, weight = random(2, 5, 3, 64), random(2, 17, 3, 64), 1 + random(64, scale=0.3)
     parameters = (weight,) * 4 + (None,) * 4
@@ -232,32 +224,32 @@ def _joint_qk_norm_rope(random: Random, dtype: torch.dtype) -> list[tuple[Any, .
     ]
 
 
-def _norm_modulate(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _norm_modulate(random: Draws) -> list[tuple[Any, ...]]:
     x, scale, shift = random(2, 33, 96), random(2, 1, 96), random(2, 33, 96)
     return [(x, scale, shift, None, None, 1e-6, norm, 1.0, False, None) for norm in (0, 1, 2)]
 
 
-def _gate_residual(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _gate_residual(random: Draws) -> list[tuple[Any, ...]]:
     residual, x = random(2, 33, 96), random(2, 33, 96)
     return [(residual, x, gate, 0, False, None) for gate in (random(2, 1, 96), None)]
 
 
-def _gate_residual_norm_modulate(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _gate_residual_norm_modulate(random: Draws) -> list[tuple[Any, ...]]:
     residual, x, gate, scale, shift = (random(2, n, 96) for n in (33, 33, 1, 1, 1))
     return [(residual, x, gate, scale, shift, None, None, 1e-6, norm, 0, 1.0, False, None, None) for norm in (1, 2)]
 
 
-def _group_norm_silu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _group_norm_silu(random: Draws) -> list[tuple[Any, ...]]:
     x, weight, bias, add = random(2, 32, 5, 7), 1 + random(32, scale=0.3), random(32), random(2, 32)
     return [(x, 8, weight, bias, a, 1e-5, silu, False, False) for silu in (False, True) for a in (None, add)]
 
 
-def _channel_rms_norm_silu(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _channel_rms_norm_silu(random: Draws) -> list[tuple[Any, ...]]:
     x, weight, bias = random(2, 16, 5, 7), 1 + random(16, scale=0.3), random(16)
     return [(x, weight, bias, None, None, 1e-6, clamp, silu, None) for clamp in (False, True) for silu in (False, True)]
 
 
-def _add_norm_silu_pad(random: Random, dtype: torch.dtype) -> list[tuple[Any, ...]]:
+def _add_norm_silu_pad(random: Draws) -> list[tuple[Any, ...]]:
     x, residual, bias = random(2, 16, 3, 5, 7), random(2, 16, 3, 5, 7), random(16)
     scale, shift = random(2, 16), random(2, 16)
     return [
@@ -267,7 +259,7 @@ def _add_norm_silu_pad(random: Random, dtype: torch.dtype) -> list[tuple[Any, ..
     ]
 
 
-_SAMPLES: Mapping[str, Callable[[Random, torch.dtype], list[tuple[Any, ...]]]] = {
+_SAMPLES: Mapping[str, Callable[[Draws], list[tuple[Any, ...]]]] = {
     "activation": _activation,
     "add_norm_silu_pad": _add_norm_silu_pad,
     "channel_rms_norm_silu": _channel_rms_norm_silu,

@@ -50,6 +50,19 @@ def random_input(shape: torch.Size, device: torch.device, dtype: torch.dtype) ->
     return (x * scale).to(device=device, dtype=dtype)
 
 
+class Draws:
+    """Random tensors of a device and dtype, the same at every start; torch's global generators stay as they are."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 20) -> None:
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Draws from a normal distribution of deviation ``scale``."""
+        values = torch.randn(shape, generator=self._generator, device="cpu") * scale
+        return values.to(device=self.device, dtype=self.dtype)
+
+
 def in_float64(module: nn.Module, device: torch.device) -> nn.Module:
     """Returns a copy of a module as :func:`clone_tree` makes it, in float64."""
     return clone_tree(module, device, lambda tensor: torch.float64, torch.float64)

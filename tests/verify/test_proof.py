@@ -17,6 +17,7 @@ from diffkern.matching import match
 from diffkern.verify.isolation import Copy, map_tensors, tensors_of
 from diffkern.verify.measures import Measurement
 from diffkern.verify.proof import Verifier
+from diffkern.verify.samples import Draws
 from tests.injection.models import run, tiny_ltx
 
 CPU = torch.device("cpu")
@@ -237,7 +238,7 @@ def test_a_block_with_wrong_gradients_trains_on_stock(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ltx.LTXBlock, "compute", lambda *args: Doubled.apply(right(*args)))
     stock, model = tiny_ltx(1).transformer_blocks[0], tiny_ltx(1).transformer_blocks[0]
     report = inject_optimized_kernels(model)
-    (call,) = ltx.RECIPE.sample_calls(stock, 9, CPU, torch.float32)[:1]
+    (call,) = ltx.RECIPE.sample_calls(stock, 9, Draws(CPU, torch.float32))[:1]
     gradients = []
     for block in (stock, model):
         x = call[0].clone().requires_grad_()

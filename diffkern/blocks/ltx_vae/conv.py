@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from diffusers.models.autoencoders.autoencoder_kl_ltx import LTXVideoCausalConv3d
 from torch import Tensor, nn
 from typing_extensions import override
@@ -20,6 +19,7 @@ from diffkern.blocks.ltx_vae.parts import (
     unfit_call,
 )
 from diffkern.ops import add_norm_silu_pad
+from diffkern.verify.samples import Draws
 
 
 class LTXCausalConv(AutoencoderRecipe):
@@ -55,11 +55,9 @@ class LTXCausalConv(AutoencoderRecipe):
         return (LTXVideoCausalConv3d.forward,)
 
     @override
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
         conv: Any = module
-        return [(sample(conv.in_channels, tokens, device, dtype),)]
+        return [(sample(conv.in_channels, tokens, draw),)]
 
 
 RECIPE = LTXCausalConv()

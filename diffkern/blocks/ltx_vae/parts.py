@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from diffkern.blocks.pieces import plain, unfit, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.providers.dispatch_modes import transforms_active
+from diffkern.verify.samples import Draws
 
 
 class AutoencoderRecipe(BlockRecipe):
@@ -100,13 +101,6 @@ def convolve(causal: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tup
     return F.conv3d(x, weight, bias, *geometry), None
 
 
-def sample(channels: int, tokens: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def sample(channels: int, tokens: int, draw: Draws) -> Tensor:
     """Random hidden states of about ``tokens`` positions."""
-    width = max(4, tokens // 30)
-    return random((2, channels, 3, 5, width), device, dtype)
-
-
-def random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The same random numbers at every call; torch's global generators stay as they are."""
-    generator = torch.Generator("cpu").manual_seed(20)
-    return torch.randn(shape, generator=generator, device="cpu").to(device=device, dtype=dtype)
+    return draw(2, channels, 3, 5, max(4, tokens // 30))

@@ -17,13 +17,13 @@ from diffkern.blocks.ltx_vae.parts import (
     convolve,
     is_weightless,
     padding_of,
-    random,
     sample,
     stock_convolutions,
     unfit_call,
 )
 from diffkern.blocks.pieces import plain, untouched
 from diffkern.ops import add_norm_silu_pad
+from diffkern.verify.samples import Draws
 
 
 class LTXResnetBlock(AutoencoderRecipe):
@@ -117,17 +117,15 @@ class LTXResnetBlock(AutoencoderRecipe):
         return LTXVideoResnetBlock3d.forward, LTXVideoCausalConv3d.forward, RMSNorm.forward
 
     @override
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
         block: Any = module
-        x = sample(block.conv1.in_channels, tokens, device, dtype)
+        x = sample(block.conv1.in_channels, tokens, draw)
         temb = None
         if block.scale_shift_table is not None:
             size = block.scale_shift_table.numel()
-            temb = random((x.shape[0], size, 1, 1, 1), device, dtype) * 0.5
+            temb = draw(x.shape[0], size, 1, 1, 1, scale=0.5)
         # A generator of its own: the user's must not advance.
-        return [(x, temb, torch.Generator(device))]
+        return [(x, temb, torch.Generator(draw.device))]
 
     @override
     def make_plain(self, module: nn.Module) -> None:

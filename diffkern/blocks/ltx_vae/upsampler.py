@@ -20,6 +20,7 @@ from diffkern.blocks.ltx_vae.parts import (
     unfit_call,
 )
 from diffkern.ops import add_norm_silu_pad
+from diffkern.verify.samples import Draws
 
 
 class LTXUpsampler(AutoencoderRecipe):
@@ -81,11 +82,9 @@ class LTXUpsampler(AutoencoderRecipe):
         return LTXVideoUpsampler3d.forward, LTXVideoCausalConv3d.forward
 
     @override
-    def sample_calls(
-        self, module: nn.Module, tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> list[tuple[Any, ...]]:
+    def sample_calls(self, module: nn.Module, tokens: int, draw: Draws) -> list[tuple[Any, ...]]:
         upsampler: Any = module
-        return [(sample(upsampler.conv.in_channels, tokens, device, dtype),)]
+        return [(sample(upsampler.conv.in_channels, tokens, draw),)]
 
 
 RECIPE = LTXUpsampler()
