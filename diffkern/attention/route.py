@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import identical, is_of_user, preserved, summary
 from diffkern.verify import choices
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
-from diffkern.verify.isolation import call_twice
+from diffkern.verify.isolation import MEASURING, call_twice
 from diffkern.verify.measures import Measurement
 
 Compute = Callable[[AttentionCall], Tensor]
@@ -97,13 +98,14 @@ class Route:
                 raise
             failure = error
         else:
-            self.fused_calls += 1
+            self.fused_calls += _is_counted()
             return y
         result = stock(call)  # raises as well where the call is wrong, and not the backend
         reason = self._give_up(backend, call, failure)
         if self.strict:
             raise self.error(f"attention cannot run on {reason}") from failure
-        self.stock_calls[reason] += 1
+        if _is_counted():
+            self.stock_calls[reason] += 1
         return result
 
     def attend_unrotated(self, x: Unrotated, value: Tensor, scale: float | None) -> Tensor | None:
@@ -136,7 +138,7 @@ class Route:
             self._unrotated[key] = False
             _warn_of_rotation(backend, summary(error))
             return None
-        self.fused_calls += 1
+        self.fused_calls += _is_counted()
         return y
 
     def _keeps_error(self, backend: Backend, x: Unrotated, value: Tensor, scale: float | None) -> bool:
@@ -160,7 +162,8 @@ class Route:
         if not torch.compiler.is_compiling():
             if self.strict and reason:
                 raise self.error(f"attention cannot run on {self._names()}: {reason}")
-            self.stock_calls[reason or _STOCK_IS_BEST] += 1
+            if _is_counted():
+                self.stock_calls[reason or _STOCK_IS_BEST] += 1
         return stock(call)
 
     # --- choosing --------------------------------------------------------------------------------------
@@ -332,6 +335,11 @@ class Route:
 
     def _names(self) -> str:
         return " or ".join(backend.name for backend in self.backends)
+
+
+def _is_counted() -> bool:
+    """Whether a call is one of the user's, and none of a proof or a clock."""
+    return get_ident() not in MEASURING
 
 
 _STOCK_IS_BEST = "measured to be the best"

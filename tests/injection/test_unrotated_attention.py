@@ -12,13 +12,14 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers import HunyuanVideoTransformer3DModel
 from diffusers.models.transformers import transformer_flux as flux
 from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels
 from diffkern.attention import BACKENDS, accuracy, cudnn_fp8
 from diffkern.providers.eager.attention_fp8 import Unrotated
-from diffkern.rewrite import plan
+from diffkern.rewrite import masked, plan
 from diffkern.rewrite.rewriter import Rewriter
 
 TEXT, SIDE = 16, 8
@@ -236,3 +237,35 @@ def test_a_site_that_has_another_reader_in_another_branch_computes_its_results(m
         sites = [replace(rewritten.plan.sites[0], attended=False)]
         plan._attend_unrotated(tree, sites)
         assert sites[0].attended == attended and ("_attend(" in ast.unparse(tree)) == attended
+
+
+@pytest.mark.parametrize("shown", [6, 8])
+def test_a_mask_that_hides_padding_alone_takes_attention_in_fp8_with_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch, shown: int
+) -> None:
+    monkeypatch.setattr(masked, "LEAST_PAIRS", 1)
+    torch.manual_seed(0)
+    model = HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=128, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, mlp_ratio=2.0, patch_size=1, patch_size_t=1, text_embed_dim=16,
+        pooled_projection_dim=8, rope_axes_dim=(16, 56, 56), guidance_embeds=True,
+    ).eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    given: dict[str, Any] = {
+        "hidden_states": torch.randn(1, 4, 2, 4, 4, generator=generator),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 8, 16, generator=generator),
+        "encoder_attention_mask": (torch.arange(8) < shown)[None],
+        "pooled_projections": torch.randn(1, 8, generator=generator),
+        "guidance": torch.tensor([6000.0]),
+    }
+    exact = copy.deepcopy(model).double()(**{k: v.double() if v.is_floating_point() else v for k, v in given.items()})
+    model, half = model.bfloat16(), {k: v.bfloat16() if v.is_floating_point() else v for k, v in given.items()}
+    report = inject_optimized_kernels(model, attention="cudnn_fp8")
+    with torch.no_grad():
+        for _ in range(4):
+            served.streams.clear()
+            y = model(**half)[0]
+    assert accuracy.distance(y, exact[0]) < 0.05
+    assert served.streams == []  # a text that is not rotated keeps it from what is
+    assert report.calls()[""]["fused"] == 8 and not report.calls()[""]["stock_reasons"]  # both attentions, each time
