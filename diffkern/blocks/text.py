@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from typing_extensions import override
 from diffkern.blocks.pieces import plain_linear, unfit_surroundings, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.cache import DerivedCache, TensorFingerprint, memory
+from diffkern.cache.derived import version
 from diffkern.cache.text import CAPTIONS, MAX_TEXTS, Caption, is_cacheable, of_weight
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.samples import Draws
@@ -28,6 +30,10 @@ class _Caption(DerivedCache):
     def __init__(self) -> None:
         super().__init__()
         self._kept: list[Caption] = []
+        #: Whether what was kept last has been of use: what is another one at every call is no caption of a run.
+        self._was_useful = True
+        #: The captions of the last calls, with how often they had been written.
+        self._seen: list[tuple[weakref.ref[Tensor], int | None]] = []
 
     @override
     def fingerprints(self) -> Iterable[TensorFingerprint]:
@@ -49,9 +55,17 @@ class _Caption(DerivedCache):
         valid = [kept for kept in self._kept if kept.holds(activation, weights)]
         for kept in valid:
             if kept.caption.matches(caption):
+                self._was_useful = True
                 return kept.states.detach()  # a view: each has requires_grad and grad of its own
         if caption.is_cuda and torch.cuda.is_current_stream_capturing():
             return _project(module, caption)  # into memory of the graph, which each replay writes again
+        written = version(caption)
+        again = any([one() is caption and before == written for one, before in self._seen])
+        self._seen = [*self._seen[1 - MAX_TEXTS :], (weakref.ref(caption), written)]
+        if not (self._was_useful or again):  # to keep it takes sums of all weights
+            self._kept = [kept for kept in valid if kept.caption.tensor() is not None]
+            return _project(module, caption)
+        self._was_useful = False
         sources = TensorFingerprint.of(caption), tuple(map(of_weight, weights))
         y = _project(module, caption).detach()
         kept = Caption(*sources, TensorFingerprint.of(y), activation, y)
