@@ -28,8 +28,10 @@ _HOOKS, _PRE_HOOKS, _BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS = GLOBAL_HOOKS
 
 def call_layer(layer: Any, x: Any) -> Any:
     """``layer(x)``."""
+    if _is_traced():  # first: the compiler knows no type of what some calls look like
+        return layer(x)
     cls = type(layer)
-    known = None if _is_traced() else _KNOWN[cls] if cls in _KNOWN else _learn(cls)
+    known = _KNOWN[cls] if cls in _KNOWN else _learn(cls)
     if known is None or cls.forward is not known[0] or _is_watched(layer, cls):
         return layer(x)
     state = layer.__dict__
@@ -45,8 +47,10 @@ def call_layer(layer: Any, x: Any) -> Any:
 
 def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
     """``module(*args, **kwargs)``."""
+    if _is_traced():
+        return module(*args, **kwargs)
     cls = type(module)
-    known = None if _is_traced() else _KNOWN[cls] if cls in _KNOWN else _learn(cls)
+    known = _KNOWN[cls] if cls in _KNOWN else _learn(cls)
     if known is None or cls.forward is not known[0] or _is_watched(module, cls):
         return module(*args, **kwargs)
     state = module.__dict__
@@ -55,8 +59,10 @@ def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def call_processor(processor: Any, *args: Any, **kwargs: Any) -> Any:
     """``processor(*args, **kwargs)`` of an attention module."""
+    if _is_traced():
+        return processor(*args, **kwargs)
     cls = type(processor)
-    known = None if _is_traced() else _KNOWN[cls] if cls in _KNOWN else _learn(cls)
+    known = _KNOWN[cls] if cls in _KNOWN else _learn(cls)
     if known is not None and cls.__call__ is known[0]:
         return known[1](processor, *args, **kwargs)
     return processor(*args, **kwargs)

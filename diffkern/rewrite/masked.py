@@ -143,11 +143,17 @@ class MaskedAttentionSite(FusedSite):
 
 
 def _shown_keys(mask: Tensor) -> int:
-    """How many keys a mask shows, if those are the first ones for all queries of all samples, or none; 0 otherwise."""
-    of_pairs = mask.ndim == 4 and mask.shape[2] > 1
+    """How many keys a mask shows, if those are the first ones for all queries of all samples, or none; 0 otherwise.
+
+    A mask of pairs is read twice, and nothing of its size is written: each query that is shown sees so many keys, the
+    others see none, and no key is seen that the first query does not see.
+    """
     shown = mask[:, 0, 0] if mask.ndim == 4 else mask
     numbers = torch.arange(1, shown.shape[1] + 1, device=mask.device)
     counts, last = shown.sum(1), (shown * numbers).amax(1)
-    same = (mask == (shown[:, None, :, None] & shown[:, None, None, :])).all() if of_pairs else counts[0] == counts[0]
-    least, most, furthest, fits = torch.stack([counts.amin(), counts.amax(), last.amax(), same.long()]).tolist()
-    return int(least) if fits and least == most == furthest else 0
+    fits = torch.ones_like(counts)
+    if mask.ndim == 4 and mask.shape[2] > 1:
+        pairs = mask[:, 0]
+        fits = ((pairs.sum(2) == shown * counts[:, None]) & (pairs.any(1) == shown)).all().long()
+    least, most, furthest, fit = torch.stack([counts.amin(), counts.amax(), last.amax(), fits.amin()]).tolist()
+    return int(least) if fit and least == most == furthest else 0

@@ -95,8 +95,10 @@ class MaskedAttention:
         given |= {str(word.arg): word.value for word in node.keywords}
         if tokens is None or not all(isinstance(given.get(name), ast.Name) for name in OPERANDS):
             return
-        if any(getattr(given.pop(name, None), "value", off) != off for name, off in _OFF.items()):
-            return
+        for name, off in _OFF.items():
+            value = given.pop(name, ast.Constant(off))
+            if not isinstance(value, ast.Constant) or value.value != off:
+                return
         if given.keys() <= _FREE | {*OPERANDS}:
             operands = {name: Operand(value) for name, value in given.items() if not isinstance(value, ast.Constant)}
             yield replace(match.step(node), operands=operands, options={"tokens": tokens})

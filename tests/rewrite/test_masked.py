@@ -103,6 +103,13 @@ def test_a_mask_that_shows_nothing_stays() -> None:
     assert [_shown_keys(mask_of(n, n)[:, 0, 0]) for n in (0, 4)] == [0, 4]
     pairs = mask_of(5, 5) & mask_of(5, 5).mT
     assert _shown_keys(pairs) == 5 and _shown_keys(pairs | mask_of(1, 1)) == 0
+    for row, column, value in ((1, 3, False), (0, 4, False), (1, 6, True), (9, 2, True), (2, 4, False)):
+        other = pairs.clone()
+        other[1, 0, row, column] = value
+        assert _shown_keys(other) == 0
+    swapped = pairs.clone()
+    swapped[0, 0, 2, [1, 7]] = torch.tensor([False, True])  # as many, and others
+    assert _shown_keys(swapped) == 0
 
 
 def test_exact_numerics_keep_the_mask(attended: list[tuple[int, bool]]) -> None:
@@ -166,6 +173,46 @@ def test_a_call_whose_error_is_larger_than_stocks_keeps_the_mask(monkeypatch: py
     for _ in range(2):
         assert_same(run(module, given), stock)
     assert site.fused_calls == 0
+
+
+class Attends(nn.Module):
+    """Normalises and attends, by a processor."""
+
+    def __init__(self, processor: Any) -> None:
+        super().__init__()
+        self.norm, self.to_v, self.processor = nn.LayerNorm(8), nn.Linear(8, 8), processor
+
+    def forward(self, x: Tensor, mask: Tensor, flag: Any) -> Tensor:
+        result: Tensor = self.processor(self, x, mask, flag)
+        return result
+
+
+class Causal:
+    def __call__(self, attn: Any, x: Tensor, mask: Tensor, flag: Any) -> Tensor:
+        q, k, v = x[:, None], x[:, None], attn.to_v(x)[:, None]
+        joint = torch.cat([v, v], dim=2)[:, :, : v.shape[2]]
+        return F.scaled_dot_product_attention(q, k, joint, attn_mask=mask, is_causal=flag)
+
+
+class Drops:
+    def __call__(self, attn: Any, x: Tensor, mask: Tensor, flag: Any) -> Tensor:
+        q, k, v = x[:, None], x[:, None], attn.to_v(x)[:, None]
+        joint = torch.cat([v, v], dim=2)[:, :, : v.shape[2]]
+        return F.scaled_dot_product_attention(q, k, joint, attn_mask=mask, dropout_p=0.5)
+
+
+class Plain:
+    def __call__(self, attn: Any, x: Tensor, mask: Tensor, flag: Any) -> Tensor:
+        q, k, v = x[:, None], x[:, None], attn.to_v(x)[:, None]
+        joint = torch.cat([v, v], dim=2)[:, :, : v.shape[2]]
+        return F.scaled_dot_product_attention(q, k, joint, attn_mask=mask, dropout_p=0.0, is_causal=False)
+
+
+def test_attention_that_may_be_causal_or_drops_weights_is_no_site() -> None:
+    for processor, found in ((Plain(), True), (Causal(), False), (Drops(), False)):
+        rewritten = Rewriter().rewrite(Attends(processor))
+        assert isinstance(rewritten, Rewritten)
+        assert any(isinstance(site, MaskedAttentionSite) for site in rewritten.sites) is found
 
 
 def test_compiled_it_is_what_is_written() -> None:
