@@ -42,10 +42,10 @@ from diffkern.rewrite.variants import (
 )
 
 #: Names in rewritten functions: what decides which sites are on, what runs if none may, what concatenates behind a
-#: site's result, what calls the layer that reads that, and what calls the attention that reads a site's results.
-ENTER, STOCK, JOIN, READ, ATTEND = NAMES = "_enter", "_stock", "_join", "_read", "_attend"
-#: What calls attention in diffusers, and what of queries and keys may be read before they are there.
-_DISPATCH, _KNOWN = "dispatch_attention_fn", frozenset({"dtype", "device", "shape", "ndim"})
+#: site's result, and what calls the layer that reads that.
+ENTER, STOCK, JOIN, READ = NAMES = "_enter", "_stock", "_join", "_read"
+#: What of queries and keys may be read before they are there.
+_KNOWN = frozenset({"dtype", "device", "shape", "ndim"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,23 +386,18 @@ def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan], facts: Facts) -
 
 def _attend_unrotated(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
     """Lets attention read queries and keys before their rotation, where the statement behind a site calls it."""
-    flow, calls, attended = Flow(tree), Counter[int](), dict[int, list[ast.Call]]()
+    flow, calls, attended = Flow(tree), Counter[int](), Counter[int]()
     for node in ast.walk(tree):
         calls[_site_called(node)] += 1
         for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             for made, read in pairwise(block if isinstance(block, list) else ()):
-                if not isinstance(made, ast.Assign) or not isinstance(read, ast.Assign):
-                    continue
-                site = _site_called(read.value)
-                masked = site >= 0 and sites[site].options.get("tokens") == 1  # of diffusers
-                if (masked or site < 0) and _goes_into(flow, made, read.value, masked):
-                    attended.setdefault(_site_called(made.value), []).append(read.value)  # type: ignore[arg-type]
-    for index, found in attended.items():
-        if index >= 0 and len(found) == calls[index] and sites[index].rule.op == "qk_norm_rope":
-            sites[index] = replace(sites[index], attended=True)
-            for attention in [call for call in found if _site_called(call) < 0]:  # a site knows what it is given
-                attention.args.insert(0, attention.func)
-                attention.func = ast.copy_location(ast.Name(ATTEND, ast.Load()), attention)
+                if isinstance(made, ast.Assign) and isinstance(read, ast.Assign):
+                    site = _site_called(read.value)
+                    through_diffusers = site >= 0 and sites[site].options.get("tokens") == 1
+                    attended[_site_called(made.value)] += through_diffusers and _goes_into(flow, made, read.value)
+    for index, made_by in enumerate(sites):
+        if attended[index] and attended[index] == calls[index] and made_by.rule.op == "qk_norm_rope":
+            sites[index] = replace(made_by, attended=True)
 
 
 def _site_called(node: ast.AST) -> int:
@@ -412,16 +407,13 @@ def _site_called(node: ast.AST) -> int:
     return func.slice.value if made else -1  # type: ignore[union-attr]
 
 
-def _goes_into(flow: Flow, made: ast.Assign, attention: ast.expr, masked: bool) -> bool:
-    """Whether two values that a statement makes go into an attention as queries and keys, and nowhere else."""
+def _goes_into(flow: Flow, made: ast.Assign, attention: ast.expr) -> bool:
+    """Whether two values that a statement makes go into a site of attention as queries and keys, and nowhere else."""
     both = made.targets[0].elts if isinstance(made.targets[0], ast.Tuple) else ()
-    if not isinstance(attention, ast.Call) or len(both) != 2 or len(attention.args) < 3:
-        return False
-    func, arguments = attention.func, attention.args[masked:]  # behind the module
-    if not masked and (not isinstance(func, ast.Name) or func.id != _DISPATCH or flow.is_local(func)):
+    if not isinstance(attention, ast.Call) or len(both) != 2:
         return False
     known = {node.value for node in flow.nodes if isinstance(node, ast.Attribute) and node.attr in _KNOWN}
-    for target, argument in zip(both, arguments, strict=False):
+    for target, argument in zip(both, attention.args[1:], strict=False):  # behind the module
         definition = flow.bound(target) if isinstance(target, ast.Name) else None
         if definition is None or definition.is_captured or argument not in definition.uses:
             return False

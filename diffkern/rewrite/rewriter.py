@@ -20,7 +20,7 @@ from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.masks import MaskedAttention, PairMask
-from diffkern.rewrite.plan import ATTEND, ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
+from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
 from diffkern.rewrite.rooms import HalvesSite, JoinSite, StreamSite, needs_room
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
@@ -29,7 +29,7 @@ from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.streams import Joined, LinearOfStream, SideBySide
 from diffkern.rewrite.texts import OfText
 from diffkern.rewrite.twins import twin_of, twins_in
-from diffkern.rewrite.unrotated import UnrotatedSite, attend
+from diffkern.rewrite.unrotated import UnrotatedSite
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
 #: With this set to 0 in the environment nothing is rewritten.
@@ -180,7 +180,7 @@ class Rewriter:
         if self._replayed is not None:
             for site in sites:
                 site.on_new_size = partial(self._verifier.weigh, replayed=self._replayed, guard=guard)
-        names = {ENTER: guard.enter, STOCK: function, JOIN: join, READ: read, ATTEND: attend, **twins_in(function)}
+        names = {ENTER: guard.enter, STOCK: function, JOIN: join, READ: read, **twins_in(function)}
         if any(site.plan.moves_calls and "convolution" in site.plan.modules for site in sites):
             guard.stock, names[STOCK] = function, guard.otherwise
 

@@ -22,7 +22,7 @@ from diffkern.rewrite.site import FusedSite
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """Queries or keys that a site has not computed, on their way to :func:`attend`.
+    """Queries or keys that a site has not computed, on their way to a site of attention.
 
     Attributes:
         shape: What it will be.
@@ -99,17 +99,6 @@ class UnrotatedSite(FusedSite):
         except (RuntimeError, ValueError, TypeError):  # which the site itself answers for
             return None
         return calls.unrotated()
-
-
-def attend(dispatch: Callable[..., Tensor], query: Any, key: Any, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """``dispatch(query, key, value, *rest, **options)`` of what a :class:`UnrotatedSite` returned."""
-    if isinstance(query, Deferred):
-        y = query.serve(dispatch, query.unrotated, value, *rest, **options)
-        if y is not None:
-            query.served()
-            return y
-        query, key = query.run()
-    return dispatch(query, key, value, *rest, **options)
 
 
 class _Calls:
