@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import local
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from diffkern.verify.isolation import uncounted
 
 #: Pairs of queries and keys below which the wait for the answer may take longer than it saves.
 LEAST_PAIRS = 1 << 20
+#: Answers that a site waits for, if most calls of it wait.
+_MOST_WAITS = 8
 
 
 class MaskedAttentionSite(FusedSite):
@@ -46,6 +49,7 @@ class MaskedAttentionSite(FusedSite):
         self._tokens: int = self.plan.options["tokens"]  # type: ignore[assignment]
         #: Whether calls of a kind are computed so.
         self._kinds: dict[Any, bool] = {}
+        self._asked = self._waited = 0
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""
@@ -95,7 +99,14 @@ class MaskedAttentionSite(FusedSite):
         fits = mask.shape[1:] in ((keys,), (1, 1, keys)) or (mask.shape[1:] == (1, keys, keys) and queries == keys)
         if not fits or queries * keys < LEAST_PAIRS or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
             return 0
-        return once_in_call(_shown_keys, mask)  # type: ignore[no-any-return]
+        before = _waits.count
+        whole = mask if mask._base is None else mask._base  # each layer may take a view of its own
+        shown: int = once_in_call(_ask, whole, mask.shape, mask.stride(), mask.storage_offset())
+        self._asked += 1
+        self._waited += _waits.count - before
+        if self._waited >= _MOST_WAITS and 2 * self._waited > self._asked:
+            self.shortens = False  # the layers make masks of their own, and the host would wait in each
+        return shown
 
     def _of_shown_keys(self, module: nn.Module, leaves: tuple[Any, ...], shown: int) -> Tensor | None:
         query, key, value, mask = tensors = [leaves[self._at[name]] for name in OPERANDS]
@@ -109,22 +120,25 @@ class MaskedAttentionSite(FusedSite):
             return y
 
         heads, size = query.shape[3 - tokens], query.shape[3]
-        kind = query.device, query.dtype, heads, size, of_pairs, shown < keys, keys.bit_length()
+        scale = leaves[self._at["scale"]] if "scale" in self._at else None
+        if not isinstance(scale, (float, type(None))):
+            return None
+        kind = query.device, query.dtype, heads, size, of_pairs, shown < keys, keys.bit_length(), scale is None
         if kind not in self._kinds:
             stock = partial(self.original, module, *leaves)
             with uncounted():
-                self._kinds[kind] = self._is_right(stock, tensors, shown) and self._gains(compute, stock, kind)
+                self._kinds[kind] = self._is_right(stock, tensors, shown, scale) and self._gains(compute, stock, kind)
         return compute() if self._kinds[kind] else None
 
-    def _is_right(self, stock: Callable[[], Tensor], tensors: list[Tensor], shown: int) -> bool:
+    def _is_right(self, stock: Callable[[], Tensor], tensors: list[Tensor], shown: int, scale: float | None) -> bool:
         """Whether torch's attention of the shown keys has stock's error; who computes them answers for its own."""
         query, key, value = [x if self._tokens == 1 else x.transpose(1, 2) for x in tensors[:3]]
         mask = tensors[3] if tensors[3].ndim == 4 else tensors[3][:, None, None]
-        call = AttentionCall(query, key, value, mask)
+        call = AttentionCall(query, key, value, mask, scale=scale)
         rows = accuracy.spread(call)
         exact = accuracy.reference(call, rows)
         q, k, v = (x.transpose(1, 2) for x in (query, key[:, :shown], value[:, :shown]))
-        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
         if mask.shape[2] > 1:
             y[:, shown:] = 0.0
         expected = stock()
@@ -140,6 +154,21 @@ class MaskedAttentionSite(FusedSite):
         return self.on_new_size is None or not reason_to_stay_stock(
             (compute, stock), device, True, str(self), *map(str, kind)
         )
+
+
+def _ask(whole: Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -> int:
+    """:func:`_shown_keys` of a view of a tensor."""
+    _waits.count += 1
+    return _shown_keys(whole.as_strided(shape, strides, offset))
+
+
+class _Waits(local):
+    """How often this thread has waited for the answer."""
+
+    count = 0
+
+
+_waits = _Waits()
 
 
 def _shown_keys(mask: Tensor) -> int:

@@ -21,7 +21,8 @@ _FUNCTIONS = {"dispatch_attention_fn": 1, "F.scaled_dot_product_attention": 2}
 #: The operands of such a match.
 OPERANDS = ("query", "key", "value", "attn_mask")
 #: Further arguments that change nothing about which keys are seen, and such that must be off.
-_FREE, _OFF = frozenset({"backend", "parallel_config", "enable_gqa"}), {"dropout_p": 0.0, "is_causal": False}
+_FREE = frozenset({"backend", "parallel_config", "enable_gqa", "scale"})
+_OFF = {"dropout_p": 0.0, "is_causal": False}
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,6 @@ class MaskedAttention:
             value = given.pop(name, ast.Constant(off))
             if not isinstance(value, ast.Constant) or value.value != off:
                 return
-        if given.keys() <= _FREE | {*OPERANDS}:
+        if given.keys() <= _FREE | {*OPERANDS} and not isinstance(given.get("scale"), ast.Constant):
             operands = {name: Operand(value) for name, value in given.items() if not isinstance(value, ast.Constant)}
             yield replace(match.step(node), operands=operands, options={"tokens": tokens})

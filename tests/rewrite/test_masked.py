@@ -164,6 +164,31 @@ def test_how_many_keys_are_shown_is_asked_once_in_a_call_of_the_model(monkeypatc
     assert len(asked) == 2 and site.fused_calls == 3
 
 
+def test_views_of_one_mask_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = joint_attention("hunyuan")
+    flat, asked = mask_of(IMAGE, IMAGE)[:, 0, 0].clone(), []
+    monkeypatch.setattr(masked, "_shown_keys", lambda mask: asked.append(mask) or _shown_keys(mask))
+    site = rewritten(module)
+    with one_model_call(), torch.no_grad():
+        for _ in range(5):
+            given["attention_mask"] = flat[:, None, None]
+            run(module, given)
+        given["attention_mask"] = flat[:1, None, None]
+        run(module, given)
+    assert len(asked) == 2 and site.fused_calls == 6
+
+
+def test_layers_that_make_masks_of_their_own_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = joint_attention("hunyuan")
+    asked: list[Tensor] = []
+    monkeypatch.setattr(masked, "_shown_keys", lambda mask: asked.append(mask) or _shown_keys(mask))
+    site = rewritten(module)
+    for _ in range(12):
+        given["attention_mask"] = mask_of(IMAGE, IMAGE)
+        run(module, given)
+    assert len(asked) == site.fused_calls == 8 and not site.shortens
+
+
 def test_a_call_whose_error_is_larger_than_stocks_keeps_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     module, given = joint_attention("hunyuan")
     given["attention_mask"] = mask_of(IMAGE, IMAGE)
@@ -194,6 +219,13 @@ class Causal:
         return F.scaled_dot_product_attention(q, k, joint, attn_mask=mask, is_causal=flag)
 
 
+class Scaled:
+    def __call__(self, attn: Any, x: Tensor, mask: Tensor, flag: Any) -> Tensor:
+        q, k, v = x[:, None], x[:, None], attn.to_v(x)[:, None]
+        joint = torch.cat([v, v], dim=2)[:, :, : v.shape[2]]
+        return F.scaled_dot_product_attention(q, k, joint, attn_mask=mask, scale=flag)
+
+
 class Drops:
     def __call__(self, attn: Any, x: Tensor, mask: Tensor, flag: Any) -> Tensor:
         q, k, v = x[:, None], x[:, None], attn.to_v(x)[:, None]
@@ -213,6 +245,16 @@ def test_attention_that_may_be_causal_or_drops_weights_is_no_site() -> None:
         rewritten = Rewriter().rewrite(Attends(processor))
         assert isinstance(rewritten, Rewritten)
         assert any(isinstance(site, MaskedAttentionSite) for site in rewritten.sites) is found
+
+
+def test_a_scale_stays(attended: list[tuple[int, bool]]) -> None:
+    module, x, mask = Attends(Scaled()), torch.randn(2, TOKENS, 8), mask_of(IMAGE, IMAGE)
+    with torch.no_grad():
+        stock = [module(x, mask, scale) for scale in (0.5, None)]
+        site = rewritten(module)
+        for _ in range(2):
+            assert_same([module(x, mask, scale) for scale in (0.5, None)], stock)
+    assert site.fused_calls == 4 and attended[-1] == (IMAGE, False)
 
 
 def test_compiled_it_is_what_is_written() -> None:
