@@ -95,6 +95,8 @@ class MaskedAttentionSite(FusedSite):
             or modes_active()
         ):
             return 0
+        if torch._C._get_tracing_state() is not None:  # a trace would hold this mask's answer for any
+            return 0
         queries, keys = query.shape[self._tokens], key.shape[self._tokens]
         fits = mask.shape[1:] in ((keys,), (1, 1, keys)) or (mask.shape[1:] == (1, keys, keys) and queries == keys)
         if not fits or queries * keys < LEAST_PAIRS or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):

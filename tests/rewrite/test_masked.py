@@ -257,6 +257,19 @@ def test_a_scale_stays(attended: list[tuple[int, bool]]) -> None:
     assert site.fused_calls == 4 and attended[-1] == (IMAGE, False)
 
 
+def test_a_trace_holds_the_mask_of_each_call() -> None:
+    module, x = Attends(Plain()), torch.randn(2, TOKENS, 8)
+    rewritten(module)
+    masks = mask_of(IMAGE, IMAGE), mask_of(3, 3)
+    with torch.no_grad():
+        module(x, masks[0], None)
+        traced = torch.jit.trace(lambda x, mask: module(x, mask, None), (x, masks[0]))
+        stock = Attends(Plain())
+        stock.load_state_dict(module.state_dict())
+        for mask in masks:
+            torch.testing.assert_close(traced(x, mask), stock(x, mask, None), rtol=1e-5, atol=1e-5)
+
+
 def test_compiled_it_is_what_is_written() -> None:
     module, given = joint_attention("hunyuan")
     given["attention_mask"] = mask_of(IMAGE, IMAGE)
