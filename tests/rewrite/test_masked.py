@@ -258,7 +258,7 @@ def test_a_scale_stays(attended: list[tuple[int, bool]]) -> None:
 
 
 def test_a_trace_holds_the_mask_of_each_call() -> None:
-    module, x = Attends(Plain()), torch.randn(2, TOKENS, 8)
+    module, x = Attends(Plain()).requires_grad_(False), torch.randn(2, TOKENS, 8)
     rewritten(module)
     masks = mask_of(IMAGE, IMAGE), mask_of(3, 3)
     with torch.no_grad():
