@@ -118,7 +118,7 @@ TABLE: dict[str, Entry] = {
         "models.unets.unet_kandinsky3.Kandinsky3ConditionalGroupNorm",
     ),
     **_each(
-        LeftAlone("multiplies by a factor that it takes as a second tensor; the norm inside is handled on its own"),
+        LeftAlone("multiplies by a factor that it is given; fused with what calls it, or the norm inside on its own"),
         "models.transformers.transformer_mochi.MochiModulatedRMSNorm",
     ),
     **_each(_CONTAINER, "models.autoencoders.autoencoder_vidtok.VidTokLayerNorm"),

@@ -17,29 +17,28 @@ from typing import Any
 from diffkern.rewrite.expressions import ROTATES, is_view
 from diffkern.rewrite.facts import PRESENT, Facts, Path
 from diffkern.rewrite.source import Source
+from diffkern.rewrite.straight import (
+    FORBIDDEN,
+    Substitute,
+    computes,
+    fold_rebound,
+    has_plain_arguments,
+    is_load,
+    is_straight,
+    only_scales,
+    single_value,
+    stored_by,
+    tests_of,
+    with_one_return,
+)
 from diffkern.rewrite.variants import ALWAYS, Given, decide_branches
 
-#: Statements that a helper may consist of, before the one return at its end.
-_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.If, ast.Expr, ast.Return, ast.Raise, ast.Pass)
-#: What the body of a helper must not hold: scopes of their own, and what would leave the caller.
-_FORBIDDEN = (
-    ast.Lambda,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-    ast.NamedExpr,
-    ast.Await,
-    ast.Yield,
-)
 #: Helpers in one function, helpers of helpers included.
 _LIMIT = 48
 
 #: Methods are known as ``self.name``, forwards of submodules as ``self.path.forward``, functions of the file by their
 #: name, dots in it where they are functions of a module that the file imports.
 Helpers = dict[str, Callable[..., Any]]
-#: The variable of a helper with several returns that takes the value of each.
-_RESULT = "result"
 #: Values that are not None.
 _VALUES = (ast.BinOp, ast.Tuple, ast.List, ast.Dict)
 
@@ -70,73 +69,27 @@ def inline_nested(tree: ast.FunctionDef) -> None:
     ``def rotated(x): y = self.norm(x); return rotate(y, table)`` becomes ``rotate(self.norm(x), table)``.
     """
     for function in [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]:
-        value = _single_value(function)
+        value = single_value(function)
         uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == function.name]
         scopes = [
-            node for node in ast.walk(tree) if node is not tree and isinstance(node, (*_FORBIDDEN, ast.FunctionDef))
+            node for node in ast.walk(tree) if node is not tree and isinstance(node, (*FORBIDDEN, ast.FunctionDef))
         ]
         inner = {part for scope in scopes for part in ast.walk(scope)}
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
         calls = [call for call in calls if call not in inner]
         bound = [_bound(call, function) for call in calls]
-        bindings = [node for node in ast.walk(tree) if function.name in (getattr(node, "name", ""), *_stored(node))]
+        bindings = [node for node in ast.walk(tree) if function.name in (getattr(node, "name", ""), *stored_by(node))]
         if value is None or not calls or bindings != [function]:
             continue
-        if any(arguments is None or not all(map(_is_load, arguments.values())) for arguments in bound):
+        if any(arguments is None or not all(map(is_load, arguments.values())) for arguments in bound):
             continue
         for call, arguments in zip(calls, bound, strict=True):
             assert arguments is not None
-            _Swap(call, ast.copy_location(_Substitute(arguments).visit(copy.deepcopy(value)), call)).visit(tree)
+            _Swap(call, ast.copy_location(Substitute(arguments).visit(copy.deepcopy(value)), call)).visit(tree)
         if len(calls) < len(uses):  # another nested function calls it, too, or it is handed on
             continue
         tree.body.remove(function)
     ast.fix_missing_locations(tree)
-
-
-def _single_value(function: ast.FunctionDef) -> ast.expr | None:
-    """What a function returns, as one expression; None if that would change the order of evaluation."""
-    if function.decorator_list or not _has_plain_arguments(function):
-        return None
-    *rest, last = function.body
-    value = last.value if isinstance(last, ast.Return) else None
-    if value is None or any(
-        isinstance(node, _FORBIDDEN) for statement in function.body for node in ast.walk(statement)
-    ):
-        return None
-    for statement in reversed(rest):
-        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-        if not isinstance(target, ast.Name) or not _reads_first(value, target.id):
-            return None
-        value = _Substitute({target.id: statement.value}).visit(copy.deepcopy(value))  # type: ignore[attr-defined]
-    return value
-
-
-def _reads_first(value: ast.expr, name: str) -> bool:
-    """Whether an expression reads a name once, before it evaluates anything but names and attributes."""
-    if [node.id for node in ast.walk(value) if isinstance(node, ast.Name)].count(name) != 1:
-        return False
-    for child in ast.iter_child_nodes(value):
-        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(child)):
-            return isinstance(child, ast.Name) or (isinstance(child, ast.expr) and _reads_first(child, name))
-        if isinstance(child, ast.expr) and not _is_load(child):
-            return False
-    return False
-
-
-class _Substitute(ast.NodeTransformer):
-    """Puts expressions in the place of variables."""
-
-    def __init__(self, values: dict[str, ast.expr]) -> None:
-        self._values = values
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """The expression, or the name."""
-        value = self._values.get(node.id)
-        return node if value is None else ast.copy_location(copy.deepcopy(value), node)
-
-
-def _stored(node: ast.AST) -> list[str]:
-    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
 
 
 def global_at(namespace: Mapping[str, Any], name: str) -> Any:
@@ -162,7 +115,7 @@ class _Inliner:
         self._count = 0
         names = [argument.arg for argument in tree.args.args]
         defaults = zip(reversed(names), reversed(tree.args.defaults), strict=False)
-        stored = {name for node in ast.walk(tree) for name in _stored(node)}
+        stored = {name for node in ast.walk(tree) for name in stored_by(node)}
         self._own = {*names, *stored}
         self._optional = {name for name, default in defaults if ast.unparse(default) == "None"} - stored
         self.helpers: Helpers = {}
@@ -185,7 +138,7 @@ class _Inliner:
         """The statements to put before one whose first helper call was taken out; None without such a call."""
         if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
             return None
-        if statement.value is None or (isinstance(statement, ast.AugAssign) and not _is_load(statement.target)):
+        if statement.value is None or (isinstance(statement, ast.AugAssign) and not is_load(statement.target)):
             return None
         for call in _movable_calls(statement.value):
             found = self._helper(call)
@@ -254,22 +207,28 @@ class _Inliner:
     def _tree(self, helper: FunctionType) -> ast.FunctionDef | None:
         if helper not in self._trees:
             source = Source.of(helper)
-            fits = isinstance(source, Source) and source.function is helper and _has_plain_arguments(source.tree)
+            fits = isinstance(source, Source) and source.function is helper and has_plain_arguments(source.tree)
             self._trees[helper] = source.tree if fits else None  # type: ignore[union-attr]
         return self._trees[helper]
 
     def _body(self, tree: ast.FunctionDef, arguments: dict[str, ast.expr], name: str) -> ast.FunctionDef | None:
         """The tree of a helper as one straight line with a return at its end, for a call with such arguments."""
-        if name.endswith(".forward"):  # which calls norms, and does no arithmetic of its own
-            return tree if _is_straight(tree) and not any(isinstance(n, ast.BinOp) for n in ast.walk(tree)) else None
-        if _is_straight(tree) and _computes(tree):
+        if not name.endswith(".forward") and is_straight(tree) and computes(tree):
             return tree
-        stored = {name for node in ast.walk(tree) for name in _stored(node)}
+        stored = {name for node in ast.walk(tree) for name in stored_by(node)}
         given = {}
         for parameter in arguments.keys() - stored:
             value = arguments[parameter]
-            if isinstance(value, _VALUES) or ast.unparse(value) == "None":
-                given[parameter] = Given(PRESENT if isinstance(value, _VALUES) else None, ALWAYS)
+            is_value = isinstance(value, _VALUES) or (isinstance(value, ast.Call) and is_view(value))
+            if is_value or ast.unparse(value) == "None":
+                given[parameter] = Given(PRESENT if is_value else None, ALWAYS)
+        if name.endswith(".forward"):  # which calls norms, and multiplies what they return by its arguments
+            body = copy.deepcopy(tree)
+            decide_branches(body, None, given)
+            if not is_straight(body) or not only_scales(body, arguments.keys() - stored):
+                return None
+            fold_rebound(body)
+            return body
         optional = {
             parameter: value.id
             for parameter, value in arguments.items()
@@ -278,8 +237,8 @@ class _Inliner:
         for without in ({}, optional):
             body = copy.deepcopy(tree)
             decide_branches(body, None, given | dict.fromkeys(without, Given(None, ALWAYS)))
-            if _with_one_return(body) and _is_straight(body) and _computes(body):
-                asked = {part.id for test in _tests(tree) for part in ast.walk(test) if isinstance(part, ast.Name)}
+            if with_one_return(body) and is_straight(body) and computes(body):
+                asked = {part.id for test in tests_of(tree) for part in ast.walk(test) if isinstance(part, ast.Name)}
                 self.without.update(dict.fromkeys([value for key, value in without.items() if key in asked]))
                 return body
         return None
@@ -303,7 +262,7 @@ class _Inliner:
     ) -> tuple[list[ast.stmt], ast.expr]:
         read = {node.id for node in ast.walk(helper) if isinstance(node, ast.Name)}
         foreign = [global_name for global_name in self._foreign(function) if global_name in read]
-        stored = {name for node in ast.walk(helper) for name in _stored(node)}
+        stored = {name for node in ast.walk(helper) for name in stored_by(node)}
         names = {*arguments, *stored, *foreign}
         # A parameter that stands for a variable is that variable: nothing in the helper binds the caller's names.
         same = {
@@ -363,14 +322,10 @@ def _movable_calls(node: ast.expr) -> Iterator[ast.Call]:
         if not isinstance(operand, ast.expr):
             continue
         yield from _movable_calls(operand)
-        if not _is_load(operand) and not _is_viewed(operand):
+        if not is_load(operand) and not _is_viewed(operand):
             break
     if isinstance(node, ast.Call):
         yield node
-
-
-def _is_load(node: ast.expr) -> bool:
-    return all(isinstance(part, (ast.Name, ast.Attribute, ast.Constant, ast.expr_context)) for part in ast.walk(node))
 
 
 def _is_viewed(node: ast.expr) -> bool:
@@ -385,64 +340,7 @@ def _is_viewed(node: ast.expr) -> bool:
         if not all(isinstance(inner, (ast.Constant, ast.Slice, ast.UnaryOp, ast.unaryop)) for inner in inside):
             return False
         node = base
-    return _is_load(node)
-
-
-def _is_straight(helper: ast.FunctionDef) -> bool:
-    """Whether a function is a few statements with one return at the end."""
-    nodes = list(ast.walk(helper))[1:]
-    if any(isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS) for node in nodes):
-        return False
-    if any(isinstance(node, _FORBIDDEN) for node in nodes):
-        return False
-    returns = [node for node in nodes if isinstance(node, ast.Return)]
-    return len(returns) == 1 and helper.body[-1] is returns[0] and returns[0].value is not None
-
-
-def _computes(helper: ast.FunctionDef) -> bool:
-    """Whether a function computes something that a rule knows."""
-    for node in ast.walk(helper):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            return True
-        if isinstance(node, ast.Attribute) and node.attr in ("addcmul", "addcmul_", "rms_norm"):
-            return True
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and ROTATES.search(node.func.id):
-            return True
-    return False
-
-
-def _tests(tree: ast.FunctionDef) -> list[ast.expr]:
-    return [node.test for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp))]
-
-
-def _with_one_return(helper: ast.FunctionDef) -> bool:
-    """Makes one return, at the end, of a function that returns at the end of each of its branches."""
-    if isinstance(helper.body[-1], ast.Return) and sum(isinstance(n, ast.Return) for n in ast.walk(helper)) == 1:
-        return True
-    if not _assign_returns(helper.body):
-        return False
-    last = helper.body[-1]
-    helper.body.append(ast.copy_location(ast.Return(ast.Name(_RESULT, ast.Load())), last))
-    ast.fix_missing_locations(helper)
-    return not any(isinstance(node, ast.Name) and node.id == _RESULT for node in ast.walk(helper.args))
-
-
-def _assign_returns(block: list[ast.stmt]) -> bool:
-    """Whether every path through a block ended in a return, all of which are assignments now."""
-    for index, statement in enumerate(block):
-        if isinstance(statement, ast.Return) and statement.value is not None:
-            result = ast.Assign([ast.Name(_RESULT, ast.Store())], statement.value)
-            block[index:] = [ast.copy_location(result, statement)]
-            return True
-        if isinstance(statement, ast.If) and any(isinstance(node, ast.Return) for node in ast.walk(statement)):
-            rest, open_ends = block[index + 1 :], 0
-            for branch in (statement.body, statement.orelse):
-                if not branch or not isinstance(branch[-1], (ast.Return, ast.Raise, ast.If)):
-                    branch += rest
-                    open_ends += 1
-            del block[index + 1 :]
-            return open_ends <= 1 and _assign_returns(statement.body) and _assign_returns(statement.orelse)
-    return bool(block) and isinstance(block[-1], ast.Raise)
+    return is_load(node)
 
 
 def _separate(statement: ast.stmt, result: ast.expr) -> list[ast.Assign]:
@@ -464,11 +362,6 @@ def _path(callee: ast.expr, receiver: str) -> Path | None:
         base = _path(callee.value, receiver)
         return None if base is None else (*base, callee.attr)
     return () if isinstance(callee, ast.Name) and callee.id == receiver else None
-
-
-def _has_plain_arguments(function: ast.FunctionDef) -> bool:
-    arguments = function.args
-    return not (arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs)
 
 
 def _bound(call: ast.Call, helper: ast.FunctionDef, own: ast.expr | None = None) -> dict[str, ast.expr] | None:
