@@ -109,9 +109,10 @@ def has_plain_parameters(
 ) -> bool:
     """Whether the weights of a linear layer are ordinary tensors of ``dtype`` on ``device``, but for ``of_weight``."""
     parameters: Any = layer._parameters
-    weight = parameters.get("weight")  # either may have become a plain attribute
+    weight = parameters.get("weight")  # either may have become a plain attribute, or be hidden by one
     if (
         weight is None
+        or _is_hidden(layer)
         or "bias" not in parameters
         or weight.dtype is not dtype
         or not plain(weight, of_weight or device)
@@ -121,11 +122,16 @@ def has_plain_parameters(
     return bias is None or (bias.dtype is dtype and plain(bias, device))
 
 
+def _is_hidden(layer: nn.Module) -> bool:
+    """Whether an attribute stands in front of a parameter of a linear layer."""
+    return "weight" in layer.__dict__ or "bias" in layer.__dict__
+
+
 def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
     """Calls a layer, or does without the cost of a call where it is torch's own, and no hook watches it."""
     if untouched(layer, nn.Linear) and not runs_fused(layer):
         parameters = layer._parameters
-        if "weight" in parameters and "bias" in parameters:
+        if "weight" in parameters and "bias" in parameters and not _is_hidden(layer):
             run = F.linear if torch.is_grad_enabled() or torch.compiler.is_compiling() else layers.linear
             return run(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
     if untouched(layer, nn.Dropout) and not layer.training:

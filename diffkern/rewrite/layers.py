@@ -32,7 +32,7 @@ def call_layer(layer: Any, x: Any) -> Any:
         return layer(x)
     cls = type(layer)
     known = _KNOWN[cls] if cls in _KNOWN else _learn(cls)
-    if known is None or cls.forward is not known[0] or _is_watched(layer, cls):
+    if known is None or getattr(cls, "forward", None) is not known[0] or _is_watched(layer, cls):
         return layer(x)
     state = layer.__dict__
     if "forward" in state:
@@ -51,7 +51,7 @@ def call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
     cls = type(module)
     known = _KNOWN[cls] if cls in _KNOWN else _learn(cls)
-    if known is None or cls.forward is not known[0] or _is_watched(module, cls):
+    if known is None or getattr(cls, "forward", None) is not known[0] or _is_watched(module, cls):
         return module(*args, **kwargs)
     state = module.__dict__
     return state["forward"](*args, **kwargs) if "forward" in state else known[1](module, *args, **kwargs)

@@ -95,7 +95,8 @@ class JoinSite(FusedSite):
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""
-        if not torch.compiler.is_compiling() and _made and not torch.is_grad_enabled():
+        asked = not (torch.compiler.is_compiling() or torch.is_grad_enabled() or transforms_active() or modes_active())
+        if asked and _made:
             streams = list(self.operands(module, leaves).values())
             whole = _join(streams, self.plan.options["stream_dim"])  # type: ignore[arg-type]
             if whole is not None:
@@ -114,13 +115,22 @@ class HalvesSite(_WrittenOffGpus):
         if torch.compiler.is_compiling():
             return self.original(module, *leaves)
         whole = None
-        if not (torch.is_grad_enabled() or transforms_active() or modes_active()):
+        if not (torch.is_grad_enabled() or transforms_active() or modes_active() or _may_be_written(module)):
             whole = _whole(*self.operands(module, leaves).values(), self.plan.options["dim"])  # type: ignore[call-arg]
         y = self.original(module, *leaves) if whole is None else whole
         self.fused_calls += 1
         if self.observer is not None:
             self.observer(module, None)
         return y
+
+
+def _may_be_written(module: nn.Module) -> bool:
+    """Whether a hook sees what a layer of the module is given: it may write into that."""
+    if torch.nn.modules.module._global_forward_pre_hooks:
+        return True
+    children = [child for child in module._modules.values() if child is not None]
+    inner = [one for child in children for one in child._modules.values() if one is not None]
+    return any([child._forward_pre_hooks or child._forward_hooks for child in (*children, *inner)])
 
 
 def _whole(a: Any, b: Any, dim: int) -> Tensor | None:
@@ -200,8 +210,9 @@ def _join(streams: Sequence[Any], dim: int) -> Tensor | None:
         if made is not None:
             made.site.copied.add(other)
             other.rows_around = None
-        while other.copied:  # it was the longest until now
-            other.copied.pop().rows_around = (0, 0)
+        for site in tuple(other.copied):  # it was the longest until now
+            other.copied.discard(site)
+            site.rows_around = (0, 0)
     if made is None or x.ndim < 3:
         return None
     shape = [*x.shape]

@@ -272,12 +272,13 @@ class FusedSite:
         with Recorder() as recorder:
             result = self.compute(module, leaves, way, self.provider)
         function = specialized(self, module, leaves, recorder, result)
+        beside = self.specialized.get(kind, [])  # which another thread may have taken out meanwhile
         if function is None:
             self._recordings = _MOST_RECORDINGS  # nor is there one for other leaves
-            if not self.specialized[kind]:
-                del self.specialized[kind]  # which calls need not look for
+            if not beside:
+                self.specialized.pop(kind, None)  # which calls need not look for
         else:
-            self.specialized[kind] = [function.call, *self.specialized[kind][: _MOST_BESIDE - 1]]
+            self.specialized[kind] = [function.call, *beside[: _MOST_BESIDE - 1]]
             self._quicken(function.quick)
         return result
 

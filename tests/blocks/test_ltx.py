@@ -331,6 +331,19 @@ def test_lora_on_any_linear_has_its_effect_in_both_orders(target: str, inject_fi
     torch.testing.assert_close(run(model), plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("path", ["attn1.to_q", "attn2.to_out.0", "ff.net.0.proj", "ff.net.2"])
+def test_a_tensor_that_hides_a_parameter_is_what_is_computed_with(path: str, name: str) -> None:
+    stock = block()
+    layer = stock.get_submodule(path)
+    layer.__dict__[name] = 2 * layer._parameters[name]  # type: ignore[operator]
+    injected = copy.deepcopy(stock)
+    inject_optimized_kernels(injected)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(injected(**inputs()), stock(**inputs()), rtol=1e-4, atol=1e-4)
+
+
 def test_a_quantised_linear_layer_is_called_and_not_read() -> None:
     class Quantised(nn.Linear):
         """Stores its weight scaled to integers, as quantisers do; read as it is, it gives something else."""

@@ -205,3 +205,22 @@ def test_a_function_whose_only_find_is_a_concatenation_stays_as_it_is() -> None:
             return x.sum()
 
     assert isinstance(Rewriter().rewrite(Alone()), str)
+
+
+@pytest.mark.parametrize("layer", ["norm", "norm.norm", "attn"])
+def test_a_hook_that_may_write_into_the_whole_gets_a_tensor_of_its_own(layer: str) -> None:
+    block = flux_block()
+    installed(block)
+    text, image = streams()
+    before = text.clone(), image.clone()
+
+    def doubles(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor):
+                x.mul_(2)
+
+    block.get_submodule(layer).register_forward_pre_hook(doubles, with_kwargs=True)
+    with torch.no_grad():
+        for _ in range(2):
+            block(**given(text, image))
+    assert torch.equal(text, before[0]) and torch.equal(image, before[1])

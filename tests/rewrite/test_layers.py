@@ -189,3 +189,16 @@ def test_hooks_deep_in_a_model_see_the_calls_that_they_see_in_stock(name: str, m
             model(**inputs)
             seen.append(paths)
     assert seen[0] and sorted(seen[1]) == sorted(seen[0])
+
+
+def test_an_object_that_is_no_module_is_called_as_it_is() -> None:
+    injected = DENOISERS["flux"].build()
+    for block in injected.single_transformer_blocks:
+        del block.act_mlp
+        block.act_mlp = torch.ops.aten.silu.default
+    stock = copy.deepcopy(injected)
+    inject_optimized_kernels(injected)
+    inputs = DENOISERS["flux"].inputs(Draw(torch.Generator().manual_seed(1), torch.device("cpu"), torch.float32), 8)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(injected(**inputs)[0], stock(**inputs)[0], rtol=1e-4, atol=1e-4)

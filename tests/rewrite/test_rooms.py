@@ -236,3 +236,16 @@ def test_a_layer_of_few_rows_of_several_samples_adds_its_bias_in_the_product(mon
     for _ in range(2):
         assert_close(results(module, given), [*stock], 2e-2)
     assert "aten::bmm" not in launches(module, given)
+
+
+def test_what_a_call_that_raised_left_behind_is_asked_about_by_no_transform() -> None:
+    module, given = joint_attention("sd3")
+    rewritten(module)
+    for _ in range(2):
+        results(module, given)
+    with pytest.raises(RuntimeError), torch.no_grad():  # between a stream and its concatenation
+        module(**{**given, "encoder_hidden_states": torch.randn(2, 5, 7)})
+    image, text = given["hidden_states"], given["encoder_hidden_states"]
+    with torch.no_grad():
+        each = torch.func.vmap(lambda x, y: module(x[None], y[None])[0][0])(image, text)
+        torch.testing.assert_close(each, module(image, text)[0], rtol=1e-5, atol=1e-5)

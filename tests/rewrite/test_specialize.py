@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from diffkern import KernelConfig, inject_optimized_kernels, ops, use_provider
 from diffkern.matching import NormSemantics
 from diffkern.providers import registry, select
-from diffkern.rewrite import FusedSite, specialize
+from diffkern.rewrite import FusedSite, Rewriter, Rewritten, specialize
+from diffkern.rewrite import site as site_module
 from scripts.check_models.denoisers import DENOISERS
 from scripts.check_models.model import Draw
 from tests.rewrite.modules import SIZE, block, leaves, rewritten
@@ -332,3 +335,44 @@ def test_a_site_that_meets_many_kinds_asks_for_none_of_them_in_front(monkeypatch
         for kind in kinds * 3:
             torch.testing.assert_close(found.function(module, **kind), module(**kind))
     assert all(site.front is site for site in found.sites)
+
+
+def test_threads_that_make_the_second_call_of_a_kind_at_once_find_nothing_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU()).eval()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x))
+
+    block, both = Block().eval(), threading.Barrier(2)
+    found = Rewriter().rewrite(block)
+    assert isinstance(found, Rewritten)
+    written = site_module.specialized
+
+    def together(*given: Any) -> Any:
+        function = written(*given)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(5)
+        return function
+
+    monkeypatch.setattr(site_module, "specialized", together)
+    x, errors = torch.randn(1, 16, 8, 8), list[Exception]()
+
+    def call() -> None:
+        try:
+            with torch.no_grad():
+                found.function(block, x)
+        except Exception as error:
+            errors.append(error)
+
+    call()
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
