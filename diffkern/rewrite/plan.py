@@ -30,7 +30,7 @@ from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.sequential import unroll_sequences
 from diffkern.rewrite.sharing import is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
-from diffkern.rewrite.streams import SideBySide
+from diffkern.rewrite.streams import Repeated, SideBySide
 from diffkern.rewrite.twins import put_twins
 from diffkern.rewrite.variants import (
     activate_in_branches,
@@ -169,7 +169,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
             break
         wanted, tree = planner.helpers, as_written  # what no site needs stays a call
         source = replace(source, tree=tree)
-    if all(isinstance(site.rule.shape, (MaskedAttention, SideBySide)) for site in planner.sites):  # seldom worth it
+    if all(isinstance(site.rule.shape, (MaskedAttention, Repeated, SideBySide)) for site in planner.sites):
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
     _join_in_place(tree, planner.sites, facts)
     _attend_unrotated(tree, planner.sites)
@@ -229,12 +229,14 @@ class _Planner:
         for node in flow.roots:
             for match in rule.shape.match(scope, node, nothing):
                 reason = _misfit(scope, match)
-                if reason is None and "stream_dim" in match.options and is_viewed(effects, scope.flow, node):
+                moves = "stream_dim" in match.options or isinstance(rule.shape, Repeated)
+                if reason is None and moves and is_viewed(effects, scope.flow, node):
                     reason = "what reads it takes views that need heads before tokens in memory"
                 once = isinstance(rule.shape, PairMask)
                 if reason is None and once and is_written(effects, scope.flow, frozenset({node})):
                     reason = "it is written into, and would be shared"
-                if isinstance(rule.shape, SideBySide) and needs_own_memory(effects, scope.flow, node, match):
+                shares = isinstance(rule.shape, (Repeated, SideBySide))
+                if shares and needs_own_memory(effects, scope.flow, node, match):
                     reason = ""
                 if reason is None:
                     found = self._place(rule, scope, placer, node, match)

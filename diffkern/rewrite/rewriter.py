@@ -22,11 +22,11 @@ from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.rooms import HalvesSite, JoinSite, StreamSite, needs_room
+from diffkern.rewrite.rooms import HalvesSite, JoinSite, RepeatedSite, StreamSite, lies_otherwise
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
-from diffkern.rewrite.streams import Joined, LinearOfStream, SideBySide
+from diffkern.rewrite.streams import Joined, LinearOfStream, Repeated, SideBySide
 from diffkern.rewrite.texts import OfText
 from diffkern.rewrite.twins import twin_of, twins_in
 from diffkern.rewrite.unrotated import UnrotatedSite
@@ -43,6 +43,7 @@ _SITES: Mapping[type, type[FusedSite]] = {
     LinearOfStream: StreamSite,
     Joined: JoinSite,
     SideBySide: HalvesSite,
+    Repeated: RepeatedSite,
 }
 #: Layers of which nothing but their parameters decides how a site computes: their settings are read at every call.
 _READ_AT_CALLS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.GroupNorm)
@@ -174,7 +175,7 @@ class Rewriter:
         guard = Guard(sites, module, found.helpers, function.__globals__, values)
         off = [site for site in sites if site.plan.rule.op in self._off and not site.calls_layer]
         if self._verifier.numerics == "exact":  # is laid out as in stock
-            off += filter(needs_room, sites)
+            off += filter(lies_otherwise, sites)
         guard.disabled = {site.plan.index for site in off}
         guard.observer = self._observer
         if self._replayed is not None:

@@ -4,7 +4,7 @@
 leaves room for the other rows in front and behind, so that these alone are copied; it learns at the first
 concatenation how much. A linear layer of a part, ``to_out(x[:, :n])``, is one product for each sample: for a batch,
 ``F.linear`` takes a product without the bias, and adds that in a pass of its own. And what is concatenated may be the
-halves of one tensor already.
+halves of one tensor already, and what is repeated be so once.
 """
 
 from __future__ import annotations
@@ -107,17 +107,20 @@ class JoinSite(FusedSite):
         return super().__call__(module, *leaves)
 
 
-class HalvesSite(_WrittenOffGpus):
-    """A concatenation of two tensors, which is a view of both where they are halves of one."""
+class _SharingSite(FusedSite):
+    """An expression whose result lies in the memory of an operand where that holds it; else as it is written."""
+
+    #: The result for the operands and the dimension where it needs no memory of its own; None elsewhere.
+    shared: Callable[..., Tensor | None]
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""
         if torch.compiler.is_compiling():
             return self.original(module, *leaves)
-        whole = None
+        shared = None
         if not (torch.is_grad_enabled() or transforms_active() or modes_active() or _may_be_written(module)):
-            whole = _whole(*self.operands(module, leaves).values(), self.plan.options["dim"])  # type: ignore[call-arg]
-        y = self.original(module, *leaves) if whole is None else whole
+            shared = self.shared(*self.operands(module, leaves).values(), self.plan.options["dim"])
+        y = self.original(module, *leaves) if shared is None else shared
         self.fused_calls += 1
         if self.observer is not None:
             self.observer(module, None)
@@ -148,9 +151,27 @@ def _whole(a: Any, b: Any, dim: int) -> Tensor | None:
     return whole if whole.is_contiguous() and not (a.is_neg() or a.is_conj() or b.is_neg() or b.is_conj()) else None
 
 
-def needs_room(site: FusedSite) -> bool:
-    """Whether a site is of no use where no stream has room for others."""
-    return isinstance(site, StreamSite) or (
+def _once(x: Any, n: Any, dim: int) -> Tensor | None:
+    """``x.repeat_interleave(n, dim)`` as ``x`` itself, if that is the same."""
+    once = type(n) is int and n == 1 and type(x) is Tensor and not x.requires_grad
+    return x if once and -x.ndim <= dim < x.ndim else None
+
+
+class HalvesSite(_SharingSite, _WrittenOffGpus):
+    """A concatenation of two tensors, which is a view of both where they are halves of one."""
+
+    shared = staticmethod(_whole)
+
+
+class RepeatedSite(_SharingSite):
+    """A repetition of each element along a dimension, which is the tensor itself where it is one of each."""
+
+    shared = staticmethod(_once)
+
+
+def lies_otherwise(site: FusedSite) -> bool:
+    """Whether the result of a site is laid out otherwise than in stock, or it is of no use where no other's is."""
+    return isinstance(site, (RepeatedSite, StreamSite)) or (
         isinstance(site, JoinSite) and site.plan.options["stream_dim"] in TOKENS_FIRST
     )
 

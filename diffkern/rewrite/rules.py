@@ -37,7 +37,7 @@ from diffkern.rewrite.query_key import (
     QueryKey,
     RotatedTogether,
 )
-from diffkern.rewrite.streams import Joined, LinearOfStream, SideBySide
+from diffkern.rewrite.streams import Joined, LinearOfStream, Repeated, SideBySide
 from diffkern.rewrite.texts import OfText
 
 _GATES = frozenset({"tanh", "sigmoid"})
@@ -106,6 +106,7 @@ RULES = (
     Rule("linear of a stream", "qk_norm_rope", LinearOfStream()),
     Rule("concatenation of streams", "qk_norm_rope", Joined()),
     Rule("concatenation of halves", "qk_norm_rope", SideBySide()),
+    Rule("repetition, once", "qk_norm_rope", Repeated()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("attention, of the keys that count", "qk_norm_rope", MaskedAttention()),
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),

@@ -1,4 +1,4 @@
-"""Streams of attention, as shapes: their concatenation, and the linear layers in front of that and behind it.
+"""Streams of attention, as shapes: their concatenation, the linear layers around that, and their repetition.
 
 See :mod:`diffkern.rewrite.rooms` for what becomes of them.
 """
@@ -66,6 +66,27 @@ class SideBySide:
         if all(_is_handed_in(scope, part) for part in found[0]):
             a, b = map(Operand, found[0])
             yield replace(match.step(node), operands={"a": a, "b": b}, options={"dim": found[1]})
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """``x.repeat_interleave(a // b, dim=3)`` in a processor: heads of keys and values, for as many as queries have.
+
+    The operands are ``x`` and ``n``, the quotient. It is 1 where all have as many heads, and no branch asks for that.
+    """
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not is_processor(scope):
+            return
+        dims = [keyword.value for keyword in node.keywords if keyword.arg == "dim"]
+        if node.func.attr != "repeat_interleave" or len(node.args) != 1 or not len(dims) == len(node.keywords) == 1:
+            return
+        x, (n,), dim = node.func.value, node.args, dims[0]
+        is_quotient = isinstance(n, ast.BinOp) and isinstance(n.op, ast.FloorDiv)
+        if is_quotient and isinstance(x, ast.Name) and isinstance(dim, ast.Constant) and type(dim.value) is int:
+            operands = {"x": Operand(x), "n": Operand(n)}
+            yield replace(match.step(node), operands=operands, options={"dim": dim.value})
 
 
 def _is_handed_in(scope: Scope, part: ast.expr) -> bool:
