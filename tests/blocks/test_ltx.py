@@ -334,12 +334,13 @@ def test_lora_on_any_linear_has_its_effect_in_both_orders(target: str, inject_fi
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("path", ["attn1.to_q", "attn2.to_out.0", "ff.net.0.proj", "ff.net.2"])
 def test_a_tensor_that_hides_a_parameter_is_what_is_computed_with(path: str, name: str) -> None:
-    stock = block()
-    layer = stock.get_submodule(path)
-    layer.__dict__[name] = 2 * layer._parameters[name]  # type: ignore[operator]
-    injected = copy.deepcopy(stock)
+    stock, injected = block(), block()
     inject_optimized_kernels(injected)
     with torch.no_grad():
+        injected(**inputs())
+        for model in (stock, injected):
+            layer = model.get_submodule(path)
+            layer.__dict__[name] = 2 * layer._parameters[name]  # type: ignore[operator]
         for _ in range(2):
             torch.testing.assert_close(injected(**inputs()), stock(**inputs()), rtol=1e-4, atol=1e-4)
 
