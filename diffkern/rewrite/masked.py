@@ -95,7 +95,8 @@ class MaskedAttentionSite(FusedSite):
             or modes_active()
         ):
             return 0
-        if torch._C._get_tracing_state() is not None:  # a trace would hold this mask's answer for any
+        # A trace would hold this mask's answer for any.
+        if mask.is_meta or torch._C._get_tracing_state() is not None:
             return 0
         queries, keys = query.shape[self._tokens], key.shape[self._tokens]
         fits = mask.shape[1:] in ((keys,), (1, 1, keys)) or (mask.shape[1:] == (1, keys, keys) and queries == keys)
@@ -128,8 +129,13 @@ class MaskedAttentionSite(FusedSite):
         kind = query.device, query.dtype, heads, size, of_pairs, shown < keys, keys.bit_length(), scale is None
         if kind not in self._kinds:
             stock = partial(self.original, module, *leaves)
-            with uncounted():
-                self._kinds[kind] = self._is_right(stock, tensors, shown, scale) and self._gains(compute, stock, kind)
+            try:
+                with uncounted():
+                    self._kinds[kind] = self._is_right(stock, tensors, shown, scale) and self._gains(
+                        compute, stock, kind
+                    )
+            except RuntimeError:  # no memory for the proof, or a wrong call: what is written says so itself
+                self._kinds[kind] = False
         return compute() if self._kinds[kind] else None
 
     def _is_right(self, stock: Callable[[], Tensor], tensors: list[Tensor], shown: int, scale: float | None) -> bool:

@@ -247,6 +247,28 @@ def test_attention_that_may_be_causal_or_drops_weights_is_no_site() -> None:
         assert any(isinstance(site, MaskedAttentionSite) for site in rewritten.sites) is found
 
 
+def test_a_proof_that_finds_no_memory_leaves_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask_of(IMAGE, IMAGE)
+    stock = run(module, given)
+    site = rewritten(module)
+
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(masked.accuracy, "reference", full)
+    for _ in range(2):
+        assert_same(run(module, given), stock)
+    assert site.fused_calls == 0
+
+
+def test_on_meta_nothing_is_asked() -> None:
+    module, x = Attends(Plain()), torch.randn(2, TOKENS, 8)
+    rewritten(module)
+    with torch.no_grad():
+        assert module.to("meta")(x.to("meta"), mask_of(IMAGE, IMAGE).to("meta"), None).shape == (2, 1, TOKENS, 8)
+
+
 def test_a_scale_stays(attended: list[tuple[int, bool]]) -> None:
     module, x, mask = Attends(Scaled()), torch.randn(2, TOKENS, 8), mask_of(IMAGE, IMAGE)
     with torch.no_grad():
