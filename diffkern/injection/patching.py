@@ -67,7 +67,9 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             state.add_stock(gain)
             return run(self, *args, **kwargs)
         if gain is not None and state.is_straight and not (state.revoked or state.was_replaced(self)):
-            state.keep(args, kwargs, state.fusion.function(self, state.rule.otherwise), "")
+            function = state.fusion.function(self, state.rule.otherwise)
+            if function is not None:
+                state.keep(args, kwargs, function, "")
             return _compute(state, self, (args, kwargs), (), args, kwargs)
     if state.is_model and not torch.compiler.is_compiling():
         with one_model_call():

@@ -139,9 +139,9 @@ class Fusion(ABC):
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         """Computes the forward; ``stock`` comes from :meth:`stock_pieces`."""
 
-    def function(self, module: nn.Module, provider: str | None) -> Callable[..., Any]:
-        """What computes calls as they are, if it counts them itself."""
-        raise NotImplementedError
+    def function(self, module: nn.Module, provider: str | None) -> Callable[..., Any] | None:
+        """What computes calls as they are, and counts them itself; None if nothing does both."""
+        return None
 
     # --- where torch.compile compiles the module by itself, see :mod:`~diffkern.injection.one_op` ----------
 
