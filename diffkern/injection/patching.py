@@ -88,6 +88,8 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
         if result is not None:
             return result
         notes.traced(state.report)
+        if call is not None and state.is_left_to_compiler(module, call):
+            return _run_below(state, module, args, kwargs)
     stock = state.check_guards(module, call, forward)
     if stock is None:
         return _run_below(state, module, args, kwargs)

@@ -151,6 +151,11 @@ class PatchState(CallCounts):
             notes.traced_as_fast(self.report, type(module).__name__)
         return fusion.stock_pieces(module, call)
 
+    def is_left_to_compiler(self, module: nn.Module, call: Any) -> bool:
+        """Whether a graph of ``torch.compile`` gets the stock forward of this call."""
+        fusion = self.fusion
+        return fusion.is_left_to_compiler and self.rule.at(fusion.primary_input(call).device, module.training) is None
+
     def was_replaced(self, module: nn.Module) -> bool:
         """Whether the class of the module has another forward than when it was patched."""
         return self.stock is not None and type(module).forward is not self.stock

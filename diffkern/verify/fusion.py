@@ -63,6 +63,14 @@ class Fusion(ABC):
         """What reports name as its provider where it has no such ops."""
         return self.op
 
+    @property
+    def is_left_to_compiler(self) -> bool:
+        """Whether ``torch.compile`` gets the stock forward where the user names no provider.
+
+        What the compiler fuses with its neighbours is faster than an op that it cannot look into.
+        """
+        return False
+
     def computes(self, path: str) -> bool:
         """Whether it computes the module at a path, as seen from its own, itself."""
         return self.is_block

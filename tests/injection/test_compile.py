@@ -63,6 +63,28 @@ def test_compiled_and_injected_gives_the_same_and_uses_the_ops() -> None:
     assert set(RECIPE.kernel_ops) <= names
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-6)], ids=["layer_norm", "rms_norm"])
+def test_a_norm_over_rows_is_left_to_the_compiler_unless_a_provider_is_named(norm: nn.Module) -> None:
+    x, ops = torch.randn(4, 32), {}
+    stock = norm(x)
+    for providers in (None, {"layer_norm": "eager", "rms_norm": "eager"}):
+        targets: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor], seen: list[str] = targets) -> object:
+            seen += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            return graph.forward
+
+        torch._dynamo.reset()
+        report = inject_optimized_kernels(norm, config=providers)
+        result = torch.compile(norm, backend=backend, fullgraph=True)(x)
+        torch.testing.assert_close(result, stock, rtol=1e-5, atol=1e-6)
+        ops[providers is None] = [target for target in targets if "diffkern" in target]
+        assert not report.notes and restore(norm) == 1
+        if providers is None:
+            assert torch.equal(result, stock)
+    assert not ops[True] and ops[False]
+
+
 def in_bfloat16(arguments: dict[str, object]) -> dict[str, object]:
     return {
         name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
