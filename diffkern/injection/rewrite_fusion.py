@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from diffkern.hub.rule import Rule
+from diffkern.injection import notes
 from diffkern.injection.patching import patches
-from diffkern.injection.state import ATTRIBUTE, STOCK, StrictModeError
+from diffkern.injection.state import ATTRIBUTE, STOCK, PatchState, StrictModeError
 from diffkern.providers import Choice, hub, requested, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
 from diffkern.verify.fusion import Fusion
@@ -49,7 +50,7 @@ class Rewriters:
             numerics = "exact" if self.numerics == "exact" else "fast"
             self._made[key] = Rewriter(
                 numerics, provider, self.verify, providers, off, _observe, _record, self.trained, self.replayed,
-                self.numerics == "fp8",
+                self.numerics == "fp8", _tell,
             )  # fmt: skip
         return self._made[key].rewrite(module)
 
@@ -234,7 +235,7 @@ def _observe(module: nn.Module, reason: str | None) -> None:
         state.add_fused()
         return
     if state is not None and not state.fusion.counts_itself:  # a graph lies over it
-        state = next((state for state in patches(module) if state.fusion.counts_itself), None)
+        state = _state_of(module)
     if state is None:  # restored by another thread
         return
     if reason is None:
@@ -247,7 +248,7 @@ def _observe(module: nn.Module, reason: str | None) -> None:
 
 def _record(module: nn.Module, proof: Measurement) -> None:
     """Puts a proof at first use into the report; one of gradients that fails is worth a warning."""
-    state = next((state for state in patches(module) if state.fusion.counts_itself), None)
+    state = _state_of(module)
     if state is None:  # before it is patched
         return
     if state.site is not None:
@@ -257,3 +258,14 @@ def _record(module: nn.Module, proof: Measurement) -> None:
         if state.site is not None:
             state.site.reason = reason
         warnings.warn(f"diffkern: {type(module).__name__} {reason}", stacklevel=7)
+
+
+def _tell(module: nn.Module, note: str) -> None:
+    """Puts a line into the report of a module, once."""
+    state = _state_of(module)
+    if state is not None:
+        notes.add(state.report, note)
+
+
+def _state_of(module: nn.Module) -> PatchState | None:
+    return next((state for state in patches(module) if state.fusion.counts_itself), None)

@@ -40,15 +40,17 @@ class MaskedAttentionSite(FusedSite):
 
     Attributes:
         shortens: Whether it may be computed so.
+        on_kept: Learns, once for each reason, for which module and why the mask stays although it could go.
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.shortens = True
+        self.on_kept: Callable[[nn.Module, str], None] | None = None
         self._at = {role: i for i, role in enumerate(self.plan.roles) if role}
         self._tokens: int = self.plan.options["tokens"]  # type: ignore[assignment]
-        #: Whether calls of a kind are computed so.
-        self._kinds: dict[Any, bool] = {}
+        #: Why calls of a kind keep their mask, or "".
+        self._kinds: dict[Any, str] = {}
         self._asked = self._waited = 0
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
@@ -56,7 +58,7 @@ class MaskedAttentionSite(FusedSite):
         query, mask = leaves[self._at["query"]], leaves[self._at["attn_mask"]]
         shown = 0
         if type(mask) is Tensor and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
-            shown = self._shown(leaves)
+            shown = self._shown(module, leaves)
         if isinstance(query, Deferred):
             if mask is None or shown == leaves[self._at["value"]].shape[1]:
                 y = self._unrotated(query, leaves)
@@ -83,7 +85,7 @@ class MaskedAttentionSite(FusedSite):
             query.served()
         return y
 
-    def _shown(self, leaves: tuple[Any, ...]) -> int:
+    def _shown(self, module: nn.Module, leaves: tuple[Any, ...]) -> int:
         """How many keys the mask shows, where that may be of use; 0 otherwise."""
         query, key, value, mask = [leaves[self._at[name]] for name in OPERANDS]
         shared = "parallel_config" in self._at and leaves[self._at["parallel_config"]] is not None  # among GPUs
@@ -108,8 +110,14 @@ class MaskedAttentionSite(FusedSite):
         self._asked += 1
         self._waited += _waits.count - before
         if self._waited >= _MOST_WAITS and 2 * self._waited > self._asked:
-            self.shortens = False  # the layers make masks of their own, and the host would wait in each
+            self.shortens = False
+            self._keep(module, "each layer makes its own, and the host would wait in every one to look at it")
         return shown
+
+    def _keep(self, module: nn.Module, reason: str) -> None:
+        if self.on_kept is not None:
+            name = type(getattr(module, "processor", module)).__name__
+            self.on_kept(module, f"attention of {name} (line {self.plan.line}) keeps its mask: {reason}")
 
     def _of_shown_keys(self, module: nn.Module, leaves: tuple[Any, ...], shown: int) -> Tensor | None:
         query, key, value, mask = tensors = [leaves[self._at[name]] for name in OPERANDS]
@@ -131,15 +139,16 @@ class MaskedAttentionSite(FusedSite):
             stock = partial(self.original, module, *leaves)
             try:
                 with uncounted():
-                    self._kinds[kind] = self._is_right(stock, tensors, shown, scale) and self._gains(
-                        compute, stock, kind
-                    )
-            except RuntimeError:  # no memory for the proof, or a wrong call: what is written says so itself
-                self._kinds[kind] = False
-        return compute() if self._kinds[kind] else None
+                    wrong = self._wrong(stock, tensors, shown, scale)
+                    self._kinds[kind] = wrong or self._without_gain(compute, stock, kind)
+            except RuntimeError as error:  # no memory for the proof, or a wrong call: what is written says so itself
+                self._kinds[kind] = f"the comparison with float64 raised {type(error).__name__}"
+            if self._kinds[kind]:
+                self._keep(module, self._kinds[kind])
+        return None if self._kinds[kind] else compute()
 
-    def _is_right(self, stock: Callable[[], Tensor], tensors: list[Tensor], shown: int, scale: float | None) -> bool:
-        """Whether torch's attention of the shown keys has stock's error; who computes them answers for its own."""
+    def _wrong(self, stock: Callable[[], Tensor], tensors: list[Tensor], shown: int, scale: float | None) -> str:
+        """Why torch's attention of the shown keys is not as right as stock's, or ""; others answer for their own."""
         query, key, value = [x if self._tokens == 1 else x.transpose(1, 2) for x in tensors[:3]]
         mask = tensors[3] if tensors[3].ndim == 4 else tensors[3][:, None, None]
         call = AttentionCall(query, key, value, mask, scale=scale)
@@ -152,16 +161,16 @@ class MaskedAttentionSite(FusedSite):
         expected = stock()
         expected = expected if self._tokens == 1 else expected.transpose(1, 2)
         if y.shape != expected.shape or y.dtype is not expected.dtype:
-            return False
+            return "what computes it returns another shape or dtype than torch's attention"
         y, expected, unseen = y[:, rows], expected[:, rows], ~torch.isfinite(exact)
         error, stock_error = accuracy.distance(y, exact), accuracy.distance(expected, exact)
-        return torch.equal(y[unseen], expected[unseen]) and error <= RATIO * stock_error + SLACK
+        if torch.equal(y[unseen], expected[unseen]) and error <= RATIO * stock_error + SLACK:
+            return ""
+        return f"without it the error is {error:.2g}, with it {stock_error:.2g}"
 
-    def _gains(self, compute: Callable[[], Tensor], stock: Callable[[], Tensor], kind: Any) -> bool:
-        device = kind[0]
-        return self.on_new_size is None or not reason_to_stay_stock(
-            (compute, stock), device, True, str(self), *map(str, kind)
-        )
+    def _without_gain(self, compute: Callable[[], Tensor], stock: Callable[[], Tensor], kind: Any) -> str:
+        timed = self.on_new_size is not None
+        return reason_to_stay_stock((compute, stock), kind[0], True, str(self), *map(str, kind)) if timed else ""
 
 
 def _ask(whole: Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -> int:

@@ -97,6 +97,7 @@ class Rewriter:
         replayed: What counts when sites are timed, see :func:`diffkern.verify.gain.reason_without_gain`; with None they
             are not.
         for_fp8: Whether layers of the model may read results in fp8.
+        on_kept: Learns where attention keeps its mask, see :attr:`MaskedAttentionSite.on_kept`.
     """
 
     def __init__(
@@ -111,8 +112,9 @@ class Rewriter:
         trained: Mapping[str, Trained] | None = None,
         replayed: bool | None = None,
         for_fp8: bool = False,
+        on_kept: Callable[[nn.Module, str], None] | None = None,
     ) -> None:
-        self._for_fp8 = for_fp8
+        self._for_fp8, self._on_kept = for_fp8, on_kept
         self._verifier = SiteVerifier(numerics, verify, recorder)
         self._trained, self._replayed = trained or {}, replayed
         self._provider, self._providers = provider, providers or {}
@@ -166,7 +168,7 @@ class Rewriter:
         sites = tuple(map(made, found.sites))
         for site in sites:
             if isinstance(site, MaskedAttentionSite):
-                site.shortens = self._verifier.numerics != "exact"
+                site.shortens, site.on_kept = self._verifier.numerics != "exact", self._on_kept
             site.on_new_signature, site.on_gradients = self._verifier, self._verifier.prove_gradients
             site.observer = self._observer
         values = dict(found.facts.values)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffkern import KernelConfig, inject_optimized_kernels
 from diffkern.cache.in_call import one_model_call
 from diffkern.rewrite import Rewriter, Rewritten, masked
 from diffkern.rewrite.masked import MaskedAttentionSite, _shown_keys
@@ -57,6 +58,10 @@ def run(module: nn.Module, given: dict[str, Any]) -> list[Tensor]:
     with torch.no_grad():
         found = module(**given)
     return [*found]
+
+
+def full(*_: Any) -> Tensor:
+    raise torch.OutOfMemoryError("no room")
 
 
 def assert_same(some: list[Tensor], others: list[Tensor]) -> None:
@@ -129,9 +134,9 @@ def test_gradients_tokens_of_several_gpus_and_few_tokens_keep_the_mask(monkeypat
     leaves = [torch.randn(2, TOKENS, 2, 16) for _ in range(3)]
     names = {**dict(zip(("query", "key", "value"), leaves, strict=True)), "attn_mask": given["attention_mask"]}
     with torch.no_grad():
-        assert site._shown(tuple([names.get(role) for role in site.plan.roles])) == IMAGE
+        assert site._shown(module, tuple([names.get(role) for role in site.plan.roles])) == IMAGE
         shared = {**names, "parallel_config": SimpleNamespace()}
-        assert site._shown(tuple([shared.get(role) for role in site.plan.roles])) == 0
+        assert site._shown(module, tuple([shared.get(role) for role in site.plan.roles])) == 0
         monkeypatch.setattr(masked, "LEAST_PAIRS", TOKENS**2 + 1)
         run(module, given)
     assert site.fused_calls == 0
@@ -200,6 +205,48 @@ def test_a_call_whose_error_is_larger_than_stocks_keeps_the_mask(monkeypatch: py
     assert site.fused_calls == 0
 
 
+@pytest.mark.parametrize(
+    ("reason", "calls"),
+    [
+        ("without it the error is ", 2),
+        ("fused it takes 2.0 us, as it is written 1.0 us: no gain", 2),
+        ("each layer makes its own, and the host would wait in every one to look at it", 12),
+        ("the comparison with float64 raised OutOfMemoryError", 2),
+    ],
+    ids=["wrong", "no gain", "own masks", "no memory"],
+)
+def test_the_report_says_once_why_a_mask_stays_and_strict_lets_it(
+    reason: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, given = joint_attention("hunyuan")
+    given["attention_mask"] = mask_of(IMAGE, IMAGE)
+    stock = run(module, given)
+    if "error" in reason:
+        monkeypatch.setattr(masked, "_shown_keys", lambda mask: IMAGE - 1)  # one too few
+    elif "gain" in reason:
+        monkeypatch.setattr(masked, "reason_to_stay_stock", lambda *_: reason)
+    elif "raised" in reason:
+        monkeypatch.setattr(masked.accuracy, "reference", full)
+    # Strict takes no times.
+    strict = "gain" not in reason
+    report = inject_optimized_kernels(module, strict=strict, config=KernelConfig(measure=not strict))
+    for _ in range(calls):
+        given["attention_mask"] = given["attention_mask"].clone()
+        assert_same(run(module, given), stock)
+    (note,) = [note for note in report.notes if "mask" in note]
+    assert note.startswith("attention of HunyuanVideoAttnProcessor2_0 (line ") and f"keeps its mask: {reason}" in note
+
+
+def test_a_mask_that_goes_or_must_stay_is_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked, "reason_to_stay_stock", lambda *_: "")
+    for numerics in ("fast", "exact"):
+        module, given = joint_attention("hunyuan")
+        report = inject_optimized_kernels(module, numerics=numerics, config=KernelConfig(measure=True))
+        for mask in (mask_of(IMAGE, IMAGE), mask_of(TOKENS - 2, TOKENS - 1)):
+            run(module, {**given, "attention_mask": mask})
+        assert not [note for note in report.notes if "mask" in note]
+
+
 class Attends(nn.Module):
     """Normalises and attends, by a processor."""
 
@@ -252,10 +299,6 @@ def test_a_proof_that_finds_no_memory_leaves_the_mask(monkeypatch: pytest.Monkey
     given["attention_mask"] = mask_of(IMAGE, IMAGE)
     stock = run(module, given)
     site = rewritten(module)
-
-    def full(*_: Any) -> Tensor:
-        raise torch.OutOfMemoryError("no room")
-
     monkeypatch.setattr(masked.accuracy, "reference", full)
     for _ in range(2):
         assert_same(run(module, given), stock)
