@@ -31,6 +31,21 @@ def one_model_call() -> Iterator[None]:
         kept.clear()
 
 
+def current_call() -> object:
+    """The call of a model that runs in this context; None outside of one."""
+    return _kept_in_call.get()
+
+
+def within_one_call(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the forward of a model, each call of which is one of :func:`one_model_call`."""
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with one_model_call():
+            return forward(module, *args, **kwargs)
+
+    return run
+
+
 def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
     """Returns ``compute(*given)``, which other blocks may have computed already.
 

@@ -189,7 +189,7 @@ class GraphFusion(Fusion):
         if key in memory(module) and not skip:
             return False  # which were tried
         below = [fusion for patch in patches(module) if (fusion := patch.fusion) is not self]
-        readable = all(isinstance(fusion, (RewriteFusion, GraphFusion)) for fusion in below)
+        readable = all(fusion.is_model or isinstance(fusion, RewriteFusion) for fusion in below)
         forward = with_span(module, self._run_span, skip) if readable else "another forward runs in its place"
         if isinstance(forward, str):
             return False

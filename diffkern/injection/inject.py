@@ -19,7 +19,7 @@ from diffkern.injection.components import all_components, select_components
 from diffkern.injection.graph_fusion import is_distributed
 from diffkern.injection.kernel_selector import KernelSelector
 from diffkern.injection.patching import patch, remove_patch, unpatch
-from diffkern.injection.planning import Candidate, plan_graphs, plan_layouts, plan_modules, walk
+from diffkern.injection.planning import Candidate, plan_graphs, plan_layouts, plan_model_calls, plan_modules, walk
 from diffkern.injection.proving import choose_provider, refuse_fallbacks, verify_candidates
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import Rewriters
@@ -126,12 +126,14 @@ def inject_optimized_kernels(
         if cuda_graph and (config.measures or not by_time):
             candidates += plan_graphs(modules, report, by_time=by_time, memory=graph_memory)
         candidates = [candidate for candidate in candidates if choose_provider(candidate, report)]
+        candidates += plan_model_calls(modules, candidates)
         routes = _plan_routes(modules, attention, config, report, verify=verify, strict=strict)
         verifier = Verifier(numerics) if verify else None
         for candidate in candidates:
             proven_by = None if candidate.fusion.proves_itself else verifier
             rule = candidate.options[0].rule
             candidate.state = PatchState(candidate.fusion, rule, proven_by, strict, numerics)
+            candidate.state.is_model |= candidate.is_model
         if verifier is not None and not dry_run:
             candidates = verify_candidates(candidates, verifier, report)
         if strict:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.cache import forget
-from diffkern.cache.in_call import one_model_call
+from diffkern.cache.in_call import one_model_call, within_one_call
 from diffkern.injection import hooks, notes
 from diffkern.injection.one_op import is_compile_root, module_handle, op_that_runs
 from diffkern.injection.state import ATTRIBUTE, PatchState
@@ -221,7 +221,10 @@ def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
     state.below = patch_state(module)
     state.stock, state.without_gain = type(module).forward, state.fusion.without_gain
-    state.direct = None if state.rule.situations else state.fusion.direct
+    direct = None if state.rule.situations else state.fusion.direct
+    if state.below is not None:
+        state.is_model = state.is_model or state.below.is_model
+    state.direct = within_one_call(direct) if direct is not None and state.is_model else direct
     state.handle = module_handle(module) if state.fusion.is_one_op else None
     if state.below is not None:
         state.had_instance_forward = state.below.had_instance_forward
@@ -238,7 +241,7 @@ def patch(module: nn.Module, state: PatchState) -> None:
 
 
 def unpatch(module: nn.Module) -> int:
-    """Takes :func:`forward` out from under all hooks; returns how many patches that were."""
+    """Takes :func:`forward` out from under all hooks; returns how many patches that computed something there were."""
     stack = list(patches(module))
     state = module.__dict__.get(ATTRIBUTE)
     held = _held_forward(module)
@@ -251,7 +254,7 @@ def unpatch(module: nn.Module) -> int:
     for removed in stack:
         removed.restored = True
     forget(module)
-    return len(stack)
+    return sum([not (state.site is not None and state.site.waiting) for state in stack])
 
 
 def remove_patch(module: nn.Module, state: PatchState) -> bool:

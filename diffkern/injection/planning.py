@@ -25,6 +25,7 @@ from diffkern.injection.fp8_fusion import Fp8Layers, is_linear
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
 from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
 from diffkern.injection.layout_fusion import LayoutFusion
+from diffkern.injection.model_call import ModelCall
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.patching import patch_state, patches
 from diffkern.injection.report import InjectionReport, Site
@@ -55,7 +56,7 @@ ALREADY_PATCHED, BY_CONFIG = "already patched by diffkern", "left alone by confi
 
 @dataclass
 class Candidate:
-    """A module that can be patched: what it computes, who shall do it, and where it may run."""
+    """A module that can be patched: what it computes, who shall do it, where it may run, and whether it is a model."""
 
     module: nn.Module
     site: Site
@@ -65,6 +66,7 @@ class Candidate:
     state: PatchState = field(init=False)
     choice_is_fallback: bool = False
     refused: list[str] = field(default_factory=list)
+    is_model: bool = False
 
     @property
     def fusion(self) -> Fusion:
@@ -225,6 +227,28 @@ def plan_graphs(
         if by_time:
             report.notes.append(f"{name or site.class_name}: {TIMED_AT_FIRST}")
     return candidates
+
+
+def plan_model_calls(modules: Mapping[str, nn.Module], candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The denoisers with blocks that share something in a call, and no patch of their own that says what a call is."""
+    planned = []
+    for name, module in modules.items():
+        own = [candidate for candidate in candidates if candidate.module is module]
+        if not is_denoiser(name) or any(candidate.fusion.is_model for candidate in own):
+            continue
+        inside = {id(part) for part in module.modules() if part is not module}
+        fusions = [candidate.fusion for candidate in candidates if id(candidate.module) in inside]
+        if not any(isinstance(fusion, RewriteFusion) and fusion.is_once_in_call for fusion in fusions):
+            continue
+        option = Option(ModelCall(), Rule(), "twin")
+        if own:
+            own[0].is_model = True
+        elif not any(state.is_model for state in patches(module)):
+            devices = _likely_devices(module)[:1]
+            if _reason_to_leave(module, [option], "fast", devices[0]) is None:
+                site = Site.of(name, module, op=option.fusion.op, how=option.how, waiting=True)
+                planned.append(Candidate(module, site, [option], (_dtype(module),), devices))
+    return planned
 
 
 def plan_layouts(

@@ -106,6 +106,11 @@ class RewriteFusion(Fusion):
                 self.providers[op] = serve(rule or Rule()).otherwise
         return whole
 
+    @property
+    def is_once_in_call(self) -> bool:
+        """Whether it computes something that other blocks of the model may have computed in the same call."""
+        return any(site.is_once_in_call for site in self.rewritten.sites)
+
     def source(self) -> str:
         """The rewritten text."""
         return self.rewritten.source()

@@ -23,6 +23,7 @@ class OnceSite(FusedSite):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self._compute = partial(self.original, None)  # it reads nothing of the module
+        self.is_once_in_call = True
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from diffkern.attention import accuracy
 from diffkern.attention.call import AttentionCall
-from diffkern.cache.in_call import once_in_call
+from diffkern.cache.in_call import current_call, once_in_call
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.masks import OPERANDS
 from diffkern.rewrite.site import FusedSite
@@ -29,7 +29,7 @@ from diffkern.verify.isolation import uncounted
 
 #: Pairs of queries and keys below which the wait for the answer may take longer than it saves.
 LEAST_PAIRS = 1 << 20
-#: Answers that a site waits for, if most calls of it wait.
+#: Answers that a site waits for beside the first one in a call of the model.
 _MOST_WAITS = 8
 
 
@@ -45,13 +45,15 @@ class MaskedAttentionSite(FusedSite):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.shortens = True
+        self.shortens = self.is_once_in_call = True
         self.on_kept: Callable[[nn.Module, str], None] | None = None
         self._at = {role: i for i, role in enumerate(self.plan.roles) if role}
         self._tokens: int = self.plan.options["tokens"]  # type: ignore[assignment]
         #: Why calls of a kind keep their mask, or "".
         self._kinds: dict[Any, str] = {}
-        self._asked = self._waited = 0
+        #: How often it waited once more in one call of the model, and the call in which it has waited last.
+        self._waits_again = 0
+        self._last_wait: object = self
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""
@@ -107,10 +109,12 @@ class MaskedAttentionSite(FusedSite):
         before = _waits.count
         whole = mask if mask._base is None else mask._base  # each layer may take a view of its own
         shown: int = once_in_call(_ask, whole, mask.shape, mask.stride(), mask.storage_offset())
-        self._asked += 1
-        self._waited += _waits.count - before
-        if self._waited >= _MOST_WAITS and 2 * self._waited > self._asked:
-            self.shortens = False
+        if _waits.count > before:
+            here = current_call()
+            self._waits_again += here is self._last_wait
+            self._last_wait = here
+        if self._waits_again >= _MOST_WAITS:
+            self.shortens, self._waits_again = False, 0
             self._keep(module, "each layer makes its own, and the host would wait in every one to look at it")
         return shown
 

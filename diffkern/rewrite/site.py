@@ -172,6 +172,8 @@ class FusedSite:
             self.norms_read.append((self._holder, self._semantics))  # type: ignore[arg-type]
         #: Whether it rotates by tables, of which a proof holds for those with as many columns alone.
         self.rotates = plan.rule.op == "rope" or (plan.rule.op == "qk_norm_rope" and "k0" in plan.names)
+        #: Whether it may compute something once for all blocks in a call of the model, such as tables of matrices.
+        self.is_once_in_call = self.rotates
         reads = self.over != LAST_DIM or any(found.weight is not None for found in norms)
         self._reads_parameters = reads or self.rotates
 

@@ -198,12 +198,13 @@ def test_tables_of_the_whole_head_and_of_a_part_have_a_proof_each() -> None:
     assert [(site.fused_calls, len(site.ways)) for site in found.sites] == [(2, 2)]
 
 
+@pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize("name", ["hidream", "ernie_image"])
-def test_tables_are_made_once_in_a_call_of_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_made_once_in_a_call_of_the_model(name: str, graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, made, compute = DENOISERS[name].build().requires_grad_(False), [], rotary._compute
     given = batch_of_two(DENOISERS[name], torch.float32)
     stock = run_model(model, given)
-    inject_optimized_kernels(model, cuda_graph=True)  # which is how a model is told from its blocks
+    inject_optimized_kernels(model, cuda_graph=graph)
     run_model(model, given)
     monkeypatch.setattr(rotary, "_compute", lambda *args: made.append(args) or compute(*args))
     torch.testing.assert_close(run_model(model, given), stock, rtol=1e-4, atol=1e-5)
@@ -212,6 +213,7 @@ def test_tables_are_made_once_in_a_call_of_the_model(name: str, monkeypatch: pyt
     run_model(model, given)
     assert len(made) == 2 * before
     restore(model)
+    assert "forward" not in model.__dict__
 
 
 def test_a_capture_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:
