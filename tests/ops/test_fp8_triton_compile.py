@@ -23,12 +23,12 @@ def launches(
 ) -> list[Launch]:
     """Launches for typical inputs, which compute nothing here."""
     from diffkern.providers.eager.modulate import LAYER, RMS
-    from diffkern.providers.triton import fp8, modulate
+    from diffkern.providers.triton import fp8, norm
 
-    recorded = record_launches(monkeypatch, tmp_path_factory, modulate, fp8)
+    recorded = record_launches(monkeypatch, tmp_path_factory, norm, fp8)
     x, row = torch.empty(2, 64, 2048, dtype=torch.bfloat16), torch.empty(2, 1, 2048, dtype=torch.bfloat16)
-    modulate.norm_modulate_fp8(x, row, row, None, None, 1e-6, RMS)
-    modulate.gate_residual_norm_modulate_fp8(x, x, row, row, row, row[0, 0], row[0, 0], 1e-6, LAYER)
+    norm.norm_modulate_fp8(x, row, row, None, None, 1e-6, RMS)
+    norm.gate_residual_norm_modulate_fp8(x, x, row, row, row, row[0, 0], row[0, 0], 1e-6, LAYER)
     mlp = torch.empty(2, 64, 8192, dtype=torch.bfloat16)
     fp8.activation_fp8(mlp, mlp[..., :2048], "gelu_tanh")
     fp8.activation_fp8(torch.empty(64, 40000), None, "identity")

@@ -29,20 +29,20 @@ def launches(
 ) -> list[Launch]:
     """Launches for typical inputs, which compute nothing here."""
     from diffkern.providers.eager.modulate import LAYER, NO_NORM, RMS, SIGMOID, TANH
-    from diffkern.providers.triton import modulate
+    from diffkern.providers.triton import norm
 
-    recorded = record_launches(monkeypatch, tmp_path_factory, modulate)
+    recorded = record_launches(monkeypatch, tmp_path_factory, norm)
     x = torch.empty(2, 64, 2048, dtype=torch.bfloat16)
     table = torch.empty(2, 64, 6, 2048, dtype=torch.bfloat16)
     shift, scale, gate, *_ = table.unbind(2)
     row = torch.empty(2, 1, 2048)
-    modulate.norm_modulate(x, scale, shift, None, None, 1e-6, RMS, 1.0, True, None)
-    modulate.norm_modulate(x, row, row, row[0, 0], row[0, 0], 1e-6, LAYER, 0.0, False, torch.bfloat16)
-    modulate.norm_modulate(x, scale[..., ::2].repeat(1, 1, 2), None, None, None, 1e-6, NO_NORM, 1.0, False, None)
-    modulate.gate_residual(x, x, gate, TANH, True, None)
-    modulate.gate_residual_norm_modulate(x, x, row, row, row, None, None, 1e-6, RMS, SIGMOID, 1.0, False, None, None)
+    norm.norm_modulate(x, scale, shift, None, None, 1e-6, RMS, 1.0, True, None)
+    norm.norm_modulate(x, row, row, row[0, 0], row[0, 0], 1e-6, LAYER, 0.0, False, torch.bfloat16)
+    norm.norm_modulate(x, scale[..., ::2].repeat(1, 1, 2), None, None, None, 1e-6, NO_NORM, 1.0, False, None)
+    norm.gate_residual(x, x, gate, TANH, True, None)
+    norm.gate_residual_norm_modulate(x, x, row, row, row, None, None, 1e-6, RMS, SIGMOID, 1.0, False, None, None)
     long = torch.empty(2, 4, 40000, dtype=torch.float16)
-    modulate.gate_residual_norm_modulate(
+    norm.gate_residual_norm_modulate(
         long, long, None, long[:, :1], None, None, None, 1e-6, LAYER, 0, 1.0, False, None, None
     )
     return recorded

@@ -19,7 +19,7 @@ from diffkern.providers.triton.launching import device_guard
 from tests.ops.kernel_calls import CALLS
 
 CPU = torch.device("cpu")
-MODULES = ("activation", "add_norm_silu_pad", "fp8", "group_norm", "modulate", "norm", "rope")
+MODULES = ("activation", "add_norm_silu_pad", "fp8", "group_norm", "norm", "rope")
 
 
 class _Launches:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from diffkern.providers.triton.rows import merge_rows
+from diffkern.providers.triton.rows import merge_loops
 from diffkern.providers.triton.tiles import Tile, choose_tile
 from tests.ops.layouts import LAYOUTS, make
 
@@ -31,27 +31,27 @@ def test_merged_loops_visit_every_row_of_both_tensors(layout: str, memory_format
     for batch, rows in ((1, 1), (2, 5), (3, 1)):
         x = make(layout, batch, rows, 4, torch.float32, "cpu")
         y = torch.empty_like(x, memory_format=memory_format)
-        merged = merge_rows(x.shape, x.stride(), y.stride())
+        merged = merge_loops(x.shape[:-1], [y.stride()[:-1], x.stride()[:-1]])
         assert merged is not None
-        found = _offsets(merged.sizes, merged.y_strides, merged.x_strides)
+        found = _offsets(merged.sizes, *merged.strides)
         assert found == _offsets(x.shape[:-1], y.stride()[:-1], x.stride()[:-1])
         assert torch.tensor(merged.sizes).prod() == x[..., 0].numel()
 
 
 def test_a_contiguous_tensor_is_one_loop_and_channels_in_front_keep_neighbours() -> None:
     x = torch.empty(2, 3, 5, 8)
-    merged = merge_rows(x.shape, x.stride(), x.stride())
+    merged = merge_loops(x.shape[:-1], [x.stride()[:-1]])
     assert merged is not None
-    assert (merged.sizes, merged.x_strides, merged.nested) == ((30, 1, 1), (8, 0, 0), False)
+    assert (merged.sizes, merged.strides, merged.nested) == ((30, 1, 1), ((8, 0, 0),), False)
     channel_first = torch.empty(2, 8, 3, 5).movedim(1, -1)
-    merged = merge_rows(channel_first.shape, channel_first.stride(), channel_first.stride())
+    merged = merge_loops(channel_first.shape[:-1], [channel_first.stride()[:-1]])
     assert merged is not None
-    assert (merged.sizes, merged.x_strides, merged.nested) == ((15, 2, 1), (1, 120, 0), True)
+    assert (merged.sizes, merged.strides, merged.nested) == ((15, 2, 1), ((1, 120, 0),), True)
 
 
 def test_more_than_three_loops_are_declined() -> None:
     x = make("four_loops", 2, 3, 8, torch.float32, "cpu")
-    assert merge_rows(x.shape, x.stride(), torch.empty(x.shape).stride()) is None
+    assert merge_loops(x.shape[:-1], [torch.empty(x.shape).stride()[:-1], x.stride()[:-1]]) is None
 
 
 @hypothesis.settings(max_examples=300)
@@ -73,12 +73,14 @@ def test_the_ladders_at_the_sizes_of_known_models() -> None:
 
 
 def test_offsets_beyond_32_bits_survive_planning(triton: ModuleType) -> None:
-    from diffkern.providers.triton.norm import launch_for
+    from diffkern.providers.triton.norm import _plan
 
-    launch = launch_for((2, 512), (2**31, 1), (512, 1))
-    assert launch is not None
-    assert launch.geometry == (512, 2, 1, 1, 2**31, 0, 0, 1, 512, 0, 0, 1)
-    assert launch.grid == (1,)
+    x = (2, 512), (2**31, 1)
+    plan = _plan((2, 512), ((None,) * 8,), (512, 1), None, x, None, None, None)
+    assert plan is not None
+    assert plan.rest[:4] == (512, 2, 1, 1)
+    assert plan.rest[4:13] == (512, 0, 0, 0, 0, 0, 2**31, 0, 0)
+    assert plan.grid == (1,)
 
 
 class _Kernel:

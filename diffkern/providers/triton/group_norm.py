@@ -1,4 +1,4 @@
-"""group_norm_silu and channel_rms_norm_silu by Triton: output, geometry and launches.
+"""group_norm_silu by Triton: output, geometry and launches.
 
 The arithmetic is in ``group_norm_kernels``.
 """
@@ -9,20 +9,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from diffkern.providers.triton.group_norm_kernels import (
-    channel_rms_kernel,
     group_normalise_kernel,
     group_statistics_kernel,
 )
 from diffkern.providers.triton.launching import device_guard
-from diffkern.providers.triton.rows import Loops, merge_loops
-from diffkern.providers.triton.tiles import choose_tile
-
-# The kernels compute in float32, where rounding to it changes nothing.
-_ROUND_DTYPES = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: None}
+from diffkern.providers.triton.rows import merge_loops
 
 #: Elements of a tile of a group and its warps: 32 elements a thread.
 _TILE_ELEMENTS = 4096
@@ -70,41 +64,6 @@ def group_norm_silu(
     return y
 
 
-def channel_rms_norm_silu(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    clamp_eps: bool,
-    silu: bool,
-    round_dtype: torch.dtype | None,
-) -> Tensor:
-    """Computes :func:`diffkern.ops.channel_rms_norm_silu`.
-
-    Raises:
-        TypeError: ``round_dtype`` is none of float16, bfloat16 and float32.
-    """
-    if round_dtype not in _ROUND_DTYPES:
-        raise TypeError(f"the Triton norms cannot round to {round_dtype}: use the eager provider for it")
-    y = torch.empty_like(x)
-    if y.numel() == 0:
-        return y
-    launch = channel_launch_for(x.shape, x.stride(), y.stride())
-    if launch is None:
-        dense = x.contiguous()
-        return y.copy_(channel_rms_norm_silu(dense, weight, bias, scale, shift, eps, clamp_eps, silu, round_dtype))
-    with device_guard(x.device):
-        channel_rms_kernel[launch.grid](
-            x, weight, bias, scale, shift, y, *launch.geometry, _stride(weight), _stride(bias),
-            *_strides(scale), *_strides(shift), eps, silu,
-            _ROUND_DTYPES[round_dtype], clamp_eps, *launch.tile,
-            num_warps=launch.num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
-    return y
-
-
 @dataclass(frozen=True)
 class GroupLaunch:
     """What the two launches of a group norm need beyond the tensors and the numbers of the op.
@@ -145,13 +104,14 @@ def group_launch_for(
     per_frame: bool,
 ) -> GroupLaunch | None:
     """Plans the launches for a non-empty input; None if its positions need more than three loops."""
-    loops = _spatial_loops(shape, x_strides, y_strides, 3 if per_frame else 2)
+    first = 3 if per_frame else 2
+    loops = merge_loops(shape[first:], (y_strides[first:], x_strides[first:]))  # in the output's memory order
     if loops is None:
         return None
     count = loops.sizes[0] * loops.sizes[1] * loops.sizes[2]
     of_group = shape[1] // num_groups
     groups, columns = 1, min(_power_of_two(of_group), _MOST_COLUMNS)
-    if _channels_are_neighbours(loops, x_strides[1]):
+    if loops.sizes[0] == 1 or x_strides[1] < loops.strides[1][0]:  # the channels are neighbours
         if 2 * of_group <= _ALONG:  # a power of two, as all lengths in Triton
             groups = min(1 << (_ALONG // of_group).bit_length() - 1, _power_of_two(num_groups))
             columns = _power_of_two(groups * of_group)
@@ -181,56 +141,6 @@ def group_launch_for(
         groups=groups,
         columns=columns,
     )
-
-
-@dataclass(frozen=True)
-class ChannelLaunch:
-    """What a launch of the norm over channels needs beyond the tensors and the numbers of the op.
-
-    Attributes:
-        grid: Number of programs.
-        geometry: The kernel's arguments from ``channels`` to ``y2``.
-        tile: Those from ``NESTED`` to ``STEPS``.
-        num_warps: Warps per program.
-    """
-
-    grid: tuple[int]
-    geometry: tuple[int, ...]
-    tile: tuple[int, ...]
-    num_warps: int
-
-
-@lru_cache(maxsize=1024)
-def channel_launch_for(
-    shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]
-) -> ChannelLaunch | None:
-    """Plans the launch for a non-empty input; None if its positions need more than three loops."""
-    loops = _spatial_loops(shape, x_strides, y_strides, 2)
-    if loops is None:
-        return None
-    count = loops.sizes[0] * loops.sizes[1] * loops.sizes[2]
-    channels = shape[1]
-    tile = choose_tile(channels, rows_are_neighbours=not _channels_are_neighbours(loops, x_strides[1]))
-    tiles = -(-count // tile.rows)
-    x_geometry = (x_strides[0], x_strides[1], *loops.sizes[:2], *loops.strides[1])
-    y_geometry = (y_strides[0], y_strides[1], *loops.strides[0])
-    return ChannelLaunch(
-        grid=(shape[0] * tiles,),
-        geometry=(channels, count, tiles, *x_geometry, *y_geometry),
-        tile=(loops.nested, tile.rows, tile.cols, -(-channels // tile.cols)),
-        num_warps=tile.num_warps,
-    )
-
-
-def _spatial_loops(
-    shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...], first: int
-) -> Loops | None:
-    """The loops over the positions of a sample, in the output's memory order."""
-    return merge_loops(shape[first:], (y_strides[first:], x_strides[first:]))
-
-
-def _channels_are_neighbours(loops: Loops, channel_stride: int) -> bool:
-    return loops.sizes[0] == 1 or channel_stride < loops.strides[1][0]
 
 
 def _stride(parameter: Tensor | None) -> int:

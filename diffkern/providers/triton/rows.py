@@ -71,32 +71,3 @@ def broadcast_strides(shape: Sequence[int], strides: Sequence[int], to_shape: Se
         raise RuntimeError(f"a tensor of shape {tuple(shape)} cannot be broadcast to {tuple(to_shape)}")
     own_strides = zip(shape, strides, to_shape[added:], strict=True)
     return (0,) * added + tuple(0 if own != to else stride for own, stride, to in own_strides)
-
-
-class Rows(Loops):
-    """The loops over an output, which comes first, and the input of the same shape."""
-
-    @property
-    def x_strides(self) -> Triple:
-        """Elements between two iterations, in the input."""
-        return self.strides[1]
-
-    @property
-    def y_strides(self) -> Triple:
-        """The same in the output."""
-        return self.strides[0]
-
-
-def merge_rows(shape: tuple[int, ...], x_strides: tuple[int, ...], y_strides: tuple[int, ...]) -> Rows | None:
-    """Merges the leading dimensions of a non-empty tensor pair of one shape, in the output's memory order.
-
-    Args:
-        shape: The shape, of which the last dimension is the row itself and is left alone.
-        x_strides: Strides of the input, in elements; any, 0 included.
-        y_strides: Strides of the output.
-
-    Returns:
-        The loops, or None if more than three are left.
-    """
-    loops = merge_loops(shape[:-1], (y_strides[:-1], x_strides[:-1]))
-    return None if loops is None else Rows(loops.sizes, loops.strides)
