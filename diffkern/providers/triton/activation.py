@@ -2,72 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from diffkern.providers.triton.activation_kernels import activation_kernel, glu_kernel
-from diffkern.providers.triton.launching import device_guard
+from diffkern.providers.triton.activation_kernels import activation_kernel
+from diffkern.providers.triton.launching import Plan, device_guard, launch
 from diffkern.providers.triton.rows import merge_loops
 
 #: Elements of a program and its warps: 16 elements a thread keep several 16-byte loads in flight.
 _TILE_ELEMENTS = 2048
-_NUM_WARPS = 4
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def activation(x: Tensor, function: str) -> Tensor:
     """Computes :func:`diffkern.ops.gelu`, ``silu`` and ``quick_gelu``."""
-    y = torch.empty_like(x)
-    if y.numel() == 0:
-        return y
-    launch = launch_for(x.shape, (y.stride(), x.stride()))
-    if launch is None:
-        return y.copy_(activation(x.contiguous(), function))
-    with device_guard(x.device):
-        activation_kernel[launch.grid](
-            x, y, *launch.geometry, function, launch.rows, launch.cols,
-            num_warps=_NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
-    return y
+    return _run(None, x, torch.empty_like(x), function, False)
 
 
 def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
     """Computes :func:`diffkern.ops.glu`."""
     y = torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))
+    return _run(value, gate, y, function, round_activation)
+
+
+def _run(value: Tensor | None, gate: Tensor, y: Tensor, function: str, round_activation: bool) -> Tensor:
     if y.numel() == 0:
         return y
-    launch = launch_for(value.shape, (y.stride(), value.stride(), gate.stride()))
-    if launch is None:
-        return y.copy_(glu(value.contiguous(), gate.contiguous(), function, round_activation))
-    with device_guard(value.device):
-        glu_kernel[launch.grid](
-            value, gate, y, *launch.geometry, function, round_activation, launch.rows, launch.cols,
-            num_warps=_NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+    strides = y.stride(), gate.stride(), gate.stride() if value is None else value.stride()
+    plan = _plan(gate.shape, strides, function, round_activation)
+    if plan is None:
+        dense = None if value is None else value.contiguous(), gate.contiguous(), y.contiguous()
+        return y.copy_(_run(*dense, function, round_activation))
+    with device_guard(gate.device):
+        launch(plan, activation_kernel, (value, gate, y), gate.device)
     return y
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What a launch needs beyond the tensors.
-
-    Attributes:
-        grid: Number of programs.
-        geometry: The kernels' arguments from ``size0`` to the last stride.
-        rows: Rows of a tile, a power of two.
-        cols: Columns of a tile, a power of two.
-    """
-
-    grid: tuple[int]
-    geometry: tuple[int, ...]
-    rows: int
-    cols: int
-
-
 @lru_cache(maxsize=4096)
-def launch_for(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> Launch | None:
+def _plan(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], *options: str | bool) -> Plan | None:
     """Plans the launch for non-empty tensors of one shape, output first; None if they need more than three loops."""
     loops = merge_loops(shape, strides)
     if loops is None:
@@ -77,7 +51,8 @@ def launch_for(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> 
     rows = min(_power_of_two(size1), _TILE_ELEMENTS // cols)
     col_tiles, row_tiles = -(-size0 // cols), -(-size1 // rows)
     flat = tuple(stride for triple in loops.strides for stride in triple)
-    return Launch((col_tiles * row_tiles * size2,), (size0, size1, col_tiles, row_tiles, *flat), rows, cols)
+    rest = (size0, size1, col_tiles, row_tiles, *flat, *options, rows, cols)
+    return Plan((col_tiles * row_tiles * size2,), rest, _OPTIONS)
 
 
 def _power_of_two(value: int) -> int:

@@ -56,27 +56,16 @@ def _offsets(col, row, outer, stride0, stride1, stride2):
 
 @triton.jit(do_not_specialize=_COUNTS)
 def activation_kernel(
-    x_ptr, y_ptr, size0, size1, col_tiles, row_tiles, y0, y1, y2, x0, x1, x2,
-    FUNCTION: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Writes ``activation(x)``; see ``diffkern.ops.gelu``."""
-    col, row, outer, inside = _locate(size0, size1, col_tiles, row_tiles, ROWS, COLS)
-    x = tl.load(x_ptr + _offsets(col, row, outer, x0, x1, x2), mask=inside, other=0.0).to(tl.float32)
-    y = activate(x, FUNCTION)
-    tl.store(y_ptr + _offsets(col, row, outer, y0, y1, y2), y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=_COUNTS)
-def glu_kernel(
-    v_ptr, g_ptr, y_ptr, size0, size1, col_tiles, row_tiles, y0, y1, y2, v0, v1, v2, g0, g1, g2,
+    v_ptr, g_ptr, y_ptr, size0, size1, col_tiles, row_tiles, y0, y1, y2, g0, g1, g2, v0, v1, v2,
     FUNCTION: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Writes ``v * activation(g)``; see ``diffkern.ops.glu``."""
+    """Writes ``v * activation(g)``, or ``activation(g)`` where ``v_ptr`` is None; see ``diffkern.ops.glu``."""
     col, row, outer, inside = _locate(size0, size1, col_tiles, row_tiles, ROWS, COLS)
     gate = tl.load(g_ptr + _offsets(col, row, outer, g0, g1, g2), mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(v_ptr + _offsets(col, row, outer, v0, v1, v2), mask=inside, other=0.0).to(tl.float32)
-    activated = activate(gate, FUNCTION)
-    if ROUND:
-        activated = activated.to(g_ptr.dtype.element_ty).to(tl.float32)
-    y = value * activated
+    y = activate(gate, FUNCTION)
+    if v_ptr is not None:
+        value = tl.load(v_ptr + _offsets(col, row, outer, v0, v1, v2), mask=inside, other=0.0).to(tl.float32)
+        if ROUND:
+            y = y.to(g_ptr.dtype.element_ty).to(tl.float32)
+        y = value * y
     tl.store(y_ptr + _offsets(col, row, outer, y0, y1, y2), y.to(y_ptr.dtype.element_ty), mask=inside)
