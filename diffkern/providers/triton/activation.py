@@ -10,6 +10,7 @@ from torch import Tensor
 from diffkern.providers.triton.activation_kernels import activation_kernel
 from diffkern.providers.triton.launching import Plan, device_guard, launch
 from diffkern.providers.triton.rows import merge_loops
+from diffkern.providers.triton.tiles import power_of_two
 
 #: Elements of a program and its warps: 16 elements a thread keep several 16-byte loads in flight.
 _TILE_ELEMENTS = 2048
@@ -47,13 +48,9 @@ def _plan(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], *options
     if loops is None:
         return None
     size0, size1, size2 = loops.sizes
-    cols = min(_power_of_two(size0), _TILE_ELEMENTS)
-    rows = min(_power_of_two(size1), _TILE_ELEMENTS // cols)
+    cols = min(power_of_two(size0), _TILE_ELEMENTS)
+    rows = min(power_of_two(size1), _TILE_ELEMENTS // cols)
     col_tiles, row_tiles = -(-size0 // cols), -(-size1 // rows)
     flat = tuple(stride for triple in loops.strides for stride in triple)
     rest = (size0, size1, col_tiles, row_tiles, *flat, *options, rows, cols)
     return Plan((col_tiles * row_tiles * size2,), rest, _OPTIONS)
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from diffkern.providers.triton.add_norm_silu_pad_kernels import add_norm_silu_pad_kernel
 from diffkern.providers.triton.launching import device_guard, for_rows
+from diffkern.providers.triton.rows import stride_of, strides_of
+from diffkern.providers.triton.tiles import power_of_two, warps_for
 
-#: 32 elements for each of 32 lanes, and four warps where the channels are few enough.
-_ELEMENTS_PER_WARP = 1024
+#: For four warps, where the channels are few enough.
 _TILE_ELEMENTS = 4096
-_MOST_WARPS = 16
 #: Positions of a tile where they, and not the channels, are neighbours in memory: 32 bytes of a half dtype.
 _FEWEST_NEIGHBOURS = 16
 
@@ -33,7 +33,7 @@ def add_norm_silu_pad(
         return y
     x = _with_rows(x)
     residual = None if residual is None else _with_rows(residual)
-    columns = max(1 << (channels - 1).bit_length(), 16)
+    columns = max(power_of_two(channels), 16)
     positions = max(_TILE_ELEMENTS // columns, 1)
     if not channels_last or x.stride(1) > 1:
         positions = max(positions, _FEWEST_NEIGHBOURS)
@@ -43,8 +43,8 @@ def add_norm_silu_pad(
             x, bias, residual, scale, shift, y,
             channels, height * width, tiles, frames, out_frames, front,
             *_strides(x), *((0, 0, 0, 0) if residual is None else _strides(residual)), *_strides(y),
-            1 if bias is None else bias.stride(0), *_pair(scale), *_pair(shift), eps, norm, silu, positions, columns,
-            num_warps=min(max(positions * columns // _ELEMENTS_PER_WARP, 1), _MOST_WARPS), enable_fp_fusion=True,
+            stride_of(bias), *strides_of(scale), *strides_of(shift), eps, norm, silu, positions, columns,
+            num_warps=warps_for(positions * columns), enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -59,7 +59,3 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
     """Elements between samples, channels, frames, and positions of a frame."""
     sample, channel, frame, row, column = x.stride()
     return sample, channel, frame, row if x.shape[4] == 1 else column
-
-
-def _pair(modulation: Tensor | None) -> tuple[int, int]:
-    return (0, 1) if modulation is None else (modulation.stride(0), modulation.stride(1))

@@ -21,7 +21,7 @@ from diffkern.providers.eager.modulate import (
 from diffkern.providers.triton.fp8 import empty, quantize_rows, rows_of_8_bits
 from diffkern.providers.triton.launching import Plan, device_guard, for_rows, launch
 from diffkern.providers.triton.norm_kernels import norm_kernel
-from diffkern.providers.triton.rows import broadcast_strides, merge_loops
+from diffkern.providers.triton.rows import broadcast_strides, merge_loops, stride_of
 from diffkern.providers.triton.tiles import LONGEST_TILE, choose_tile
 
 # Rounding to float32 or more changes nothing, since that is what the kernel computes in.
@@ -174,7 +174,7 @@ def _launch(
         raise TypeError(f"the Triton norms cannot round to {round_dtype}: use the eager provider for it")
     operands: list[Tensor | None] = [residual, x, gate, scale, shift]
     options = (
-        *(_stride(weight), _stride(bias), float(eps), float(scale_offset), float(weight_offset)),
+        *(stride_of(weight), stride_of(bias), float(eps), float(scale_offset), float(weight_offset)),
         *(norm, clamp_eps, silu, activation),
         (round_dtype, *(_roundings(residual, x, gate, modulation, new) if round_each else _NO_ROUNDINGS)),
     )
@@ -253,7 +253,3 @@ def _plan(
 def _empty_output(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool) -> Tensor:
     memory_format = torch.preserve_format if preserve_strides else torch.contiguous_format
     return torch.empty_like(x, dtype=out_dtype, memory_format=memory_format)
-
-
-def _stride(parameter: Tensor | None) -> int:
-    return 1 if parameter is None else parameter.stride(0)

@@ -17,14 +17,13 @@ from diffkern.providers.eager.modulate import NO_NORM
 from diffkern.providers.eager.rope import FLOAT64, INPUT, expand_axes, fit_table
 from diffkern.providers.triton.launching import device_guard
 from diffkern.providers.triton.rope_kernels import rope_kernel
-from diffkern.providers.triton.rows import broadcast_strides, merge_loops
+from diffkern.providers.triton.rows import broadcast_strides, merge_loops, stride_of
+from diffkern.providers.triton.tiles import power_of_two, warps_for
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 #: Elements that a program holds, unless one row has more.
 _TILE = 4096
-_ELEMENTS_PER_WARP = 1024
-_MOST_WARPS = 16
 
 Strides = tuple[int, ...]
 
@@ -179,9 +178,9 @@ def _run(
     outs = outs or [torch.empty_like(x) for x, _, _ in given]
     across = heads > 0 and norm.kind != NO_NORM
     rotary = q_rotation.rotary_dim or head_dim
-    pairs = _power_of_two(max(rotary // 2, 1))
-    rest = 0 if rotary == head_dim else _power_of_two(head_dim - rotary)
-    row_elements = _power_of_two(2 * pairs + rest)
+    pairs = power_of_two(max(rotary // 2, 1))
+    rest = 0 if rotary == head_dim else power_of_two(head_dim - rotary)
+    row_elements = power_of_two(2 * pairs + rest)
     operands = [
         _operand(x, out, parameters, rotation, head_dim, rotary, heads > 0, across, row_elements)
         for (x, parameters, rotation), out in zip(given, outs, strict=True)
@@ -214,7 +213,7 @@ def _run(
             _TYPES[q.dtype] if norm.round_norm and q.dtype != torch.float64 else None,
             q_rotation.half, q_rotation.arithmetic == INPUT, wide,
             tl.float64 if q_rotation.arithmetic == FLOAT64 else wide, pairs, rest, other is not first,
-            num_warps=_warps(largest), enable_fp_fusion=False,
+            num_warps=warps_for(largest), enable_fp_fusion=False,
         )  # fmt: skip
     return outs
 
@@ -233,7 +232,7 @@ def _operand(
     if layout is None:
         return None
     inner = layout.sizes[0]
-    rows = _power_of_two(inner) if across else min(_power_of_two(inner), max(_TILE // row_elements, 1))
+    rows = power_of_two(inner) if across else min(power_of_two(inner), max(_TILE // row_elements, 1))
     tiles = -(-inner // rows)
     y_steps, x_steps, first, second, token = layout.strides
     weight, bias = parameters
@@ -243,7 +242,7 @@ def _operand(
         (
             (*y_steps, _step(out_view)), (*x_steps, _step(x_view)), (*first, *tables.first_column),
             (*second, *tables.second_column), token,
-            1 if weight is None else weight.stride(0), 1 if bias is None else bias.stride(0),
+            stride_of(weight), stride_of(bias),
         ),
         first[0] == 0 and second[0] == 0 and token[0] == 0,
         tables.compact,
@@ -342,12 +341,3 @@ def _split(x: Tensor, heads: int, head_dim: int) -> Tensor:
 def _step(x: Tensor) -> int:
     """The stride along the row. A single element may carry any; 1 spares a variant of the kernel."""
     return x.stride(-1) if x.shape[-1] > 1 else 1
-
-
-def _warps(elements: int) -> int:
-    """How many warps share a tile; a row with a part that is not rotated need not be a power of two."""
-    return min(_power_of_two(max(elements // _ELEMENTS_PER_WARP, 1)), _MOST_WARPS)
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

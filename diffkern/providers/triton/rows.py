@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 #: How many nested loops over rows the kernels know.
 MAX_LOOPS = 3
 
@@ -57,6 +59,16 @@ def merge_loops(sizes: Sequence[int], strides: Sequence[Sequence[int]]) -> Loops
     loops += [(*(0 for _ in strides), 1)] * (MAX_LOOPS - len(loops))
     n0, n1, n2 = (loop[-1] for loop in loops)
     return Loops((n0, n1, n2), tuple((loops[0][t], loops[1][t], loops[2][t]) for t in range(len(strides))))
+
+
+def stride_of(parameter: Tensor | None) -> int:
+    """The stride of a vector; any will do for none."""
+    return 1 if parameter is None else parameter.stride(0)
+
+
+def strides_of(modulation: Tensor | None) -> tuple[int, int]:
+    """The strides of a matrix, likewise."""
+    return (0, 1) if modulation is None else (modulation.stride(0), modulation.stride(1))
 
 
 def broadcast_strides(shape: Sequence[int], strides: Sequence[int], to_shape: Sequence[int]) -> tuple[int, ...]:

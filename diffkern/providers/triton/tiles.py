@@ -50,10 +50,16 @@ def choose_tile(row_length: int, *, rows_are_neighbours: bool) -> Tile:
     rows, cols = _LONG_ROW_ACROSS if rows_are_neighbours else _LONG_ROW
     for widest, enough_rows in _ACROSS_ROWS if rows_are_neighbours else _ALONG_ROWS:
         if row_length <= widest:
-            rows, cols = enough_rows, max(_power_of_two(row_length), 16)
+            rows, cols = enough_rows, max(power_of_two(row_length), 16)
             break
-    return Tile(rows, cols, min(max(rows * cols // _ELEMENTS_PER_WARP, 1), _MOST_WARPS))
+    return Tile(rows, cols, warps_for(rows * cols))
 
 
-def _power_of_two(value: int) -> int:
+def warps_for(elements: int) -> int:
+    """How many warps share a tile of so many elements."""
+    return min(power_of_two(max(elements // _ELEMENTS_PER_WARP, 1)), _MOST_WARPS)
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below ``value``, at least 1."""
     return 1 << (value - 1).bit_length()
