@@ -8,7 +8,6 @@ to the dtype of the input before it is rotated, as a chain of modules does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from diffkern.ops import norm as norms
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import Op
 from diffkern.ops.rotary import (
-    Rotated,
     check_axes,
     check_choices,
     check_coords,
@@ -164,25 +162,6 @@ def _check_parameters(name: str, x: Tensor, weight: Tensor | None, bias: Tensor 
             )
 
 
-@dataclass(frozen=True)
-class _Heads:
-    """A tensor as the checks see it, with its heads split: a view would cost more."""
-
-    shape: Sequence[int]
-    x: Tensor
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
-    def is_floating_point(self) -> bool:
-        return self.x.is_floating_point()
-
-
 def _as_lists(
     cos: Tensor | Sequence[Tensor] | None, sin: Tensor | Sequence[Tensor] | None, cos_k: Tensor | None,
     sin_k: Tensor | None, grid: Sequence[int] | None, coords: Tensor | None,
@@ -224,25 +203,26 @@ def _check_rotation(
     """Checks the tables; returns seq_dim, start and length."""
     unused = 1  # what the signature has
     if not lists[0]:
-        check_choices(q, pairing, arithmetic, None if heads else rotary_dim)
+        check_choices(q.shape, q.dtype, pairing, arithmetic, None if heads else rotary_dim)
         return unused, 0, -1
     heads_k = k.shape[-1] * heads // q.shape[-1] if heads else 0
-    rotated: list[Rotated] = [q, k]
+    shapes: list[Sequence[int]] = [q.shape, k.shape]
     if heads:
-        rotated = [_Heads((*x.shape[:-1], n, x.shape[-1] // n), x) for x, n in ((q, heads), (k, max(heads_k, 1)))]
+        shapes = [(*x.shape[:-1], n, x.shape[-1] // n) for x, n in ((q, heads), (k, max(heads_k, 1)))]
     axes = len(grid) > 0 or coords is not None  # torch.compile in torch 2.11 cannot trace bool(grid)
     for tensor in (q, k):
-        start, length, dim = resolve_tokens(tensor, tokens, seq_dim, needed=axes)
-    for i, x in enumerate(rotated):
-        rotary = check_choices(x, pairing, arithmetic, rotary_dim)
+        start, length, dim = resolve_tokens(tensor.shape, tokens, seq_dim, needed=axes)
+    for i, shape in enumerate(shapes):
+        rotary = check_choices(shape, q.dtype, pairing, arithmetic, rotary_dim)
         cos, sin = lists[2 * i], lists[2 * i + 1]
         if axes:
-            count = x.shape[3 - dim] if x.ndim == 4 and dim in (1, 2) else 0
-            check_axes(x, cos, sin, grid or None, coords, order, front_pad, rotary, count, dim, length)
+            count = shape[3 - dim] if len(shape) == 4 and dim in (1, 2) else 0
+            check_axes(shape, cos, sin, grid or None, coords, order, front_pad, rotary, count, dim, length)
             continue
-        lead = x.shape[:-1] if length < 0 else (*x.shape[:dim], length, *x.shape[dim + 1 : -1])
-        check_table("cos", cos[0], x, lead, rotary)
-        check_table("sin", sin[0], x, lead, rotary)
+        if length >= 0:
+            shape = (*shape[:dim], length, *shape[dim + 1 :])
+        check_table("cos", cos[0], shape, rotary)
+        check_table("sin", sin[0], shape, rotary)
     check_coords(coords, lists[0])
     return dim if axes or length >= 0 else unused, start, length
 

@@ -212,11 +212,13 @@ def _rope_prepare(
     x: Tensor, cos: Tensor, sin: Tensor, pairing: str, arithmetic: str, rotary_dim: int | None,
     tokens: tuple[int, int] | None, seq_dim: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    rotary = check_choices(x, pairing, arithmetic, rotary_dim)
-    start, length, dim = resolve_tokens(x, tokens, seq_dim)
-    shape = x.shape[:-1] if length < 0 else (*x.shape[:dim], length, *x.shape[dim + 1 : -1])
-    check_table("cos", cos, x, shape, rotary)
-    check_table("sin", sin, x, shape, rotary)
+    shape: Sequence[int] = x.shape
+    rotary = check_choices(shape, x.dtype, pairing, arithmetic, rotary_dim)
+    start, length, dim = resolve_tokens(shape, tokens, seq_dim)
+    if length >= 0:
+        shape = (*shape[:dim], length, *shape[dim + 1 :])
+    check_table("cos", cos, shape, rotary)
+    check_table("sin", sin, shape, rotary)
     return x, cos, sin, pairing == "half", ARITHMETICS[arithmetic], rotary_dim or 0, dim, start, length
 
 
@@ -255,10 +257,10 @@ def _rope_3d_prepare(
     x: Tensor, cos: list[Tensor], sin: list[Tensor], coords: Tensor | None, grid: list[int], order: str, front_pad: int,
     pairing: str, arithmetic: str, rotary_dim: int | None, tokens: tuple[int, int] | None, seq_dim: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    rotary = check_choices(x, pairing, arithmetic, rotary_dim)
-    start, length, dim = resolve_tokens(x, tokens, seq_dim, needed=True)
+    rotary = check_choices(x.shape, x.dtype, pairing, arithmetic, rotary_dim)
+    start, length, dim = resolve_tokens(x.shape, tokens, seq_dim, needed=True)
     heads = x.shape[3 - dim] if x.ndim == 4 and dim in (1, 2) else 0
-    check_axes(x, cos, sin, grid or None, coords, order, front_pad, rotary, heads, dim, length)
+    check_axes(x.shape, cos, sin, grid or None, coords, order, front_pad, rotary, heads, dim, length)
     check_coords(coords, cos)
     return (
         x, cos, sin, coords, grid, order == "alternating", front_pad, pairing == "half", ARITHMETICS[arithmetic],

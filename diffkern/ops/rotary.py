@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,36 +18,22 @@ ORDERS = ("blocked", "alternating")
 MAX_AXES = 4
 
 
-class Rotated(Protocol):
-    """What the checks ask of the tensor that is rotated, or of one whose heads are not split yet."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Size of each dimension."""
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the elements."""
-
-    def is_floating_point(self) -> bool:
-        """Whether they are floating point numbers."""
+# Shapes, and not tensors: heads that are not split yet are checked as if they were, for which a view would cost more.
 
 
-def check_choices(x: Rotated, pairing: str, arithmetic: str, rotary_dim: int | None) -> int:
+def check_choices(
+    shape: Sequence[int], dtype: torch.dtype, pairing: str, arithmetic: str, rotary_dim: int | None
+) -> int:
     """Checks what does not depend on the tables; returns the number of elements to rotate."""
-    if not x.is_floating_point():
-        raise TypeError(f"rotary embedding needs a floating point input, got {x.dtype}")
-    if x.ndim == 0:
+    if not dtype.is_floating_point:
+        raise TypeError(f"rotary embedding needs a floating point input, got {dtype}")
+    if not len(shape):
         raise ValueError("rotary embedding needs an input of at least one dimension, got a scalar")
     if pairing not in PAIRINGS:
         raise ValueError(f"unknown pairing {pairing!r}: choose one of {', '.join(PAIRINGS)}")
     if arithmetic not in ARITHMETICS:
         raise ValueError(f"unknown arithmetic {arithmetic!r}: choose one of {', '.join(ARITHMETICS)}")
-    size = x.shape[-1]
+    size = shape[-1]
     rotary = size if rotary_dim is None else rotary_dim
     if rotary % 2 or rotary > size or (rotary_dim is not None and rotary <= 0):
         raise ValueError(f"{rotary} elements cannot be rotated in pairs in a row of {size}: give an even rotary_dim")
@@ -55,46 +41,46 @@ def check_choices(x: Rotated, pairing: str, arithmetic: str, rotary_dim: int | N
 
 
 def resolve_tokens(
-    x: Rotated, tokens: tuple[int, int] | None, seq_dim: int, *, needed: bool = False
+    shape: Sequence[int], tokens: tuple[int, int] | None, seq_dim: int, *, needed: bool = False
 ) -> tuple[int, int, int]:
     """Returns start, length and the dimension counted from the front; length -1 stands for all tokens."""
     if tokens is None and not needed:
         return 0, -1, 0
-    dim = seq_dim + x.ndim if seq_dim < 0 else seq_dim
-    if not 0 <= dim < x.ndim - 1:
-        raise ValueError(f"seq_dim {seq_dim} is no leading dimension of an input of {x.ndim} dimensions")
+    dim = seq_dim + len(shape) if seq_dim < 0 else seq_dim
+    if not 0 <= dim < len(shape) - 1:
+        raise ValueError(f"seq_dim {seq_dim} is no leading dimension of an input of {len(shape)} dimensions")
     if tokens is None:
         return 0, -1, dim
     start, length = tokens
-    if start < 0 or length < 0 or start + length > x.shape[dim]:
-        raise ValueError(f"tokens {start} to {start + length} are not all among the {x.shape[dim]} of the input")
+    if start < 0 or length < 0 or start + length > shape[dim]:
+        raise ValueError(f"tokens {start} to {start + length} are not all among the {shape[dim]} of the input")
     return start, length, dim
 
 
-def check_table(name: str, table: Tensor, x: Rotated, shape: Sequence[int], rotary: int) -> None:
-    """Checks that a full table broadcasts to the leading dimensions ``shape`` of what is rotated."""
+def check_table(name: str, table: Tensor, shape: Sequence[int], rotary: int) -> None:
+    """Checks that a full table broadcasts to what is rotated, of ``shape``."""
     if not table.is_floating_point():
         raise TypeError(f"{name} is {table.dtype}: it must be floating point, or complex with sin=None")
     own = table.shape
-    fits = len(own) >= 1 and own[-1] in (rotary, rotary // 2) and len(own) - 1 <= len(shape)
+    fits = len(own) >= 1 and own[-1] in (rotary, rotary // 2) and len(own) <= len(shape)
     if fits:
-        skipped = len(shape) - len(own) + 1
+        skipped = len(shape) - len(own)
         for i in range(len(own) - 1):
             if own[i] != 1 and own[i] != shape[skipped + i]:
                 fits = False
     if not fits:
         raise ValueError(
-            f"{name} of shape {tuple(own)} does not broadcast to tokens of shape {(*shape, x.shape[-1])}, of which "
+            f"{name} of shape {tuple(own)} does not broadcast to tokens of shape {tuple(shape)}, of which "
             f"{rotary} elements are rotated: its last dimension must be {rotary} or {rotary // 2}, "
             "and the others 1 or those of the input"
         )
 
 
 def check_axes(
-    x: Rotated, cos: Sequence[Tensor], sin: Sequence[Tensor], grid: Sequence[int] | None, coords: Tensor | None,
-    order: str, front_pad: int, rotary: int, heads: int, seq_dim: int, length: int,
-) -> list[int]:  # fmt: skip
-    """Checks tables of axes against ``x`` and returns the grid, which is empty where there are coordinates."""
+    shape: Sequence[int], cos: Sequence[Tensor], sin: Sequence[Tensor], grid: Sequence[int] | None,
+    coords: Tensor | None, order: str, front_pad: int, rotary: int, heads: int, seq_dim: int, length: int,
+) -> None:  # fmt: skip
+    """Checks tables of axes against what is rotated, of ``shape``."""
     axes = len(cos)
     if not 1 <= axes <= MAX_AXES or len(sin) != axes:
         raise ValueError(f"got {axes} tables of cosines and {len(sin)} of sines: give as many of both, 1 to {MAX_AXES}")
@@ -116,23 +102,23 @@ def check_axes(
         if order == "alternating" and cos[i].shape[1] != cos[0].shape[1]:
             raise ValueError("axes can alternate only if their tables have as many columns")
     pairs = front_pad + sum(table.shape[1] for table in cos)
-    if front_pad < 0 or (2 * pairs != rotary and not (heads and rotary == x.shape[-1] and 2 * pairs == heads * rotary)):
+    if front_pad < 0 or (2 * pairs != rotary and not (heads and rotary == shape[-1] and 2 * pairs == heads * rotary)):
         raise ValueError(
             f"the axes have {pairs} pairs, {front_pad} of them padding: {rotary // 2} are rotated"
             + (f", or {heads * rotary // 2} in all heads" if heads else "")
         )
-    count = x.shape[seq_dim] if length < 0 else length
+    count = shape[seq_dim] if length < 0 else length
     if coords is not None:
         if coords.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"coordinates are int32 or int64, got {coords.dtype}")
-        lead = (x.shape[0], 1) if seq_dim else ()
+        lead = (shape[0], 1) if seq_dim else ()
         fits = coords.ndim in (2, 3) and coords.shape[-2:] == (count, axes)
         if not fits or (coords.ndim == 3 and coords.shape[0] not in lead):
             raise ValueError(
                 f"coordinates of shape {tuple(coords.shape)} do not fit {count} tokens and {axes} axes: "
                 "give [tokens, axes] or [batch, tokens, axes]"
             )
-        return []
+        return
     assert grid is not None
     tokens = 1
     for i, size in enumerate(grid):
@@ -141,7 +127,6 @@ def check_axes(
             raise ValueError(f"the grid has {size} positions along axis {i}, its table {cos[i].shape[0]}")
     if len(grid) != axes or tokens != count:
         raise ValueError(f"a grid of {tuple(grid)} is not one of {count} tokens and {axes} axes")
-    return list(grid)
 
 
 def dispatch_fn(op: Op, coords: Tensor | None) -> Callable[..., Any]:
