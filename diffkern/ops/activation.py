@@ -189,7 +189,7 @@ def _activation_prepare(x: Tensor, function: str) -> tuple[Any, ...]:
     return x, function
 
 
-def _activation_fake(x: Tensor, function: str) -> Tensor:
+def _activation_fake(x: Tensor, **options: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -221,7 +221,7 @@ def _glu_prepare(value: Tensor, gate: Tensor, activation: str, round_activation:
     return value, gate, activation, round_activation
 
 
-def _glu_fake(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
+def _glu_fake(value: Tensor, gate: Tensor, **options: Any) -> Tensor:
     return torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))
 
 

@@ -113,10 +113,7 @@ def _add_norm_silu_pad_prepare(
     return x, bias, residual, scale, shift, eps, norm is not None, activation is not None, front, back, channels_last
 
 
-def _add_norm_silu_pad_fake(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
-    norm: bool, silu: bool, front: int, back: int, channels_last: bool,
-) -> Tensor:  # fmt: skip
+def _add_norm_silu_pad_fake(x: Tensor, front: int, back: int, channels_last: bool, **options: Any) -> Tensor:
     batch, channels, frames, height, width = x.shape
     return torch.empty(
         (batch, channels, front + frames + back, height, width),

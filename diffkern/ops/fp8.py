@@ -320,33 +320,31 @@ def _rows(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=E4M3), x.new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 
-def _norm_modulate_fake(*args: Any) -> tuple[Tensor, ...]:
-    return _norm_modulate_and_fake(*args, 1.0, False, None)[1:]
+def _norm_modulate_fake(**args: Any) -> tuple[Tensor, ...]:
+    return _norm_modulate_and_fake(**args, out_dtype=None)[1:]
 
 
-def _gate_residual_norm_modulate_fake(*args: Any) -> tuple[Tensor, ...]:
-    new, _, *rows = _gate_residual_norm_modulate_and_fake(*args, 0, 1.0, False, None, None)
+def _gate_residual_norm_modulate_fake(**args: Any) -> tuple[Tensor, ...]:
+    new, _, *rows = _gate_residual_norm_modulate_and_fake(**args, residual_dtype=None, out_dtype=None)
     return (new, *rows)
 
 
-def _norm_modulate_and_fake(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    y = modulate.norm_modulate_fake(x, *args)
+def _norm_modulate_and_fake(**args: Any) -> tuple[Tensor, ...]:
+    y = modulate.norm_modulate_fake(**args)
     return (y, *_rows(y, y.shape))
 
 
-def _gate_residual_norm_modulate_and_fake(residual: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    new, y = modulate.gate_residual_norm_modulate_fake(residual, *args)
+def _gate_residual_norm_modulate_and_fake(**args: Any) -> tuple[Tensor, ...]:
+    new, y = modulate.gate_residual_norm_modulate_fake(**args)
     return (new, y, *_rows(y, y.shape))
 
 
-def _activation_fake(x: Tensor, front: Tensor | None, function: str) -> tuple[Tensor, Tensor]:
+def _activation_fake(x: Tensor, front: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     ahead = 0 if front is None else front.shape[-1]
     return _rows(x, torch.Size((*x.shape[:-1], ahead + x.shape[-1])))
 
 
-def _linear_fake(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def _linear_fake(x: Tensor, weight: Tensor, out_dtype: torch.dtype, **options: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 

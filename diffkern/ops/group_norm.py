@@ -272,17 +272,7 @@ def _group_norm_silu_prepare(
     return x, num_groups, weight, bias, add, eps, silu, per_frame, preserve_strides
 
 
-def _group_norm_silu_fake(
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    add: Tensor | None,
-    eps: float,
-    silu: bool,
-    per_frame: bool,
-    preserve_strides: bool,
-) -> Tensor:
+def _group_norm_silu_fake(x: Tensor, preserve_strides: bool, **options: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.preserve_format if preserve_strides else torch.contiguous_format)
 
 
@@ -380,7 +370,7 @@ def _channel_rms_norm_silu_prepare(
     return x, weight, bias, scale, shift, eps, eps_mode == "clamp", _is_silu(activation), round_dtype
 
 
-def _channel_rms_norm_silu_fake(x: Tensor, *options: Any) -> Tensor:
+def _channel_rms_norm_silu_fake(x: Tensor, **options: Any) -> Tensor:
     return torch.empty_like(x)
 
 

@@ -127,8 +127,7 @@ def _prepare(*given: Any) -> tuple[Any, ...]:
     return (*operands, dim, kind, epsilon, round_norm, half, number)
 
 
-def _fake(q: Tensor, k: Tensor, q_2: Tensor, k_2: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dim = rest[12]
+def _fake(q: Tensor, k: Tensor, q_2: Tensor, k_2: Tensor, dim: int, **options: Any) -> tuple[Tensor, Tensor]:
     pairs = ((q, q_2), (k, k_2))
     one, other = [q.new_empty((*x.shape[:dim], x.shape[dim] + y.shape[dim], *x.shape[dim + 1 :])) for x, y in pairs]
     return one, other

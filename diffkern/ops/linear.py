@@ -123,7 +123,7 @@ def _linear_gelu_prepare(x: Tensor, weight: Tensor, bias: Tensor | None, functio
     return x, weight, bias, function
 
 
-def _linear_gelu_fake(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
+def _linear_gelu_fake(x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
     # The errors of F.linear are wanted, its strides are not: those of a product depend on the path it takes.
     return torch.empty_like(F.linear(x, weight, bias), memory_format=torch.contiguous_format)
 

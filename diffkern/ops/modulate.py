@@ -283,9 +283,8 @@ def norm_modulate_prepare(
 
 
 def norm_modulate_fake(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
-    norm: int, scale_offset: float, round_each: bool, out_dtype: torch.dtype | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, scale: Tensor | None, shift: Tensor | None, norm: int, out_dtype: torch.dtype | None, **options: Any
+) -> Tensor:
     """Its result without data."""
     shape = modulated_shape(x.shape, scale, shift, norm)
     return x.new_empty(shape, dtype=out_dtype or promoted_dtype(x.dtype, scale, shift))
@@ -336,9 +335,8 @@ def _gate_residual_prepare(
 
 
 def _gate_residual_fake(
-    residual: Tensor, x: Tensor, gate: Tensor | None, gate_activation: int, round_each: bool,
-    out_dtype: torch.dtype | None,
-) -> Tensor:  # fmt: skip
+    residual: Tensor, x: Tensor, gate: Tensor | None, out_dtype: torch.dtype | None, **options: Any
+) -> Tensor:
     shape = gated_shape(residual, x, gate)
     return residual.new_empty(shape, dtype=out_dtype or promoted_dtype(residual.dtype, x, gate))
 
@@ -394,9 +392,8 @@ def gate_residual_norm_modulate_prepare(
 
 
 def gate_residual_norm_modulate_fake(
-    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None,
-    bias: Tensor | None, eps: float, norm: int, gate_activation: int, scale_offset: float, round_each: bool,
-    residual_dtype: torch.dtype | None, out_dtype: torch.dtype | None,
+    residual: Tensor, x: Tensor, gate: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    residual_dtype: torch.dtype | None, out_dtype: torch.dtype | None, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Its results without data."""
     shape = gated_shape(residual, x, gate, scale, shift)

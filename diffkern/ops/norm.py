@@ -177,9 +177,9 @@ def _from_rows(y: Tensor, x: Tensor, dim: int, memory_format: torch.memory_forma
     return y.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
 
 
-def _empty_output(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool) -> Tensor:
+def _norm_fake(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool, **options: Any) -> Tensor:
     memory_format = torch.preserve_format if preserve_strides else torch.contiguous_format
-    return torch.empty_like(x, dtype=out_dtype or x.dtype, memory_format=memory_format)
+    return torch.empty_like(x, dtype=out_dtype, memory_format=memory_format)
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -204,13 +204,6 @@ def _rms_norm_prepare(
     if eps is None:
         eps = torch.finfo(torch.float32 if x.dtype in _HALF else x.dtype).eps
     return x, weight, bias, eps, *options
-
-
-def _rms_norm_fake(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
-    round_dtype: torch.dtype | None, out_dtype: torch.dtype | None, clamp_eps: bool, preserve_strides: bool,
-) -> Tensor:  # fmt: skip
-    return _empty_output(x, out_dtype, preserve_strides)
 
 
 def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -255,7 +248,7 @@ def _sum_rows(x: Tensor) -> Tensor:
     return x.sum(dim=tuple(range(x.ndim - 1))) if x.ndim > 1 else x
 
 
-_rms_norm = Op("rms_norm", _rms_norm_prepare, _rms_norm_fake, _rms_norm_setup_context, _rms_norm_backward)
+_rms_norm = Op("rms_norm", _rms_norm_prepare, _norm_fake, _rms_norm_setup_context, _rms_norm_backward)
 
 
 # --- layer_norm as a torch op --------------------------------------------------------------------------
@@ -264,13 +257,6 @@ _rms_norm = Op("rms_norm", _rms_norm_prepare, _rms_norm_fake, _rms_norm_setup_co
 def _layer_norm_prepare(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
     _check(x, weight, bias)
     return x, weight, bias, *options
-
-
-def _layer_norm_fake(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None,
-    preserve_strides: bool,
-) -> Tensor:  # fmt: skip
-    return _empty_output(x, out_dtype, preserve_strides)
 
 
 def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -301,4 +287,4 @@ def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (grad_x, grad_weight, grad_bias, *(None,) * 4)
 
 
-_layer_norm = Op("layer_norm", _layer_norm_prepare, _layer_norm_fake, _layer_norm_setup_context, _layer_norm_backward)
+_layer_norm = Op("layer_norm", _layer_norm_prepare, _norm_fake, _layer_norm_setup_context, _layer_norm_backward)

@@ -263,7 +263,7 @@ def _qk_norm_rope_prepare(
     )  # fmt: skip
 
 
-def _qk_norm_rope_fake(q: Tensor, k: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _qk_norm_rope_fake(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 

@@ -66,7 +66,7 @@ class Op:
         name: A name in :data:`diffkern.providers.signatures.SIGNATURES`.
         prepare: Takes operands and options and returns the arguments of the kernel, after checking them: the operands,
             and what the options stand for, which must depend on nothing but them and the dtype of the first tensor.
-        fake: Takes the arguments of the kernel; gives shape, dtype and strides of the result, without data.
+        fake: Takes the arguments of the kernel by name; gives shape, dtype and strides of the result, without data.
         setup_context: Saves for the backward pass; called only when a gradient is needed.
         backward: One gradient per argument of the kernel and one for the provider, None where there is none.
         traced: What ``torch.compile`` traces in place of an op, for one that plain PyTorch alone computes; None is
@@ -82,22 +82,22 @@ class Op:
     ) -> None:  # fmt: skip
         self._name = name
         self._prepare = prepare
-        self._fake = fake
+        self._fake_by_name = fake
         self._seen_through = traced
         self._of_kernels: dict[Kernel, OpOverload] = {}
+        arguments = schema(name).arguments
+        self._names = [argument.name for argument in arguments]
         signature, default = SIGNATURES[name], "=None"
         self._takes_lists = "[]" in signature
         if self._takes_lists:
             # Torch wants the gradients of an op with lists in exactly the structure of its arguments.
             signature, default = without_defaults(signature), ""
         signature = signature.replace(") ->", f", str? provider{default}) ->")
-        self.op = define(name, signature, self._compute, lambda *given: fake(*self._completed(given)[:-1]))
+        self.op = define(name, signature, self._compute, self._fake)
         torch.library.register_autograd(self.op._schema.name, backward, setup_context=setup_context)
         namespace, _, own = self.op._schema.name.partition("::")
         self._op_name = namespace, own
         self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
-        arguments = schema(name).arguments
-        self._names = [argument.name for argument in arguments]
         self._tensors_at = [index for index, argument in enumerate(arguments) if "Tensor" in str(argument.real_type)]
         self._optional = tuple(argument.default_value for argument in arguments if argument.has_default_value())
         self._computed_in = [
@@ -323,6 +323,10 @@ class Op:
         """What :attr:`op` runs."""
         *args, provider = self._completed(given)
         return self._run(kernel_for(self._name, args[0].device, provider, *self._dtypes(args)), args)
+
+    def _fake(self, *given: Any) -> Any:
+        """The result of a call without data; of :attr:`op`, or of one that has no provider as its last argument."""
+        return self._fake_by_name(**dict(zip(self._names, self._completed(given), strict=False)))
 
     def _completed(self, given: Sequence[Any]) -> list[Any]:
         """The arguments of :attr:`op`; torch leaves out the last ones that have their default."""

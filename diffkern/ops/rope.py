@@ -222,7 +222,7 @@ def _rope_prepare(
     return x, cos, sin, pairing == "half", ARITHMETICS[arithmetic], rotary_dim or 0, dim, start, length
 
 
-def _rope_fake(x: Tensor, *options: Any) -> Tensor:
+def _rope_fake(x: Tensor, **options: Any) -> Tensor:
     return torch.empty_like(x)
 
 
