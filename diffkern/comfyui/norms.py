@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from diffkern.blocks.pieces import plain, untouched
 from diffkern.comfyui.cast import weight_and_bias
 from diffkern.matching import TABLE, NormSemantics, full_name
+from diffkern.providers.dispatch_modes import constant_in_graphs
 from diffkern.rewrite.facts import GROUP_NORM, NORM_SOURCES
 from diffkern.verify.samples import bare, random_input
 
@@ -55,6 +56,7 @@ def norm_kind(module: nn.Module | None) -> str | None:
     return kind if len(shape) == 1 else None
 
 
+@constant_in_graphs
 def _kind_by_probe(module: Any) -> str | None:
     """The norm that a subclass of a known class computes where it has no weights, which loaders of GGUF files bring.
 
@@ -75,10 +77,6 @@ def _kind_by_probe(module: Any) -> str | None:
             same = False
         _probed[key] = known if same else None
     return _probed[key]
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-_kind_by_probe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def norm_semantics(module: nn.Module) -> NormSemantics | None:

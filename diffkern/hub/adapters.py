@@ -27,6 +27,7 @@ from torch import Tensor
 
 from diffkern.providers import eager
 from diffkern.providers.base import Kernel
+from diffkern.providers.eager.precision import laid_out_like
 from diffkern.providers.eager.rope import FLOAT32, FLOAT64, INPUT
 from diffkern.providers.foreign import is_of_user, preserved, summary
 
@@ -153,12 +154,7 @@ def _declines_out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> str | None:
 
 def _norm_result(y: Tensor, x: Tensor, preserve_strides: bool) -> Tensor:
     """``y`` laid out as the op promises."""
-    return _laid_out_like(x, y) if preserve_strides else y.contiguous()
-
-
-def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
-    out = torch.empty_like(x, dtype=y.dtype)
-    return y if y.stride() == out.stride() else out.copy_(y)
+    return laid_out_like(x, y) if preserve_strides else y.contiguous()
 
 
 # --- rotary embedding --------------------------------------------------------------------------------------
@@ -223,7 +219,7 @@ def _transformers_rope(interface: str, function: Callable[..., tuple[Tensor, Ten
         q, k = heads_first.clone(), heads_first[:, :1].clone()
         tables = (_by_token(table, heads_first, heads) for table in (cos, sin))  # type: ignore[arg-type]
         y = function(q, k, *tables)[0]
-        return _laid_out_like(x, y if heads == 1 else y.transpose(1, 2))
+        return laid_out_like(x, y if heads == 1 else y.transpose(1, 2))
 
     def declines(args: Sequence[Any]) -> str | None:
         x, cos, _, half, *_ = args
@@ -274,7 +270,7 @@ def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
         return _norm_result(forward(holder, x.contiguous()), x, rest[-1])
 
     def activation(x: Tensor, function: str) -> Tensor:
-        return _laid_out_like(x, forward(SimpleNamespace(), x))
+        return laid_out_like(x, forward(SimpleNamespace(), x))
 
     def declines_function(args: Sequence[Any]) -> str | None:
         return None if stated in (None, args[-1]) else f"it computes {stated} and not {args[-1]}"
@@ -283,7 +279,7 @@ def _layer(layer: type[torch.nn.Module]) -> list[Adapter]:
         return _packed(value, gate) if gate_last else _packed(gate, value)
 
     def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
-        return _laid_out_like(value, forward(SimpleNamespace(), packed(value, gate)))  # type: ignore[arg-type]
+        return laid_out_like(value, forward(SimpleNamespace(), packed(value, gate)))  # type: ignore[arg-type]
 
     def declines_glu(args: Sequence[Any]) -> str | None:
         if packed(*args[:2]) is None:

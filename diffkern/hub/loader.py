@@ -18,7 +18,7 @@ from diffkern.hub import client, digests
 from diffkern.hub.policy import HubError, Policy, switched_off
 from diffkern.hub.reference import KernelReference
 from diffkern.hub.resolve import find
-from diffkern.providers.foreign import is_of_user, preserved
+from diffkern.providers.foreign import is_of_user, preserved, with_causes
 
 if TYPE_CHECKING:
     from kernels import Metadata
@@ -129,7 +129,7 @@ def _import(directory: Path, device: torch.device) -> tuple[Metadata, ModuleType
             sys.modules[name] = before
         if is_of_user(error):
             raise
-        raise HubError(f"loading {directory} failed ({_describe(error)})") from error
+        raise HubError(f"loading {directory} failed ({with_causes(error)})") from error
     return metadata, module
 
 
@@ -182,9 +182,3 @@ def _fresh_bytecode() -> Iterator[None]:
         yield
     finally:
         sys.pycache_prefix, sys.dont_write_bytecode = prefix, writes
-
-
-def _describe(error: BaseException) -> str:
-    """An error with its causes: torch says which file, and only the loader's own error says which symbol."""
-    words = f"{type(error).__name__}: {error}"
-    return words if error.__cause__ is None else f"{words}, because of {_describe(error.__cause__)}"

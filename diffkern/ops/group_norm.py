@@ -21,8 +21,8 @@ from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import Op
-from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.activation import apply_backward
+from diffkern.providers.eager.precision import compute_dtype, empty_output
 
 _ANY_MIX = "float32, float16, bfloat16 in any mix"
 _CENTRED = "float32, the variance from centred values"
@@ -273,7 +273,7 @@ def _group_norm_silu_prepare(
 
 
 def _group_norm_silu_fake(x: Tensor, preserve_strides: bool, **options: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.preserve_format if preserve_strides else torch.contiguous_format)
+    return empty_output(x, None, preserve_strides)
 
 
 def _group_norm_silu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

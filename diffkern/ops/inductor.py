@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
+from diffkern.providers.dispatch_modes import constant_in_graphs
+
 _IS_TOLD_NOTHING = TorchVersion(torch.__version__) >= "2.13"
 
 
+@constant_in_graphs
 def register_fallback(namespace: str, name: str) -> None:
     """Registers an op of torch's as one that Inductor calls as it is, which it would find out by itself.
 
@@ -28,7 +31,3 @@ def register_fallback(namespace: str, name: str) -> None:
     if op not in lowering.lowerings:
         tag = import_module("torch._library.utils").get_layout_constraint_tag(op, with_default=True)
         lowering.make_fallback(op, layout_constraint=lowering.tag_to_layout_constraint(tag), warn=False)
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-register_fallback._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from diffkern.ops.registration import Op
 from diffkern.providers import cublaslt
 from diffkern.providers.cublaslt.layers import as_matrix, linear_gelu_into
 from diffkern.providers.cublaslt.layers import linear_gelu as plain_linear_gelu
-from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.providers.dispatch_modes import constant_in_graphs, modes_active, transforms_active
 from diffkern.providers.eager.activation import apply_backward
 from diffkern.providers.registry import kernel_for
 
@@ -145,13 +145,10 @@ def _linear_gelu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_weight, grad_bias, None, None
 
 
+@constant_in_graphs
 def _is_measured(device_type: str, dtype: torch.dtype) -> bool:
     """Whether algorithms are measured for such operands; ``torch.compile`` takes the answer for a constant."""
     return cublaslt.serves(device_type, dtype)
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-_is_measured._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _linear_gelu_traced(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor | None:

@@ -30,6 +30,7 @@ from diffkern.ops.modulate_gradients import (
     modulation_grads,
     needs_grad,
 )
+from diffkern.ops.norm import machine_eps
 from diffkern.ops.registration import Op
 from diffkern.providers.eager.modulate import (
     GATE_ACTIVATIONS,
@@ -46,7 +47,6 @@ GateActivation = Literal["tanh", "sigmoid"]
 Rounding = Literal["once", "each"]
 
 _ROUNDINGS: Mapping[str, bool] = {"once": False, "each": True}
-_HALF = (torch.float16, torch.bfloat16)
 
 _ANY_MIX = "float32, float16, bfloat16 in any mix"
 _EACH = "the norm to the dtype of x, scale_offset + scale to that of scale, product and sum to the promoted dtype"
@@ -262,10 +262,6 @@ def _scalar_to(device: torch.device, operand: Any) -> Any:
     return operand.to(device) if movable else operand
 
 
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(torch.float32 if dtype in _HALF else dtype).eps
-
-
 # --- norm_modulate as a torch op -----------------------------------------------------------------------
 
 
@@ -278,7 +274,7 @@ def norm_modulate_prepare(
     device = _check_row(x)
     _check_parameters(x.shape[-1], norm_code, weight, bias)
     scale, shift = _scalar_to(device, scale), _scalar_to(device, shift)
-    eps = _eps(x.dtype) if eps is None else eps
+    eps = machine_eps(x.dtype) if eps is None else eps
     return x, scale, shift, weight, bias, eps, norm_code, scale_offset, round_each, out_dtype
 
 
@@ -384,7 +380,7 @@ def gate_residual_norm_modulate_prepare(
     x, gate = _scalar_to(device, x), _scalar_to(device, gate)
     scale, shift = _scalar_to(device, scale), _scalar_to(device, shift)
     if eps is None:
-        eps = _eps(residual_dtype or promoted_dtype(residual.dtype, x, gate))
+        eps = machine_eps(residual_dtype or promoted_dtype(residual.dtype, x, gate))
     return (
         residual, x, gate, scale, shift, weight, bias, eps,
         norm_code, activation, scale_offset, round_each, residual_dtype, out_dtype,

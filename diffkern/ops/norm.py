@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import Op
-from diffkern.providers.eager import compute_dtype
+from diffkern.providers.eager.precision import compute_dtype, empty_output
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -178,20 +178,24 @@ def _from_rows(y: Tensor, x: Tensor, dim: int, memory_format: torch.memory_forma
 
 
 def _norm_fake(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool, **options: Any) -> Tensor:
-    memory_format = torch.preserve_format if preserve_strides else torch.contiguous_format
-    return torch.empty_like(x, dtype=out_dtype, memory_format=memory_format)
+    return empty_output(x, out_dtype, preserve_strides)
 
 
-def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def check_parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None, owner: str = "") -> None:
+    """Checks that the parameters of a norm of ``x`` fit its rows."""
     if x.ndim == 0:
         raise ValueError("a norm needs an input of at least one dimension, got a scalar")
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
+        if parameter is not None and (parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]):
             raise ValueError(
-                f"the {name} has shape {tuple(parameter.shape)}, but {x.shape[-1]} elements are normalised together"
+                f"the {name}{owner} has shape {tuple(parameter.shape)}, "
+                f"but {x.shape[-1]} elements are normalised together"
             )
+
+
+def machine_eps(dtype: torch.dtype) -> float:
+    """The machine epsilon of the precision that inputs of a dtype are computed in."""
+    return torch.finfo(torch.float32 if dtype in _HALF else dtype).eps
 
 
 # --- rms_norm as a torch op ----------------------------------------------------------------------------
@@ -200,10 +204,8 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
 def _rms_norm_prepare(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, *options: Any
 ) -> tuple[Any, ...]:
-    _check(x, weight, bias)
-    if eps is None:
-        eps = torch.finfo(torch.float32 if x.dtype in _HALF else x.dtype).eps
-    return x, weight, bias, eps, *options
+    check_parameters(x, weight, bias)
+    return x, weight, bias, machine_eps(x.dtype) if eps is None else eps, *options
 
 
 def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -255,7 +257,7 @@ _rms_norm = Op("rms_norm", _rms_norm_prepare, _norm_fake, _rms_norm_setup_contex
 
 
 def _layer_norm_prepare(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
-    _check(x, weight, bias)
+    check_parameters(x, weight, bias)
     return x, weight, bias, *options
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diffkern.ops import norm as norms
 from diffkern.ops.contract import ContractRow
+from diffkern.ops.norm import check_parameters, machine_eps
 from diffkern.ops.registration import Op
 from diffkern.ops.rotary import (
     check_axes,
@@ -151,17 +152,6 @@ def qk_norm_rope(
 _NOTHING, _TABLES, _AXES = range(3)
 
 
-def _check_parameters(name: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    for kind, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]:
-            raise ValueError(
-                f"the {kind} of {name} has shape {tuple(parameter.shape)}, "
-                f"but {x.shape[-1]} elements are normalised together"
-            )
-
-
 def _as_lists(
     cos: Tensor | Sequence[Tensor] | None, sin: Tensor | Sequence[Tensor] | None, cos_k: Tensor | None,
     sin_k: Tensor | None, grid: Sequence[int] | None, coords: Tensor | None,
@@ -248,10 +238,10 @@ def _qk_norm_rope_prepare(
         size = q.shape[-1] // heads
         if q.shape[-1] % heads or k.shape[-1] % max(size, 1):
             raise ValueError(f"rows of {q.shape[-1]} and {k.shape[-1]} elements are not those of {heads} equal heads")
-    _check_parameters("q", q, q_weight, q_bias)
-    _check_parameters("k", k, k_weight, k_bias)
+    check_parameters(q, q_weight, q_bias, " of q")
+    check_parameters(k, k_weight, k_bias, " of k")
     if eps is None:
-        eps = torch.finfo(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype).eps
+        eps = machine_eps(q.dtype)
     lists = cos, sin, cos_k, sin_k
     dim, start, length = _check_rotation(
         q, k, lists, coords, grid, order, front_pad, heads, pairing, arithmetic, rotary_dim, tokens, seq_dim

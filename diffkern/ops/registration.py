@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from diffkern.ops.inductor import register_fallback
 from diffkern.providers.base import Kernel
-from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.providers.dispatch_modes import constant_in_graphs, modes_active, transforms_active
 from diffkern.providers.registry import NoProviderError, dispatch_cache, kernel_for, override, select
 from diffkern.providers.signatures import SIGNATURES, schema, without_defaults
 
@@ -338,6 +338,7 @@ class Op:
         return tuple([value.dtype if type(value) is Tensor else _dtype_of(value) for value in given])
 
 
+@constant_in_graphs
 def _op_for_graph(
     name: str, device: torch.device, provider: str | None, dtypes: tuple[torch.dtype | None, ...], needed: int
 ) -> tuple[str, str, int] | None:
@@ -356,10 +357,6 @@ def _op_for_graph(
         return None  # the run says it
     namespace, _, op = held._schema.name.partition("::")
     return namespace, op, len(held._schema.arguments)
-
-
-# What torch.compiler.assume_constant_result does, which imports all of torch._dynamo.
-_op_for_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:

@@ -29,6 +29,7 @@ from diffkern.build.installed import (
     search_directories,
 )
 from diffkern.providers.base import KERNEL_DTYPES, ROPE_DTYPES, Kernel, Request, Support
+from diffkern.providers.foreign import with_causes
 from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
 #: What a linear layer has to fuse, torch itself fuses; and rows of fp8 are for NVIDIA's GPUs alone.
@@ -183,7 +184,7 @@ def _load(build: Build) -> _Loaded | str:
         _import(build.namespace, build.directory / "__init__.py")
     except Exception as error:  # whatever a foreign binary comes up with is a reason, not a crash
         return (
-            f"loading it failed ({_describe(error)}). It was built {_torch_of(build)}, and this is torch "
+            f"loading it failed ({with_causes(error)}). It was built {_torch_of(build)}, and this is torch "
             f"{torch.__version__}: run `diffkern build --{build.variant.backend} --force`"
         )
     refusals = {op: reason for op in _OPS if (reason := _refusal_of_op(build, op)) is not None}
@@ -199,12 +200,6 @@ def _refusal_of_op(build: Build, op: str) -> str | None:
     if arguments(_overload(build, op)._schema) != arguments(schema(op)):
         return f"the {op} of this build takes other arguments than this diffkern gives: {remedy}"
     return None
-
-
-def _describe(error: BaseException) -> str:
-    """An error with its causes: torch says which file, and only the loader's own error says which symbol."""
-    words = f"{type(error).__name__}: {error}"
-    return words if error.__cause__ is None else f"{words}, because of {_describe(error.__cause__)}"
 
 
 def _torch_of(build: Build) -> str:

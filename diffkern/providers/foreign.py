@@ -41,6 +41,12 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
+def with_causes(error: BaseException) -> str:
+    """An error with its causes: torch says which file, and only the loader's own error says which symbol."""
+    words = f"{type(error).__name__}: {error}"
+    return words if error.__cause__ is None else f"{words}, because of {with_causes(error.__cause__)}"
+
+
 @contextlib.contextmanager
 def preserved(device: torch.device | None = None) -> Iterator[Callable[[], str]]:
     """Restores torch's settings of the process and every random generator at the end of the block.

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffkern.providers.eager.precision import compute_dtype
+from diffkern.providers.eager.precision import compute_dtype, laid_out_like
 
 #: The names that :func:`diffkern.ops.glu` takes.
 FUNCTIONS = ("gelu", "gelu_tanh", "silu", "quick_gelu")
@@ -16,7 +16,7 @@ _QUICK_GELU_SLOPE = 1.702
 
 def activation(x: Tensor, function: str) -> Tensor:
     """Computes :func:`diffkern.ops.gelu`, ``silu`` and ``quick_gelu``."""
-    return _laid_out_like(x, apply(x, function))
+    return laid_out_like(x, apply(x, function))
 
 
 def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> Tensor:
@@ -25,7 +25,7 @@ def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> T
     if not round_activation:
         dtype = compute_dtype(value, gate)
         value, gate = value.to(dtype), gate.to(dtype)
-    return _laid_out_like(value, (value * apply(gate, function)).to(out_dtype))
+    return laid_out_like(value, (value * apply(gate, function)).to(out_dtype))
 
 
 def apply(x: Tensor, function: str) -> Tensor:
@@ -52,11 +52,3 @@ def apply_backward(grad: Tensor, x: Tensor, function: str) -> Tensor:
 
 def _approximation(function: str) -> str:
     return "tanh" if function == "gelu_tanh" else "none"
-
-
-def _laid_out_like(x: Tensor, y: Tensor) -> Tensor:
-    """``y`` with the strides that ``torch.empty_like(x)`` has."""
-    if y.is_contiguous() and x.is_contiguous():
-        return y
-    out = torch.empty_like(x, dtype=y.dtype)
-    return y if y.stride() == out.stride() else out.copy_(y)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from diffkern.providers.eager.precision import compute_dtype
+from diffkern.providers.eager.precision import compute_dtype, laid_out_like
 
 #: How the arithmetic is written in the schemas of the ops. A dict, for torch.compile: see NORMS.
 ARITHMETICS: Mapping[str, int] = {"float32": 0, "float64": 1, "input": 2}
@@ -61,12 +61,6 @@ def rotate(
         before, after = x.narrow(seq_dim, 0, start), x.narrow(seq_dim, end, x.shape[seq_dim] - end)
         y = torch.cat((before.to(out_dtype), y, after.to(out_dtype)), seq_dim)
     return y
-
-
-def laid_out_like(x: Tensor, y: Tensor) -> Tensor:
-    """Returns ``y`` in the strides of ``torch.empty_like(x)``."""
-    out = torch.empty_like(x, dtype=y.dtype)
-    return y if y.stride() == out.stride() else out.copy_(y)
 
 
 def split_pairs(x: Tensor, half: bool, rotary_dim: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from diffkern.providers.eager.modulate import LAYER, RMS
 from diffkern.providers.eager.norm import layer_norm, rms_norm
-from diffkern.providers.eager.precision import compute_dtype
-from diffkern.providers.eager.rope import INPUT, expand_axes, fit_table, laid_out_like, rotate
+from diffkern.providers.eager.precision import compute_dtype, laid_out_like
+from diffkern.providers.eager.rope import INPUT, expand_axes, fit_table, rotate
 
 
 def qk_norm_rope(

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from diffkern.providers.eager.precision import empty_output
 from diffkern.providers.triton.group_norm_kernels import group_normalise_kernel, group_statistics_kernel
 from diffkern.providers.triton.launching import Plan, device_guard, launch
 from diffkern.providers.triton.rows import merge_loops, stride_of, strides_of
@@ -39,7 +40,7 @@ def group_norm_silu(
     preserve_strides: bool,
 ) -> Tensor:
     """Computes :func:`diffkern.ops.group_norm_silu`."""
-    y = torch.empty_like(x, memory_format=torch.preserve_format if preserve_strides else torch.contiguous_format)
+    y = empty_output(x, None, preserve_strides)
     if y.numel() == 0:
         return y
     options = (*strides_of(add), stride_of(weight), stride_of(bias), float(eps), silu)

@@ -18,6 +18,7 @@ from diffkern.providers.eager.modulate import (
     modulated_shape,
     promoted_dtype,
 )
+from diffkern.providers.eager.precision import empty_output
 from diffkern.providers.triton.fp8 import empty, quantize_rows, rows_of_8_bits
 from diffkern.providers.triton.launching import Plan, device_guard, for_rows, launch
 from diffkern.providers.triton.norm_kernels import norm_kernel
@@ -43,7 +44,7 @@ def rms_norm(
     Raises:
         TypeError: ``round_dtype`` is none of float16, bfloat16, float32 and float64.
     """
-    y = _empty_output(x, out_dtype, preserve_strides)
+    y = empty_output(x, out_dtype, preserve_strides)
     norm = _Modulation(None, None, weight, bias, eps, RMS, 0.0, weight_offset, round_dtype, clamp_eps)
     _launch(None, x, None, NO_ACTIVATION, norm, False, None, y)
     return y
@@ -54,7 +55,7 @@ def layer_norm(
     preserve_strides: bool,
 ) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.layer_norm` over the last dimension."""
-    y = _empty_output(x, out_dtype, preserve_strides)
+    y = empty_output(x, out_dtype, preserve_strides)
     _launch(None, x, None, NO_ACTIVATION, _Modulation(None, None, weight, bias, eps, LAYER), False, None, y)
     return y
 
@@ -248,8 +249,3 @@ def _plan(
         *(loops.nested, tile.rows, tile.cols, -(-row_length // tile.cols)),
     )
     return Plan((tiles * size1 * size2,), rest, {"num_warps": tile.num_warps, "enable_fp_fusion": False})
-
-
-def _empty_output(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool) -> Tensor:
-    memory_format = torch.preserve_format if preserve_strides else torch.contiguous_format
-    return torch.empty_like(x, dtype=out_dtype, memory_format=memory_format)
