@@ -17,6 +17,8 @@ from typing_extensions import override
 
 #: Draws a tensor of the step's dtype on the step's device: ``randn(*shape)``.
 Randn = Callable[..., Tensor]
+#: Makes one argument of a step, or all of them.
+Made = Callable[[Randn], Any]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Denoiser:
 
     class_name: str
     what: str
-    inputs: Callable[[Randn], Mapping[str, Any]]
+    inputs: Made
     config: Mapping[str, Any] = field(default_factory=dict)
     layers: Mapping[str, int] = field(default_factory=dict)
 
@@ -74,7 +76,7 @@ class Denoiser:
         return {**self.inputs(partial(torch.randn, device=device, dtype=dtype)), "return_dict": False}
 
 
-def image_ids(randn: Randn, side: int, axes: int = 3) -> Tensor:
+def _image_ids(randn: Randn, side: int, axes: int) -> Tensor:
     """Positions of ``side x side`` image tokens on the last two of the first three axes."""
     ids = torch.zeros_like(randn(side * side, axes))
     place = torch.arange(side, device=ids.device, dtype=ids.dtype)
@@ -82,20 +84,30 @@ def image_ids(randn: Randn, side: int, axes: int = 3) -> Tensor:
     return ids
 
 
-def _time(randn: Randn, value: float, batch: int = 1) -> Tensor:
-    return torch.full_like(randn(batch), value)
+def step_of(*shape: int, time: float = 500.0, first: str = "hidden_states", **more: tuple[int, ...] | Made) -> Made:
+    """Makes a random tensor of this shape, one time step for each of its batch, and more: of a shape, or as it is."""
+
+    def inputs(randn: Randn) -> Mapping[str, Any]:
+        made = {name: randn(*value) if isinstance(value, tuple) else value(randn) for name, value in more.items()}
+        return {first: randn(*shape), "timestep": torch.full_like(randn(shape[0]), time), **made}
+
+    return inputs
 
 
-def _flux(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(1, 4096, 64),
-        "encoder_hidden_states": randn(1, 512, 4096),
-        "pooled_projections": randn(1, 768),
-        "timestep": _time(randn, 0.5),
-        "img_ids": image_ids(randn, 64),
-        "txt_ids": torch.zeros_like(randn(512, 3)),
-        "guidance": _time(randn, 3.5),
-    }
+def flux(channels: int, text: tuple[int, int], axes: int = 3, **more: Any) -> Made:
+    """Packed latents of 1024x1024 as Flux and its relatives take them, and a text of so many tokens of this width."""
+    ids: Mapping[str, Any] = {"img_ids": lambda randn: _image_ids(randn, 64, axes), "txt_ids": full(0, text[0], axes)}
+    return step_of(1, 4096, channels, time=0.5, encoder_hidden_states=(1, *text), **ids, **more)
+
+
+def full(value: float, *shape: int, dtype: torch.dtype | None = None) -> Made:
+    """A tensor of one value."""
+    return lambda randn: torch.full_like(randn(*shape), value, dtype=dtype)
+
+
+def mask(*shape: int) -> Made:
+    """A mask under which all tokens count."""
+    return full(1, *shape, dtype=torch.bool)
 
 
 def rotary(randn: Randn, tokens: int, dim: int, neighbours: bool) -> tuple[Tensor, Tensor]:
@@ -105,101 +117,59 @@ def rotary(randn: Randn, tokens: int, dim: int, neighbours: bool) -> tuple[Tenso
     return angles.cos(), angles.sin()
 
 
-def _cogvideox(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(2, 13, 16, 60, 90),
-        "encoder_hidden_states": randn(2, 226, 4096),
-        "timestep": _time(randn, 500, 2),
-        "image_rotary_emb": rotary(randn, 17550, 64, neighbours=True),
-    }
+def _ltx(frames: int) -> Made:
+    return step_of(
+        2, frames * 16 * 24, 128, encoder_hidden_states=(2, 128, 4096), encoder_attention_mask=full(1, 2, 128),
+        num_frames=lambda randn: frames, height=lambda randn: 16, width=lambda randn: 24,
+        rope_interpolation_scale=lambda randn: (0.32, 32.0, 32.0),
+    )  # fmt: skip
 
 
-def _wan(randn: Randn) -> Mapping[str, Any]:
-    return {
-        "hidden_states": randn(1, 16, 21, 60, 104),
-        "encoder_hidden_states": randn(1, 512, 4096),
-        "timestep": _time(randn, 500),
-    }
-
-
-def _ltx(frames: int) -> Callable[[Randn], Mapping[str, Any]]:
-    def inputs(randn: Randn) -> Mapping[str, Any]:
-        return {
-            "hidden_states": randn(2, frames * 16 * 24, 128),
-            "encoder_hidden_states": randn(2, 128, 4096),
-            "encoder_attention_mask": torch.ones_like(randn(2, 128)),
-            "timestep": _time(randn, 500, 2),
-            "num_frames": frames,
-            "height": 16,
-            "width": 24,
-            "rope_interpolation_scale": (0.32, 32.0, 32.0),
-        }
-
-    return inputs
-
-
-def _unet(side: int, width: int, **more: tuple[int, ...]) -> Callable[[Randn], Mapping[str, Any]]:
+def _unet(side: int, width: int, **added: tuple[int, ...]) -> Made:
     """Latents of this side and a text of this width, with and without the prompt."""
+    more: Mapping[str, Any] = {"added_cond_kwargs": lambda randn: {n: randn(*shape) for n, shape in added.items()}}
+    text = (2, 77, width)
+    return step_of(2, 4, side, side, first="sample", encoder_hidden_states=text, **(more if added else {}))
 
-    def inputs(randn: Randn) -> Mapping[str, Any]:
-        added = {name: randn(*shape) for name, shape in more.items()}
-        return {
-            "sample": randn(2, 4, side, side),
-            "timestep": _time(randn, 500, 2),
-            "encoder_hidden_states": randn(2, 77, width),
-            **({"added_cond_kwargs": added} if added else {}),
-        }
 
-    return inputs
-
+_FLUX = flux(64, (512, 4096), pooled_projections=(1, 768), guidance=full(3.5, 1))
+_WAN = step_of(1, 16, 21, 60, 104, encoder_hidden_states=(1, 512, 4096))
 
 #: How a model of the Hub reaches a command, as its messages say.
 NO_DOWNLOAD = "Nothing is downloaded: for a model of the Hub, run `hf download` and pass the folder"
 #: What ``diffkern bench step --model`` knows, by name.
 DENOISERS: Mapping[str, Denoiser] = {
-    "flux": Denoiser("FluxTransformer2DModel", "Flux.1-dev, 1024x1024", _flux, {"guidance_embeds": True}),
+    "flux": Denoiser("FluxTransformer2DModel", "Flux.1-dev, 1024x1024", _FLUX, {"guidance_embeds": True}),
     "flux2": Denoiser(
         "Flux2Transformer2DModel",
         "Flux.2-dev, 1024x1024",
-        lambda randn: {
-            "hidden_states": randn(1, 4096, 128),
-            "encoder_hidden_states": randn(1, 512, 15360),
-            "timestep": _time(randn, 0.5),
-            "img_ids": image_ids(randn, 64, axes=4),
-            "txt_ids": torch.zeros_like(randn(512, 4)),
-            "guidance": _time(randn, 3.5),
-        },
+        flux(128, (512, 15360), axes=4, guidance=full(3.5, 1)),
         layers={"num_layers": 2, "num_single_layers": 12},
     ),
     "chroma": Denoiser(
         "ChromaTransformer2DModel",
         "Chroma, 1024x1024",
-        lambda randn: {
-            name: value for name, value in _flux(randn).items() if name not in ("pooled_projections", "guidance")
-        },
+        flux(64, (512, 4096)),
         layers={"num_layers": 6, "num_single_layers": 12},
     ),
     "qwen": Denoiser(
         "QwenImageTransformer2DModel",
         "Qwen-Image, 1024x1024",
-        lambda randn: {
-            "hidden_states": randn(1, 4096, 64),
-            "encoder_hidden_states": randn(1, 128, 3584),
-            "encoder_hidden_states_mask": torch.ones_like(randn(1, 128), dtype=torch.bool),
-            "timestep": _time(randn, 0.5),
-            "img_shapes": [[(1, 64, 64)]],
-        },
+        step_of(
+            1,
+            4096,
+            64,
+            time=0.5,
+            encoder_hidden_states=(1, 128, 3584),
+            encoder_hidden_states_mask=mask(1, 128),
+            img_shapes=lambda randn: [[(1, 64, 64)]],
+        ),
         layers={"num_layers": 12},
     ),
     "sd3": Denoiser(
         "SD3Transformer2DModel",
         "Stable Diffusion 3 medium, 1024x1024, CFG",
-        lambda randn: {
-            "hidden_states": randn(2, 16, 128, 128),
-            "encoder_hidden_states": randn(2, 333, 4096),
-            "pooled_projections": randn(2, 2048),
-            "timestep": _time(randn, 500, 2),
-        },
+        step_of(2, 16, 128, 128, encoder_hidden_states=(2, 333, 4096), pooled_projections=(2, 2048)),
         {
             "sample_size": 128,
             "num_layers": 24,
@@ -211,55 +181,60 @@ DENOISERS: Mapping[str, Denoiser] = {
     "sana": Denoiser(
         "SanaTransformer2DModel",
         "Sana 1.6B, 1024x1024, CFG",
-        lambda randn: {
-            "hidden_states": randn(2, 32, 32, 32),
-            "encoder_hidden_states": randn(2, 300, 2304),
-            "encoder_attention_mask": torch.ones_like(randn(2, 300)),
-            "timestep": _time(randn, 500, 2),
-        },
+        step_of(2, 32, 32, 32, encoder_hidden_states=(2, 300, 2304), encoder_attention_mask=full(1, 2, 300)),
     ),
     "z_image": Denoiser(
         "ZImageTransformer2DModel",
         "Z-Image, 1024x1024",
-        lambda randn: {"x": [randn(16, 1, 128, 128)], "t": _time(randn, 0.5), "cap_feats": [randn(32, 2560)]},
+        lambda randn: {
+            "x": [randn(16, 1, 128, 128)],
+            "t": torch.full_like(randn(1), 0.5),
+            "cap_feats": [randn(32, 2560)],
+        },
         layers={"n_layers": 10},
     ),
     "lumina2": Denoiser(
         "Lumina2Transformer2DModel",
         "Lumina 2, 1024x1024, CFG",
-        lambda randn: {
-            "hidden_states": randn(2, 16, 128, 128),
-            "encoder_hidden_states": randn(2, 256, 2304),
-            "encoder_attention_mask": torch.ones_like(randn(2, 256), dtype=torch.bool),
-            "timestep": _time(randn, 0.5, 2),
-        },
+        step_of(2, 16, 128, 128, time=0.5, encoder_hidden_states=(2, 256, 2304), encoder_attention_mask=mask(2, 256)),
         {"cap_feat_dim": 2304},
         layers={"num_layers": 10},
     ),
     "wan": Denoiser(
         "WanTransformer3DModel",
         "Wan 2.1 1.3B, 480x832, 81 frames",
-        _wan,
+        _WAN,
         {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
     ),
-    "wan_14b": Denoiser("WanTransformer3DModel", "Wan 2.1 14B, 480x832, 81 frames", _wan, layers={"num_layers": 10}),
+    "wan_14b": Denoiser("WanTransformer3DModel", "Wan 2.1 14B, 480x832, 81 frames", _WAN, layers={"num_layers": 10}),
     "hunyuan_video": Denoiser(
         "HunyuanVideoTransformer3DModel",
         "HunyuanVideo, 544x960, 33 frames",
-        lambda randn: {
-            "hidden_states": randn(1, 16, 9, 68, 120),
-            "encoder_hidden_states": randn(1, 256, 4096),
-            "encoder_attention_mask": torch.ones_like(randn(1, 256), dtype=torch.bool),
-            "pooled_projections": randn(1, 768),
-            "timestep": _time(randn, 500),
-            "guidance": _time(randn, 6000),
-        },
+        step_of(
+            1,
+            16,
+            9,
+            68,
+            120,
+            encoder_hidden_states=(1, 256, 4096),
+            encoder_attention_mask=mask(1, 256),
+            pooled_projections=(1, 768),
+            guidance=full(6000, 1),
+        ),
         layers={"num_layers": 4, "num_single_layers": 8},
     ),
     "cogvideox": Denoiser(
         "CogVideoXTransformer3DModel",
         "CogVideoX-5B, 480x720, 49 frames, CFG",
-        _cogvideox,
+        step_of(
+            2,
+            13,
+            16,
+            60,
+            90,
+            encoder_hidden_states=(2, 226, 4096),
+            image_rotary_emb=lambda randn: rotary(randn, 17550, 64, neighbours=True),
+        ),
         {"num_attention_heads": 48, "use_rotary_positional_embeddings": True},
         layers={"num_layers": 10},
     ),
@@ -331,7 +306,7 @@ class Autoencoder(Denoiser):
         return model.autoencoder  # type: ignore[return-value]
 
 
-def _sample(*shape: int) -> Callable[[Randn], Mapping[str, Any]]:
+def _sample(*shape: int) -> Made:
     return lambda randn: {"x": randn(*shape)}
 
 
@@ -341,7 +316,7 @@ _KL: Mapping[str, Any] = {
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
 }
-_FLUX: Mapping[str, Any] = {**_KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+_KL_16: Mapping[str, Any] = {**_KL, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
 
 _COGVIDEOX: Mapping[str, Any] = {
     "block_out_channels": (128, 256, 256, 512),
@@ -369,7 +344,7 @@ def _both(
 AUTOENCODERS: Mapping[str, Autoencoder] = {
     **_both("sdxl", "AutoencoderKL", "SDXL", (1, 4, 128, 128), (1, 3, 1024, 1024), _KL),
     **_both("sd15", "AutoencoderKL", "Stable Diffusion 1.5", (1, 4, 64, 64), (1, 3, 512, 512), _KL),
-    **_both("flux", "AutoencoderKL", "Flux.1", (1, 16, 128, 128), (1, 3, 1024, 1024), _FLUX),
+    **_both("flux", "AutoencoderKL", "Flux.1", (1, 16, 128, 128), (1, 3, 1024, 1024), _KL_16),
     **_both("wan", "AutoencoderKLWan", "Wan 2.1", (1, 16, 5, 60, 104), (1, 3, 17, 480, 832), {}),
     **_both("qwen", "AutoencoderKLQwenImage", "Qwen-Image", (1, 16, 1, 128, 128), (1, 3, 1, 1024, 1024), {}),
     **_both("hunyuan_video", "AutoencoderKLHunyuanVideo", "HunyuanVideo", (1, 16, 5, 32, 32), (1, 3, 17, 256, 256), {}),
