@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
+from diffkern.ops.norm_gradients import Modulation, metas, modulation_grads, needs_grad
 from diffkern.ops.registration import Op
 from diffkern.providers.eager.activation import apply_backward
+from diffkern.providers.eager.modulate import RMS
 from diffkern.providers.eager.precision import compute_dtype, empty_output
 
 _ANY_MIX = "float32, float16, bfloat16 in any mix"
@@ -315,7 +317,7 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
         y = normed if weight is None else normed * per_channel(weight)
         y = y if bias is None else y + per_channel(bias)
         grad = apply_backward(grad, y, "silu")
-    needs_x, needs_weight, needs_bias, needs_add = _needs_grad(ctx, 0, 2, 3, 4)
+    needs_x, _, needs_weight, needs_bias, needs_add = needs_grad(ctx, 5)
     grad_x = grad_weight = grad_bias = grad_add = None
     if needs_x or needs_add:
         weighted = grad if weight is None else grad * per_channel(weight)
@@ -331,12 +333,6 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
     if needs_bias:
         grad_bias = grad.sum((0, 3)).flatten().to(ctx.bias_dtype)
     return (grad_x, None, grad_weight, grad_bias, grad_add, *(None,) * 5)
-
-
-def _needs_grad(ctx: Any, *arguments: int) -> tuple[bool, ...]:
-    """Whether these arguments want a gradient; torch leaves trailing ones out when not given."""
-    needs = ctx.needs_input_grad
-    return tuple(index < len(needs) and needs[index] for index in arguments)
 
 
 _group_norm_silu = Op(
@@ -380,47 +376,18 @@ def _channel_rms_norm_silu_setup_context(ctx: Any, inputs: tuple[Any, ...], outp
 
 
 def _channel_rms_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Backward of the unrounded formula; 1/rms is computed again rather than kept."""
-    x, weight, bias, scale, shift = ctx.saved_tensors
-    dtype = compute_dtype(x)
-    spatial = tuple(range(2, x.ndim))
-    size = max(x.shape[1], 1)
-
-    def channels(parameter: Tensor) -> Tensor:
-        return parameter.to(dtype).reshape(*parameter.shape, *(1,) * len(spatial))
-
-    wide, grad = x.to(dtype), grad.to(dtype)
-    if ctx.clamp_eps:
-        length = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-        rate = size**0.5 / length.clamp_min(ctx.eps)
-        # Below the bound the length is a constant, and only the direct term is left.
-        curvature = torch.where(length > ctx.eps, rate.pow(3) / size, 0.0)
-    else:
-        rate = torch.rsqrt(wide.square().mean(1, keepdim=True) + ctx.eps)
-        curvature = rate.pow(3) / size
-    affine = wide * rate
-    affine = affine if weight is None else affine * channels(weight)
-    affine = affine if bias is None else affine + channels(bias)
-    if ctx.silu:
-        y = affine if scale is None else affine * (1 + channels(scale))
-        y = y if shift is None else y + channels(shift)
-        grad = apply_backward(grad, y, "silu")
-    needs_x, needs_weight, needs_bias, needs_scale, needs_shift = _needs_grad(ctx, 0, 1, 2, 3, 4)
-    grad_x = grad_weight = grad_bias = grad_scale = grad_shift = None
-    if needs_shift:
-        grad_shift = grad.sum(spatial).to(shift.dtype) if spatial else grad.to(shift.dtype)
-    if needs_scale:
-        by_scale = grad * affine
-        grad_scale = (by_scale.sum(spatial) if spatial else by_scale).to(scale.dtype)
-    grad = grad if scale is None else grad * (1 + channels(scale))
-    if needs_bias:
-        grad_bias = grad.sum((0, *spatial)).to(bias.dtype)
-    if needs_weight:
-        grad_weight = (grad * wide * rate).sum((0, *spatial)).to(weight.dtype)
-    if needs_x:
-        weighted = grad if weight is None else grad * channels(weight)
-        grad_x = (rate * weighted - wide * curvature * (weighted * wide).sum(1, keepdim=True)).to(x.dtype)
-    return (grad_x, grad_weight, grad_bias, grad_scale, grad_shift, *(None,) * 5)
+    """Backward of the unrounded formula, the channels of a position being a row; 1/rms is computed again."""
+    x, weight, bias, *modulation = ctx.saved_tensors
+    rows = x.movedim(1, -1)
+    scale, shift = (None if m is None else m.view(len(m), *(1,) * (x.ndim - 2), -1) for m in modulation)
+    layout = metas(rows, scale, shift, weight, bias)
+    options = Modulation(ctx.eps, RMS, 1.0, layout, clamp_eps=ctx.clamp_eps, silu=ctx.silu)
+    needs_x, needs_weight, needs_bias, *needs_modulation = needs_grad(ctx, 5)
+    needs = needs_x, *needs_modulation, needs_weight, needs_bias
+    grads = modulation_grads(options, needs, grad.movedim(1, -1), rows, scale, weight, bias, shift)
+    grad_x = None if grads[0] is None else grads[0].movedim(-1, 1).to(x.dtype)
+    grad_modulation = [None if y is None else y.reshape(len(y), -1) for y in grads[1:3]]
+    return (grad_x, *grads[3:], *grad_modulation, *(None,) * 5)
 
 
 _channel_rms_norm_silu = Op(

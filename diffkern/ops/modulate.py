@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.modulate_gradients import (
+from diffkern.ops.norm import machine_eps
+from diffkern.ops.norm_gradients import (
     Gating,
     Modulation,
     gate_grads,
@@ -30,7 +31,6 @@ from diffkern.ops.modulate_gradients import (
     modulation_grads,
     needs_grad,
 )
-from diffkern.ops.norm import machine_eps
 from diffkern.ops.registration import Op
 from diffkern.providers.eager.modulate import (
     GATE_ACTIVATIONS,
@@ -288,7 +288,7 @@ def norm_modulate_fake(
 
 def _norm_modulate_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, scale, shift, weight, bias, eps, norm, scale_offset, _, _, _ = inputs
-    ctx.options = Modulation(eps, norm, scale_offset, *metas(x, scale, shift, weight, bias))
+    ctx.options = Modulation(eps, norm, scale_offset, metas(x, scale, shift, weight, bias))
     needs_x, needs_scale, _, needs_weight, needs_bias = needs_grad(ctx, 5)
     ctx.save_for_backward(
         *keep(
@@ -303,7 +303,7 @@ def _norm_modulate_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tens
 def _norm_modulate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads = modulation_grads(ctx.options, needs_grad(ctx, 5), grad, *ctx.saved_tensors)
     if grads[0] is not None:
-        grads[0] = grads[0].to(ctx.options.x[1])
+        grads[0] = grads[0].to(ctx.options.operands[0][1])
     return (*grads, *(None,) * 6)
 
 
@@ -404,7 +404,7 @@ def _gate_residual_norm_modulate_setup_context(
     residual, x, gate, scale, shift, weight, bias, eps, norm, activation, scale_offset = inputs[:11]
     new_residual = output[0]
     ctx.gating = Gating(activation, *metas(residual, x, gate))
-    ctx.modulation = Modulation(eps, norm, scale_offset, *metas(new_residual, scale, shift, weight, bias))
+    ctx.modulation = Modulation(eps, norm, scale_offset, metas(new_residual, scale, shift, weight, bias))
     needs = needs_grad(ctx, 7)
     needs_scale, _, needs_weight, needs_bias = needs[3:]
     needs_new = any(needs[:3])

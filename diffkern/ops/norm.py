@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
+from diffkern.ops.norm_gradients import Modulation, metas, modulation_grads, needs_grad
 from diffkern.ops.registration import Op
-from diffkern.providers.eager.precision import compute_dtype, empty_output
+from diffkern.providers.eager.modulate import LAYER, RMS
+from diffkern.providers.eager.precision import empty_output
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -209,45 +211,22 @@ def _rms_norm_prepare(
 
 
 def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.eps, ctx.weight_offset, _, _, ctx.clamp_eps, _, _ = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    x, weight, bias, eps, weight_offset, _, _, clamp_eps, _, _ = inputs
+    ctx.options = Modulation(eps, RMS, 0.0, metas(x, None, None, weight, bias), weight_offset, clamp_eps)
     ctx.save_for_backward(x, weight)
 
 
-def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Backward of the unrounded formula; 1/rms is computed again rather than kept."""
+def _norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight and bias, of the unrounded formula; statistics are computed again rather than kept."""
     x, weight = ctx.saved_tensors
-    dtype = compute_dtype(x)
-    wide, grad = x.to(dtype), grad.to(dtype)
-    size = max(x.shape[-1], 1)
-    if ctx.clamp_eps:
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = size**0.5 / length.clamp_min(ctx.eps)
-        # Below the bound the length is a constant, and only the direct term is left.
-        curvature = torch.where(length > ctx.eps, scale.pow(3) / size, 0.0)
-    else:
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-        curvature = scale.pow(3) / size
-    weighted = grad if weight is None else grad * (weight.to(dtype) + ctx.weight_offset)
-    needs_x, needs_weight, needs_bias = _needs_grad(ctx)
-    grad_x = grad_weight = grad_bias = None
-    if needs_x:
-        grad_x = (scale * weighted - wide * curvature * (weighted * wide).sum(-1, keepdim=True)).to(x.dtype)
-    if needs_weight:
-        grad_weight = _sum_rows(grad * wide * scale).to(weight.dtype)
-    if needs_bias:
-        grad_bias = _sum_rows(grad).to(ctx.bias_dtype)
-    return (grad_x, grad_weight, grad_bias, *(None,) * 7)
+    needs_x, needs_weight, needs_bias = needs_grad(ctx, 3)
+    needs = needs_x, False, False, needs_weight, needs_bias
+    grad_x, _, _, *parameters = modulation_grads(ctx.options, needs, grad, x, None, weight, None)
+    return (None if grad_x is None else grad_x.to(x.dtype), *parameters)
 
 
-def _needs_grad(ctx: Any) -> tuple[bool, bool, bool]:
-    """Whether x, weight and bias want a gradient; torch leaves trailing arguments out when not given."""
-    x, weight, bias = (*ctx.needs_input_grad, False, False)[:3]
-    return x, weight, bias
-
-
-def _sum_rows(x: Tensor) -> Tensor:
-    return x.sum(dim=tuple(range(x.ndim - 1))) if x.ndim > 1 else x
+def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_norm_backward(ctx, grad), *(None,) * 7)
 
 
 _rms_norm = Op("rms_norm", _rms_norm_prepare, _norm_fake, _rms_norm_setup_context, _rms_norm_backward)
@@ -262,31 +241,13 @@ def _layer_norm_prepare(x: Tensor, weight: Tensor | None, bias: Tensor | None, *
 
 
 def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.eps, _, _, _ = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    x, weight, bias, eps, _, _, _ = inputs
+    ctx.options = Modulation(eps, LAYER, 0.0, metas(x, None, None, weight, bias))
     ctx.save_for_backward(x, weight)
 
 
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Backward of the unrounded formula; mean and 1/std are computed again rather than kept."""
-    x, weight = ctx.saved_tensors
-    dtype = compute_dtype(x)
-    wide, grad = x.to(dtype), grad.to(dtype)
-    centred = wide - wide.mean(-1, keepdim=True)
-    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + ctx.eps)
-    normed = centred * scale
-    needs_x, needs_weight, needs_bias = _needs_grad(ctx)
-    grad_x = grad_weight = grad_bias = None
-    if needs_x:
-        weighted = grad if weight is None else grad * weight.to(dtype)
-        mean = weighted.mean(-1, keepdim=True)
-        along = (weighted * normed).mean(-1, keepdim=True)
-        grad_x = (scale * (weighted - mean - normed * along)).to(x.dtype)
-    if needs_weight:
-        grad_weight = _sum_rows(grad * normed).to(weight.dtype)
-    if needs_bias:
-        grad_bias = _sum_rows(grad).to(ctx.bias_dtype)
-    return (grad_x, grad_weight, grad_bias, *(None,) * 4)
+    return (*_norm_backward(ctx, grad), *(None,) * 4)
 
 
 _layer_norm = Op("layer_norm", _layer_norm_prepare, _norm_fake, _layer_norm_setup_context, _layer_norm_backward)

@@ -8,15 +8,14 @@ to the dtype of the input before it is rotated, as a chain of modules does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffkern.ops import norm as norms
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.norm import check_parameters, machine_eps
+from diffkern.ops.norm_gradients import Modulation, metas, modulation_grads
 from diffkern.ops.registration import Op
 from diffkern.ops.rotary import (
     check_axes,
@@ -32,7 +31,7 @@ from diffkern.ops.rotary import (
     table_gradients,
 )
 from diffkern.providers.eager import compute_dtype
-from diffkern.providers.eager.modulate import LAYER, NO_NORM, NORMS
+from diffkern.providers.eager.modulate import NO_NORM, NORMS
 from diffkern.providers.eager.rope import ARITHMETICS
 from diffkern.providers.eager.rope_qk_norm import normalise
 
@@ -260,7 +259,7 @@ def _qk_norm_rope_fake(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Te
 def _qk_norm_rope_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, q_weight, k_weight, q_bias, k_bias, *lists, coords, ctx.grid = inputs[:12]
     ctx.options = inputs[12:-1]
-    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (q_bias, k_bias)]
+    ctx.biases, ctx.has_bias = metas(q_bias, k_bias), [bias is not None for bias in (q_bias, k_bias)]
     ctx.axes = len(lists[0])
     ctx.row_of_q = q.shape[-1]
     ctx.table_grads = [any(table.requires_grad for table in (*lists[i], *lists[i + 1])) for i in (0, 2)]
@@ -323,13 +322,11 @@ def _one_backward(
         grad = grad.flatten(-2)
     if norm == NO_NORM:
         return grad.to(x.dtype), None, None, grad_cos, grad_sin
-    backward = norms._layer_norm_backward if norm == LAYER else norms._rms_norm_backward
-    context = SimpleNamespace(
-        saved_tensors=(x, weight), eps=eps, weight_offset=weight_offset, clamp_eps=False,
-        bias_dtype=ctx.bias_dtypes[which],
-        needs_input_grad=(True, weight is not None, ctx.bias_dtypes[which] is not None),
-    )  # fmt: skip
-    return (*backward(context, grad)[:3], grad_cos, grad_sin)
+    options = Modulation(eps, norm, 0.0, (*metas(x, None, None, weight), ctx.biases[which]), weight_offset)
+    needs = True, False, False, weight is not None, ctx.has_bias[which]
+    grad_x, _, _, *parameters = modulation_grads(options, needs, grad, x, None, weight, None)
+    assert grad_x is not None
+    return (grad_x.to(x.dtype), *parameters, grad_cos, grad_sin)
 
 
 _qk_norm_rope = Op(

@@ -1,4 +1,4 @@
-"""Gradients of modulated norms and gated residuals, of the unrounded formulas.
+"""Gradients of norms, modulated or not, and of gated residuals, of the unrounded formulas.
 
 What can be computed again is not kept.
 """
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from diffkern.providers.eager import compute_dtype
-from diffkern.providers.eager.modulate import LAYER, NO_ACTIVATION, NO_NORM, RMS, SIGMOID, activate
+from diffkern.providers.eager.activation import apply_backward
+from diffkern.providers.eager.modulate import LAYER, NO_ACTIVATION, NO_NORM, SIGMOID, activate
 
 # Shape and dtype of an argument, which is all that some gradients need to know of it.
 _Meta = tuple[torch.Size, torch.dtype]
@@ -20,16 +21,15 @@ _Meta = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class Modulation:
-    """A modulated norm, but for the values of its tensors."""
+    """A modulated norm over the last dimension, but for the values of x, scale, shift, weight and bias."""
 
     eps: float
     norm: int
     scale_offset: float
-    x: _Meta
-    scale: _Meta
-    shift: _Meta
-    weight: _Meta
-    bias: _Meta
+    operands: tuple[_Meta, ...]
+    weight_offset: float = 0.0
+    clamp_eps: bool = False
+    silu: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,48 +58,63 @@ def keep(*tensors: tuple[Tensor | None, bool]) -> list[Tensor | None]:
     return [tensor if kept else None for tensor, kept in tensors]
 
 
-def _normalised(wide: Tensor, eps: float, norm: int) -> tuple[Tensor, Tensor]:
-    """The normalised value and the factor that made it."""
-    if norm == LAYER:
+def _normalised(wide: Tensor, options: Modulation) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The normalised value, the factor that made it, and where that is no constant; None for everywhere."""
+    if options.clamp_eps:
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        factor = wide.shape[-1] ** 0.5 / length.clamp_min(options.eps)
+        return wide * factor, factor, length > options.eps
+    if options.norm == LAYER:
         wide = wide - wide.mean(-1, keepdim=True)
-    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide * factor, factor
+    factor = torch.rsqrt(wide.square().mean(-1, keepdim=True) + options.eps)
+    return wide * factor, factor, None
 
 
 def modulation_grads(
     options: Modulation, needs: tuple[bool, ...], grad: Tensor, x: Tensor | None, scale: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, shift: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of x, scale, shift, weight and bias, where ``needs`` says so. That of x is not rounded."""
     dtype = compute_dtype(x, scale, weight, bias, grad)
     grad = grad.to(dtype)
     needs_x, needs_scale, needs_shift, needs_weight, needs_bias = needs
+    of_x, of_scale, of_shift, of_weight, of_bias = options.operands
     grads: list[Tensor | None] = [None] * 5
-    if needs_shift:
-        grads[2] = _reduced(grad, *options.shift)
-    grad_normed = grad if scale is None else grad * (scale.to(dtype) + options.scale_offset)
-    normed = factor = None
+    normed = factor = varies = affine = None
+    by_scale = None if scale is None else scale.to(dtype) + options.scale_offset
+    by_weight = None if weight is None else weight.to(dtype) + options.weight_offset
     if x is not None:
         normed = x.to(dtype)
         if options.norm != NO_NORM:
-            normed, factor = _normalised(normed, options.eps, options.norm)
-    if needs_scale:
+            normed, factor, varies = _normalised(normed, options)
+    if needs_scale or options.silu:
         assert normed is not None
-        affine = normed if weight is None else normed * weight.to(dtype)
+        affine = normed if by_weight is None else normed * by_weight
         affine = affine if bias is None else affine + bias.to(dtype)
-        grads[1] = _reduced(grad * affine, *options.scale)
+    if options.silu:
+        assert affine is not None
+        y = affine if by_scale is None else affine * by_scale
+        grad = apply_backward(grad, y if shift is None else y + shift.to(dtype), "silu")
+    if needs_shift:
+        grads[2] = _reduced(grad, *of_shift)
+    grad_normed = grad if by_scale is None else grad * by_scale
+    if needs_scale:
+        assert affine is not None
+        grads[1] = _reduced(grad * affine, *of_scale)
     if needs_weight:
         assert normed is not None
-        grads[3] = _reduced(grad_normed * normed, *options.weight)
+        grads[3] = _reduced(grad_normed * normed, *of_weight)
     if needs_bias:
-        grads[4] = _reduced(grad_normed, *options.bias)
+        grads[4] = _reduced(grad_normed, *of_bias)
     if needs_x:
-        grad_x = grad_normed if weight is None else grad_normed * weight.to(dtype)
-        grad_x = grad_x.sum_to_size(options.x[0])
+        grad_x = grad_normed if by_weight is None else grad_normed * by_weight
+        grad_x = grad_x.sum_to_size(of_x[0])
         if normed is not None and factor is not None:
-            along = normed * (grad_x * normed).mean(-1, keepdim=True)
-            grad_x = grad_x - along if options.norm == RMS else grad_x - grad_x.mean(-1, keepdim=True) - along
-            grad_x = grad_x * factor
+            along = (grad_x * normed).mean(-1, keepdim=True)
+            along = along if varies is None else torch.where(varies, along, 0.0)
+            if options.norm == LAYER:
+                grad_x = grad_x - grad_x.mean(-1, keepdim=True)
+            grad_x = (grad_x - normed * along) * factor
         grads[0] = grad_x
     return grads
 
