@@ -23,12 +23,9 @@ from diffkern.ops.rotary import (
     check_coords,
     check_table,
     dispatch_fn,
-    gradient_arithmetic,
     no_gradient_of,
     resolve_tokens,
-    rope_3d_gradients,
-    swap_pairs,
-    table_gradients,
+    rotation_gradients,
 )
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.modulate import NO_NORM, NORMS
@@ -293,31 +290,19 @@ def _one_backward(
     ) = ctx.options  # fmt: skip
     dtype = compute_dtype(x)
     grad = grad.to(dtype)
-    grad_cos: list[Any] = [None] * len(cos)
-    grad_sin: list[Any] = [None] * len(sin)
+    grad_cos: list[Tensor | None] = []
+    grad_sin: list[Tensor | None] = []
     if heads and cos:
         # Heads of k are as wide as those of q.
         count = x.shape[-1] // (ctx.row_of_q // heads)
         grad = grad.unflatten(-1, (count, -1))
-    rotary = rotary_dim or grad.shape[-1]
-    if ctx.table_grads[which]:
-        normed = normalise(x, weight, bias, norm, eps, weight_offset, None, False)
-        place = (half, rotary, seq_dim, start, length)
-        if ctx.grid or coords is not None:
-            grad_cos, grad_sin = rope_3d_gradients(
-                normed.view_as(grad), grad, cos, sin, coords, ctx.grid, alternating, front_pad, *place
-            )
-        else:
-            grad_cos[0], grad_sin[0] = table_gradients(normed.view_as(grad), grad, cos[0], sin[0], *place)
     if cos:
-        turn = (half, gradient_arithmetic(arithmetic), rotary, seq_dim, start, length)
-        if ctx.grid or coords is not None:
-            negative = [-table for table in sin]
-            grad = torch.ops.diffkern.rope_3d.default(
-                grad, cos, negative, coords, ctx.grid, alternating, front_pad, *turn, None
-            )
-        else:
-            grad = torch.ops.diffkern.rope.default(grad, cos[0], -swap_pairs(sin[0], half, rotary), *turn)
+        rotated = None
+        if ctx.table_grads[which]:
+            rotated = normalise(x, weight, bias, norm, eps, weight_offset, None, False).view_as(grad)
+        rotary = rotary_dim or grad.shape[-1]
+        turn = (alternating, front_pad, half, arithmetic, rotary, seq_dim, start, length)
+        grad, grad_cos, grad_sin = rotation_gradients(rotated, grad, cos, sin, coords, ctx.grid, *turn)
     if heads and cos:
         grad = grad.flatten(-2)
     if norm == NO_NORM:

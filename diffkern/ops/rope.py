@@ -27,12 +27,9 @@ from diffkern.ops.rotary import (
     check_coords,
     check_table,
     dispatch_fn,
-    gradient_arithmetic,
     no_gradient_of,
     resolve_tokens,
-    rope_3d_gradients,
-    swap_pairs,
-    table_gradients,
+    rotation_gradients,
 )
 from diffkern.providers.eager import rope as reference
 from diffkern.providers.eager.rope import ARITHMETICS
@@ -227,23 +224,14 @@ def _rope_fake(x: Tensor, **options: Any) -> Tensor:
 
 
 def _rope_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, ctx.half, ctx.arithmetic, rotary_dim, ctx.seq_dim, ctx.start, ctx.length, _ = inputs
-    ctx.rotary = rotary_dim or x.shape[-1]
+    x, cos, sin, half, arithmetic, rotary_dim, *place, _ = inputs
+    ctx.options = (None, (), False, 0, half, arithmetic, rotary_dim or x.shape[-1], *place)
     ctx.save_for_backward(x if cos.requires_grad or sin.requires_grad else None, cos, sin)
 
 
 def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The transpose of the rotation is a rotation: by the negative angles, exchanged within each pair."""
     x, cos, sin = ctx.saved_tensors
-    grad_x = grad_cos = grad_sin = None
-    if ctx.needs_input_grad[0]:
-        backwards = -swap_pairs(sin, ctx.half, ctx.rotary)
-        arithmetic = gradient_arithmetic(ctx.arithmetic)
-        grad_x = _rope.op(grad, cos, backwards, ctx.half, arithmetic, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length)
-    if x is not None:
-        grad_cos, grad_sin = table_gradients(
-            x, grad, cos, sin, ctx.half, ctx.rotary, ctx.seq_dim, ctx.start, ctx.length
-        )
+    grad_x, (grad_cos,), (grad_sin,) = rotation_gradients(x, grad, [cos], [sin], *ctx.options)
     return (grad_x, grad_cos, grad_sin, *(None,) * 7)
 
 
@@ -269,43 +257,17 @@ def _rope_3d_prepare(
 
 
 def _rope_3d_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, coords, ctx.grid, *ctx.layout, ctx.arithmetic, rotary_dim, ctx.seq_dim, ctx.start, ctx.length, _ = (
-        inputs
-    )
-    ctx.rotary = rotary_dim or x.shape[-1]
-    ctx.axes = len(cos)
+    x, cos, sin, coords, *layout, rotary_dim, dim, start, length, _ = inputs
+    ctx.options = (*layout, rotary_dim or x.shape[-1], dim, start, length)
     wanted = any(table.requires_grad for table in (*cos, *sin))
     ctx.save_for_backward(x if wanted else None, coords, *cos, *sin)
 
 
 def _rope_3d_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, coords, *tables = ctx.saved_tensors
-    cos, sin = tables[: ctx.axes], tables[ctx.axes :]
-    alternating, front_pad, half = ctx.layout
-    grad_x = _rope_3d.op(
-        grad, cos, [-table for table in sin], coords, ctx.grid, alternating, front_pad, half,
-        gradient_arithmetic(ctx.arithmetic), ctx.rotary, ctx.seq_dim, ctx.start, ctx.length, None,
-    )  # fmt: skip
-    grad_cos: list[Tensor | None]
-    grad_sin: list[Tensor | None]
-    grad_cos, grad_sin = [None] * ctx.axes, [None] * ctx.axes
-    if x is not None:
-        grad_cos[:], grad_sin[:] = rope_3d_gradients(
-            x,
-            grad,
-            cos,
-            sin,
-            coords,
-            ctx.grid,
-            alternating,
-            front_pad,
-            half,
-            ctx.rotary,
-            ctx.seq_dim,
-            ctx.start,
-            ctx.length,
-        )
-    return (grad_x, grad_cos, grad_sin, None, no_gradient_of(ctx.grid), *(None,) * 9)
+    axes = len(tables) // 2
+    grads = rotation_gradients(x, grad, tables[:axes], tables[axes:], coords, *ctx.options)
+    return (*grads, None, no_gradient_of(ctx.options[0]), *(None,) * 9)
 
 
 _rope_3d = Op("rope_3d", _rope_3d_prepare, _rope_fake, _rope_3d_setup_context, _rope_3d_backward)

@@ -149,7 +149,34 @@ def check_coords(coords: Tensor | None, axes: Sequence[Tensor]) -> None:
 # --- gradients -----------------------------------------------------------------------------------------
 
 
-def swap_pairs(table: Tensor, half: bool, rotary: int) -> Tensor:
+def rotation_gradients(
+    x: Tensor | None, grad: Tensor, cos: list[Tensor], sin: list[Tensor], coords: Tensor | None, grid: Sequence[int],
+    alternating: bool, front_pad: int, half: bool, arithmetic: int, rotary: int, seq_dim: int, start: int, length: int,
+) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:  # fmt: skip
+    """The gradients of what is rotated, and of its tables unless ``x``, which is rotated, is None.
+
+    The tables are full ones, or those of axes if there is a grid or are coordinates. The transpose of the rotation is a
+    rotation: by the negative angles, exchanged within each pair.
+    """
+    arithmetic = FLOAT32 if arithmetic == INPUT else arithmetic  # gradients are not rounded in between
+    turn, place = (half, arithmetic, rotary, seq_dim, start, length), (half, rotary, seq_dim, start, length)
+    grad_cos: list[Tensor | None] = [None] * len(cos)
+    grad_sin: list[Tensor | None] = [None] * len(sin)
+    if len(grid) > 0 or coords is not None:
+        back = [-table for table in sin]
+        grad_x = torch.ops.diffkern.rope_3d.default(grad, cos, back, coords, grid, alternating, front_pad, *turn, None)
+        if x is not None:
+            grad_cos[:], grad_sin[:] = _rope_3d_gradients(
+                x, grad, cos, sin, coords, grid, alternating, front_pad, *place
+            )
+    else:
+        grad_x = torch.ops.diffkern.rope.default(grad, cos[0], -_swap_pairs(sin[0], half, rotary), *turn)
+        if x is not None:
+            grad_cos[0], grad_sin[0] = _table_gradients(x, grad, cos[0], sin[0], *place)
+    return grad_x, grad_cos, grad_sin
+
+
+def _swap_pairs(table: Tensor, half: bool, rotary: int) -> Tensor:
     """Exchanges the two angles of each pair; a table with one angle per pair stays as it is."""
     if table.shape[-1] != rotary:
         return table
@@ -158,12 +185,7 @@ def swap_pairs(table: Tensor, half: bool, rotary: int) -> Tensor:
     return table.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # type: ignore[no-any-return]
 
 
-def gradient_arithmetic(arithmetic: int) -> int:
-    """Gradients are not rounded in between."""
-    return FLOAT32 if arithmetic == INPUT else arithmetic
-
-
-def table_gradients(
+def _table_gradients(
     x: Tensor, grad: Tensor, cos: Tensor, sin: Tensor, half: bool, rotary: int, seq_dim: int, start: int, length: int
 ) -> tuple[Tensor, Tensor]:
     """The gradients of two full tables, from the input of the rotation and the gradient of its result."""
@@ -188,7 +210,7 @@ def _fold(first: Tensor, second: Tensor, table: Tensor, half: bool, rotary: int)
     return summed
 
 
-def axes_gradients(
+def _axes_gradients(
     full: Tensor, axes: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int], alternating: bool, front_pad: int
 ) -> list[Tensor]:
     """The adjoint of the reference's ``expand_axes``: sums a full gradient into the tables."""
@@ -211,7 +233,7 @@ def axes_gradients(
     return gradients
 
 
-def rope_3d_gradients(
+def _rope_3d_gradients(
     x: Tensor, grad: Tensor, cos: Sequence[Tensor], sin: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int],
     alternating: bool, front_pad: int, half: bool, rotary: int, seq_dim: int, start: int, length: int,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
@@ -223,12 +245,12 @@ def rope_3d_gradients(
         for axes in (cos, sin)
     ]
     fitted = [reference.fit_table(table, x, seq_dim, rotary) for table in compact]
-    full = table_gradients(x, grad, fitted[0], fitted[1], half, rotary, seq_dim, start, length)
+    full = _table_gradients(x, grad, fitted[0], fitted[1], half, rotary, seq_dim, start, length)
     grads = []
     for gradient, table, fit, axes in zip(full, compact, fitted, (cos, sin), strict=True):
         if fit.ndim > 2 and 2 * table.shape[-1] != rotary and seq_dim == x.ndim - 2:
             gradient = gradient.transpose(-3, -2)
-        grads.append(axes_gradients(gradient.reshape(table.shape), axes, coords, grid, alternating, front_pad))
+        grads.append(_axes_gradients(gradient.reshape(table.shape), axes, coords, grid, alternating, front_pad))
     return grads[0], grads[1]
 
 
