@@ -67,6 +67,9 @@ _GROUP_NORMS: dict[str, Path] = {
 #: Say what the norms of libraries compute that the tables do not know; None for any other module.
 NORM_SOURCES: list[Callable[[nn.Module], NormSemantics | None]] = []
 
+#: What makes the modulation of a norm from an embedding, beside views and sums.
+_MODULATES = (nn.Linear, nn.SiLU, nn.Identity)
+
 
 class Facts:
     """What the names in the source of a class suggest; good enough to count sites without a module."""
@@ -125,8 +128,12 @@ class Facts:
         return bool(path) and self._answer("projection", path, self._is_projection)  # type: ignore[return-value]
 
     def forward_of_norms(self, path: Path) -> FunctionType | None:
-        """The forward of a submodule that holds norms and nothing else; None for other submodules."""
+        """The forward of a submodule that holds norms and what makes their modulation; None for other submodules."""
         return self._answer("norms", path, self._forward_of_norms)  # type: ignore[return-value]
+
+    def modulates(self, path: Path) -> bool:
+        """Whether such a submodule holds what makes a modulation, beside norms."""
+        return bool(path) and self._answer("modulates", path, self._modulates)  # type: ignore[return-value]
 
     def activation(self, path: Path) -> str | None:
         """The activation that the child computes, "any" for one that the proof has to find; None for others."""
@@ -191,6 +198,9 @@ class Facts:
     def _forward_of_norms(self, path: Path) -> FunctionType | None:
         return None
 
+    def _modulates(self, path: Path) -> bool:
+        return False
+
     def _activation(self, path: Path) -> str | None:
         return "any" if _ACTIVATION_NAME.match(path[-1]) else None
 
@@ -206,6 +216,7 @@ _METHOD = {
     "classes": "classes",
     "activation": "activation",
     "norms": "forward_of_norms",
+    "modulates": "modulates",
 }
 
 
@@ -254,11 +265,18 @@ class ModuleFacts(Facts):
 
     def _forward_of_norms(self, path: Path) -> FunctionType | None:
         child = child_of(self._module, path)
-        if child is None or not child._modules or child._parameters or child._buffers or norm_of(child) is not None:
+        if child is None or isinstance(child, nn.Sequential) or child._parameters or child._buffers:
+            return None
+        if norm_of(child) is not None:
             return None
         forward = type(child).forward
-        of_norms = all(part is not None and norm_of(part) is not None for part in child._modules.values())
+        others = [part for part in child._modules.values() if part is None or norm_of(part) is None]
+        of_norms = len(others) < len(child._modules) and all(type(part) in _MODULATES for part in others)
         return forward if of_norms and isinstance(forward, FunctionType) else None
+
+    def _modulates(self, path: Path) -> bool:
+        child = child_of(self._module, path)
+        return self._forward_of_norms(path) is not None and any(type(p) in _MODULATES for p in child._modules.values())  # type: ignore[union-attr]
 
     def _is_projection(self, path: Path) -> bool:
         child = child_of(self._module, path)

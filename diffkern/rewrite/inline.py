@@ -25,7 +25,9 @@ from diffkern.rewrite.straight import (
     has_plain_arguments,
     is_load,
     is_straight,
+    of_generators,
     only_scales,
+    rebound,
     single_value,
     stored_by,
     tests_of,
@@ -99,6 +101,12 @@ def global_at(namespace: Mapping[str, Any], name: str) -> Any:
     for attribute in rest:
         value = value.__dict__.get(attribute) if isinstance(value, ModuleType) else None
     return value
+
+
+def modulating(facts: Facts, helpers: set[str]) -> set[str]:
+    """The helpers that are forwards of submodules which compute more than norms: what modulates them."""
+    forwards = {name: name.split(".") for name in helpers if name.startswith("self.") and name.endswith(".forward")}
+    return {name for name, (_, *path, _) in forwards.items() if facts.modulates(tuple(path))}
 
 
 def helper_of(node: ast.AST) -> str | None:
@@ -222,10 +230,13 @@ class _Inliner:
             is_value = isinstance(value, _VALUES) or (isinstance(value, ast.Call) and is_view(value))
             if is_value or ast.unparse(value) == "None":
                 given[parameter] = Given(PRESENT if is_value else None, ALWAYS)
-        if name.endswith(".forward"):  # which calls norms, and multiplies what they return by its arguments
+        if name.endswith(".forward"):  # which calls norms, and multiplies what they return
             body = copy.deepcopy(tree)
             decide_branches(body, None, given)
-            if not is_straight(body) or not only_scales(body, arguments.keys() - stored):
+            modulates = bool(modulating(self._facts, {name}))  # by what its own layers make, or by its arguments
+            if not is_straight(body, (ast.GeneratorExp,) * modulates):
+                return None
+            if not modulates and not only_scales(body, arguments.keys() - stored):
                 return None
             fold_rebound(body)
             return body
@@ -262,7 +273,7 @@ class _Inliner:
     ) -> tuple[list[ast.stmt], ast.expr]:
         read = {node.id for node in ast.walk(helper) if isinstance(node, ast.Name)}
         foreign = [global_name for global_name in self._foreign(function) if global_name in read]
-        stored = {name for node in ast.walk(helper) for name in stored_by(node)}
+        stored = {name for node in ast.walk(helper) for name in stored_by(node)} - of_generators(helper)
         names = {*arguments, *stored, *foreign}
         # A parameter that stands for a variable is that variable: nothing in the helper binds the caller's names.
         same = {
@@ -273,6 +284,12 @@ class _Inliner:
         }
         mapping: dict[str, ast.expr] = {old: ast.Name(f"_h{self._count}_{old}", ast.Load()) for old in names}
         mapping.update(same)
+        # And so is one that is bound to another value later, until then. Forwards of norms alone get what another norm
+        # made and a residual was added to, as in Mochi: that sum is part of a site with the other norm already.
+        of_norms = name.endswith(".forward") and not modulating(self._facts, {name})
+        again = [old for old, value in arguments.items() if isinstance(value, ast.Name) and not of_norms]
+        ends = {old: rebound(helper, old) for old in again}
+        first = {old: arguments.pop(old) for old, end in ends.items() if end >= 0}
         statements: list[ast.stmt] = [
             ast.copy_location(ast.Assign([ast.Name(f"_h{self._count}_{parameter}", ast.Store())], value), call)
             for parameter, value in arguments.items()
@@ -280,7 +297,11 @@ class _Inliner:
         for global_name in foreign:  # looked up at every call, as in the helper
             alias = ast.alias(global_name, f"_h{self._count}_{global_name}")
             statements.append(ast.copy_location(ast.ImportFrom(function.__module__, [alias], 0), call))
-        copies: Any = [_Rename(mapping, name).visit(copy.deepcopy(one)) for one in helper.body]
+        loads = [{old: value for old, value in first.items() if i <= ends[old]} for i in range(len(helper.body))]
+        copies: Any = [
+            _Rename(mapping, name, {**mapping, **known}).visit(copy.deepcopy(one))
+            for one, known in zip(helper.body, loads, strict=True)
+        ]
         body: list[ast.stmt] = copies
         if ast.get_docstring(helper, clean=False) is not None:
             body = body[1:]
@@ -290,13 +311,13 @@ class _Inliner:
 
 
 class _Rename(ast.NodeTransformer):
-    def __init__(self, mapping: dict[str, ast.expr], helper: str) -> None:
-        self._mapping, self._helper = mapping, helper
+    def __init__(self, mapping: dict[str, ast.expr], helper: str, loads: dict[str, ast.expr]) -> None:
+        self._mapping, self._helper, self._loads = mapping, helper, loads
 
     def visit(self, node: ast.AST) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node, ast.Name) and node.id in self._mapping:
-            value = copy.deepcopy(self._mapping[node.id])
+            value = copy.deepcopy((self._loads if isinstance(node.ctx, ast.Load) else self._mapping)[node.id])
             if isinstance(value, ast.Name):
                 value.ctx = node.ctx
             node = ast.copy_location(value, node)

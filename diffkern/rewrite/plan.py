@@ -271,7 +271,10 @@ class _Planner:
             return placement
         pure = [name for name, is_known in self._pure.items() if is_known]  # what the place may depend on
         self.replaced.update({name: self._function(name) for name in (*match.functions, *pure)})  # type: ignore[misc]
-        self.helpers.update(helper for step in match.steps if (helper := inline.helper_of(step)) is not None)
+        found = {helper for step in match.steps if (helper := inline.helper_of(step)) is not None}
+        if not match.operands.keys() >= {"residual", "scale"}:
+            found -= inline.modulating(self._facts, found)  # which are patched themselves
+        self.helpers |= found
         site = self._site(rule, scope, root, match, region, placement, kept is not None)
         same = next((known for known in self.sites if known.computes_what(site)), None)
         if same is None:

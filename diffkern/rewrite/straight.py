@@ -90,6 +90,24 @@ def stored_by(node: ast.AST) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
 
 
+def rebound(helper: ast.FunctionDef, name: str) -> int:
+    """The statement that binds a parameter to another value, on every path and before any other; -1 if none does."""
+    for index, statement in enumerate(helper.body):
+        binds = [node for node in ast.walk(statement) if name in stored_by(node)]  # generators do so in their scope
+        if binds:
+            return index if isinstance(statement, ast.Assign) and statement.targets == binds else -1
+    return -1
+
+
+def of_generators(helper: ast.FunctionDef) -> set[str]:
+    """The variables of generators, which are bound in these alone."""
+    generators = [node for node in ast.walk(helper) if isinstance(node, ast.GeneratorExp)]
+    inside = {part for one in generators for part in ast.walk(one)}
+    outside = {name for node in ast.walk(helper) if node not in inside for name in stored_by(node)}
+    arguments = {argument.arg for argument in helper.args.args}
+    return {name for node in inside for name in stored_by(node)} - outside - arguments
+
+
 def has_plain_arguments(function: ast.FunctionDef) -> bool:
     """Whether each argument of a function may be given by its position, or by its name."""
     arguments = function.args
@@ -101,12 +119,12 @@ def is_load(node: ast.expr) -> bool:
     return all(isinstance(part, (ast.Name, ast.Attribute, ast.Constant, ast.expr_context)) for part in ast.walk(node))
 
 
-def is_straight(helper: ast.FunctionDef) -> bool:
-    """Whether a function is a few statements with one return at the end."""
+def is_straight(helper: ast.FunctionDef, besides: tuple[type, ...] = ()) -> bool:
+    """Whether a function is a few statements with one return at the end, with nothing forbidden but ``besides``."""
     nodes = list(ast.walk(helper))[1:]
     if any(isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS) for node in nodes):
         return False
-    if any(isinstance(node, FORBIDDEN) for node in nodes):
+    if any(isinstance(node, FORBIDDEN) and not isinstance(node, besides) for node in nodes):
         return False
     returns = [node for node in nodes if isinstance(node, ast.Return)]
     return len(returns) == 1 and helper.body[-1] is returns[0] and returns[0].value is not None
