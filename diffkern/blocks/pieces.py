@@ -51,6 +51,11 @@ def untouched(module: nn.Module | None, cls: type[nn.Module]) -> bool:
     return forward.__func__ is cls.forward or forward.__func__ in EQUIVALENT_FORWARDS
 
 
+def calls_otherwise(cls: type[nn.Module]) -> bool:
+    """Whether a call of a module of a class does more than to run its forward and hooks."""
+    return cls.__call__ is not nn.Module.__call__
+
+
 def runs_fused(module: nn.Module) -> bool:
     """Whether the forward of an untouched module is a fused one. Hooks that go leave its class's own there."""
     return getattr(module.__dict__.get("forward"), "__func__", None) in EQUIVALENT_FORWARDS

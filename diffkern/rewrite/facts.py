@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diffkern.blocks.pieces import untouched
+from diffkern.blocks.pieces import calls_otherwise, untouched
 from diffkern.matching import NormSemantics, full_name, match, parameter_of
 from diffkern.rewrite.flow import Flow
 
@@ -267,7 +267,7 @@ class ModuleFacts(Facts):
         child = child_of(self._module, path)
         if child is None or isinstance(child, nn.Sequential) or child._parameters or child._buffers:
             return None
-        if norm_of(child) is not None:
+        if norm_of(child) is not None or not untouched(child, type(child)) or calls_otherwise(type(child)):
             return None
         forward = type(child).forward
         others = [part for part in child._modules.values() if part is None or norm_of(part) is None]

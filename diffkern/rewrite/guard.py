@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffkern.blocks.pieces import EQUIVALENT_FORWARDS, GLOBAL_HOOKS, unfit_surroundings, untouched
+from diffkern.blocks.pieces import (
+    EQUIVALENT_FORWARDS,
+    GLOBAL_HOOKS,
+    calls_otherwise,
+    unfit_surroundings,
+    untouched,
+)
 from diffkern.matching.genuine import OF_TORCH, is_own
 from diffkern.rewrite.facts import Path, child_of, functions_of, plain_attribute, settings_test
 from diffkern.rewrite.inline import global_at
@@ -170,7 +176,7 @@ class Guard:
         """What was replaced of the helpers and submodules whose bodies are part of the source."""
         for path, cls, names in self.inlined:
             child: Any = child_of(module, path)
-            if not untouched(child, cls) or tuple(child._modules) != names:
+            if not untouched(child, cls) or calls_otherwise(cls) or tuple(child._modules) != names:
                 return f"{'.'.join(path)} has a hook, or is another module than it was"
         for path, classes in self._looped:
             if _classes_in(child_of(module, path)) != classes:
