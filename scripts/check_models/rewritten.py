@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from diffkern.rewrite import RULES, Rewriter, Rewritten
+from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.reference import CastsLifted, to_float64
 from scripts.check_models.model import Denoiser, Draw
 
@@ -121,9 +122,11 @@ class RewrittenModel:
         forwards: dict[Rewritten, None] = {}
         sites: Counter[str] = Counter()
         left: dict[tuple[str, str], str] = {}
+        inlined: set[nn.Module | None] = set()  # into the forward of what holds them: they are not called
         for module in list(model.modules()):
-            rewritten = rewriter.rewrite(module)
+            rewritten = rewriter.rewrite(module) if module not in inlined else None
             if isinstance(rewritten, Rewritten):
+                inlined.update(child_of(module, path) for path, _, _ in rewritten.guard.inlined)
                 module.forward = MethodType(rewritten.function, module)
                 forwards[rewritten] = None
                 sites.update(site.plan.rule.name for site in rewritten.sites)
