@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diffkern.rewrite.layout import memory_order
+from diffkern.rewrite.rotation import tensors_in
 from diffkern.verify.contract import ROWS
 
 #: Elements of a random leaf at most: a proof must not cost what a step costs.
@@ -18,6 +19,8 @@ _LARGEST = 1 << 22
 _EXACT_ELEMENTS = 1 << 20
 #: Random leaves of such a proof at most.
 _MOST_DRAWS = 256
+#: Dtypes of indices, which may be one of each token.
+_INDICES = frozenset({torch.int32, torch.int64})
 #: Powers of two by which random numbers of such a proof differ in size: sums of numbers alike in size are exact, and
 #: the order of summation does not show.
 _SPREAD = 3.0
@@ -41,13 +44,18 @@ def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False, di
         spread: Whether they differ widely in size.
         dim: The dimension that keeps its size.
     """
-    largest = max([leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)], default=0)
-    limit = next((limit for limit in (1 << 30, 1024, 128, 16, 4) if _shrunk_size(leaves, limit, dim) <= _LARGEST), 2)
-    if any(type(leaf) is int for leaf in leaves) and largest <= 8 * _LARGEST:
+    tensors = tensors_in(leaves)
+    largest = max([leaf.numel() for leaf in tensors], default=0)
+    limit = next((limit for limit in (1 << 30, 1024, 128, 16, 4) if _shrunk_size(tensors, limit, dim) <= _LARGEST), 2)
+    numbers = {leaf for leaf in leaves if type(leaf) is int}
+    if numbers and largest <= 8 * _LARGEST:
         limit = 1 << 30  # a size that the expression names
-    named = {size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape}
+    sizes = {size for leaf in tensors for size in leaf.shape[:-1]}
+    # What is left of a stream of tokens without another one has a size that no tensor may have.
+    streams = {number for number in numbers if any(size - number in sizes for size in sizes)}
+    named = {size for leaf in tensors for size in leaf.shape} | streams
+    sizes |= streams
     generator = torch.Generator("cpu").manual_seed(seed)
-    sizes = {leaf.shape[at] for leaf in leaves if isinstance(leaf, Tensor) for at in range(leaf.ndim - 1)}
 
     def draw(leaf: Any) -> Any:
         if isinstance(leaf, (tuple, list)):
@@ -80,6 +88,9 @@ def _random(
     if leaf.is_complex():
         return torch.randn(shape, generator=generator, dtype=torch.complex64, device="cpu").to(leaf.device, leaf.dtype)
     if not leaf.is_floating_point():
+        # Indices, of which each of several tensors has its own: 0 and 1 are in every table that has two rows.
+        if leaf.dtype in _INDICES and leaf.numel() and int(leaf.max()) > 0:
+            return torch.randint(0, 2, shape, generator=generator, dtype=leaf.dtype, device="cpu").to(leaf.device)
         return torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
     y = torch.randn(shape, generator=generator, device="cpu")
     if spread:
@@ -95,8 +106,9 @@ def _random(
 
 
 def _shrunk(leaf: Tensor, limit: int, kept: int, sizes: Collection[int] = ()) -> list[int]:
-    shape = enumerate(leaf.shape)
-    return [size if dim in (kept, kept + leaf.ndim) else _shrunk_dim(size, limit, sizes) for dim, size in shape]
+    of_tokens = leaf.dtype in _INDICES and leaf.ndim > 0 and leaf.shape[-1] in sizes
+    whole = () if of_tokens else (kept, kept + leaf.ndim)
+    return [size if dim in whole else _shrunk_dim(size, limit, sizes) for dim, size in enumerate(leaf.shape)]
 
 
 def _shrunk_dim(size: int, limit: int, sizes: Collection[int]) -> int:
@@ -105,6 +117,5 @@ def _shrunk_dim(size: int, limit: int, sizes: Collection[int]) -> int:
     return min(size, limit) if not parts else sum([min(part, limit) for part in min(parts)])
 
 
-def _shrunk_size(leaves: tuple[Any, ...], limit: int, dim: int) -> int:
-    sizes = [torch.Size(_shrunk(leaf, limit, dim)).numel() for leaf in leaves if isinstance(leaf, Tensor)]
-    return max(sizes, default=0)
+def _shrunk_size(tensors: Sequence[Tensor], limit: int, dim: int) -> int:
+    return max([torch.Size(_shrunk(leaf, limit, dim)).numel() for leaf in tensors], default=0)

@@ -145,13 +145,14 @@ def columns_of(operands: Mapping[str, Any], options: Mapping[str, Any]) -> float
     if "form" not in options:
         cosines: float = operands["cos"].shape[-1] / operands["q"].shape[-1]
         return cosines
-    form, q = options["form"], operands.get("q0")
-    cos, _ = form.of([*tables_of(operands, "q"), *tables_of(operands, "q0")])
-    if cos is None or q is None:
-        return 0.0
-    heads = cos.shape[-2 if form.tables == ANY_MATRICES else -3] if form.heads_in_tables else 1
-    share: float = cos.shape[-1] * heads / q.shape[-1]
-    return share
+    form, of_all = options["form"], tables_of(operands, "q")
+    for i in range(streams_of(operands)):  # of which the text may have none
+        cos, _ = form.of([*of_all, *tables_of(operands, f"q{i}")])
+        if cos is not None:
+            heads = cos.shape[-2 if form.tables == ANY_MATRICES else -3] if form.heads_in_tables else 1
+            share: float = cos.shape[-1] * heads / operands[f"q{i}"].shape[-1]
+            return share
+    return 0.0
 
 
 # --- the call ------------------------------------------------------------------------------------------

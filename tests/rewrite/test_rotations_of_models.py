@@ -1,0 +1,111 @@
+"""Rotations of models in bfloat16, with the inputs that pipelines give them, and sizes at which proofs draw parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffkern.bench.models import Denoiser, rotary
+from diffkern.rewrite import Rewriter, Rewritten, draws
+from diffkern.rewrite.reference import CastsLifted, to_float64
+from tests.rewrite.test_processors import TorchOps
+
+CPU = torch.device("cpu")
+
+
+def _allegro_rotary(randn: Callable[..., Tensor]) -> Any:
+    axes = [torch.arange(size) for size in (2, 8, 8)]
+    grid = tuple(axis.reshape(1, -1) for axis in torch.meshgrid(*axes, indexing="ij"))
+    return tuple(rotary(randn, len(axis), 32, neighbours=False) for axis in axes), grid
+
+
+def _step(**given: Any) -> Callable[[Callable[..., Tensor]], Mapping[str, Any]]:
+    return lambda randn: {
+        name: randn(*value) if isinstance(value, tuple) else value(randn) if callable(value) else value
+        for name, value in given.items()
+    }
+
+
+#: A model with one layer, the module whose processor rotates, the rule that finds it there, and how many columns tables
+#: have for each element of a head.
+MODELS: dict[str, tuple[Denoiser, str, str, float]] = {
+    "cogvideox": (
+        Denoiser(
+            "CogVideoXTransformer3DModel", "",
+            _step(
+                hidden_states=(2, 2, 16, 32, 32), encoder_hidden_states=(2, 26, 64), timestep=torch.full((2,), 500),
+                image_rotary_emb=lambda randn: rotary(randn, 512, 64, neighbours=True),
+            ),
+            {"num_attention_heads": 2, "text_embed_dim": 64, "use_rotary_positional_embeddings": True},
+            {"num_layers": 1},
+        ),
+        "transformer_blocks.0.attn1", "query and key norm, two streams", 1.0,
+    ),
+}  # fmt: skip
+
+
+def attention(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The module that rotates, and what the model calls it with."""
+    denoiser, path, *_ = MODELS[name]
+    model, seen = denoiser.build(CPU), []
+    module = model.get_submodule(path)
+    handle = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model(**denoiser.step(CPU))
+    handle.remove()
+    (args, kwargs), *_ = seen
+    assert not args
+    return module, kwargs
+
+
+def rewritten(module: nn.Module, numerics: str = "fast") -> Rewritten:
+    found = Rewriter(numerics).rewrite(module)
+    assert isinstance(found, Rewritten)
+    module.forward = partial(found.function, module)  # type: ignore[method-assign]
+    return found
+
+
+def results(module: nn.Module, given: Mapping[str, Any]) -> list[Tensor]:
+    with torch.no_grad():
+        result = module(**given)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("large", [False, True], ids=["whole", "in part"])
+def test_a_model_in_bfloat16_has_its_rotation_fused(name: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With large operands a proof draws few tokens, and as many rows of tables, and indices of them."""
+    module, given = attention(name)
+    wide = copy.deepcopy(module).double()
+    if large:
+        monkeypatch.setattr(draws, "_LARGEST", 1 << 12)
+    stock = results(module, given)
+    with CastsLifted():
+        exact = results(wide, {key: to_float64(value) for key, value in given.items()})
+    found = rewritten(module)
+    fused = results(module, given)
+    sites = [site for site in found.sites if site.plan.rule.name == MODELS[name][2] and any(site.ways)]
+    assert [(site.fused_calls, site.original_calls, site.reasons) for site in sites] == [(1, 0, {})]
+    assert [way.columns for site in sites for way in site.ways.values() if way] == [MODELS[name][3]]
+    for ours, theirs, reference in zip(fused, stock, exact, strict=True):
+        assert (ours.double() - reference).norm() <= 1.05 * (theirs.double() - reference).norm()
+    with torch.no_grad(), TorchOps() as seen:
+        module(**given)
+    assert any("qk_norm_rope" in op for op in seen.names) and not {"aten::neg", "aten::stack"} & {*seen.names}
+    found.guard.force_original()
+    assert all(map(torch.equal, results(module, given), stock))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_numerics_give_the_bits_of_a_model(name: str) -> None:
+    module, given = attention(name)
+    stock = results(module, given)
+    rewritten(module, "exact")
+    assert all(map(torch.equal, results(module, given), stock))
