@@ -23,7 +23,7 @@ from diffkern.providers.foreign import preserved, summary
 from diffkern.verify import choices, gradients
 from diffkern.verify.contract import SANE
 from diffkern.verify.fusion import Fusion
-from diffkern.verify.gain import costs_of, kept_costs, reason_without_gain
+from diffkern.verify.gain import Prepared, costs_of, kept_costs, reason_without_gain
 from diffkern.verify.isolation import Copy, tensors_of
 from diffkern.verify.measures import relative_error
 
@@ -102,7 +102,7 @@ class LayoutFusion(Fusion):
         """The result of the first call, after which the layout is decided, unless it took too long to tell."""
         reason = layout.unfit(module)
         x = self.primary_input(call)
-        key = "layout", type(module).__qualname__, x.ndim, str(x.dtype), f"2^{x.numel().bit_length() - 1} numbers"
+        key = self._timed(module, x)
         known = costs_of(choices.recall(x.device, *key) or "")
         results = choices.recall(x.device, _RESULT, *key)
         if reason is None and known is not None and results is not None and self.numerics != "exact":
@@ -135,26 +135,36 @@ class LayoutFusion(Fusion):
         _hand_over(again, call)
         return result
 
+    def _timed(self, module: nn.Module, x: Tensor) -> tuple[Hashable, ...]:
+        """What is timed: a model, of whose class others are wider, on an input of about which size."""
+        held = sum(weight.numel() for _, _, child in layout.convolutions(module) for weight in child.parameters())
+        sizes = [f"2^{size.bit_length() - 1}" for size in (x.numel(), held)]
+        name = type(module).__qualname__
+        return "layout", name, self.numerics, x.ndim, str(x.dtype), f"{sizes[0]} numbers", f"{sizes[1]} weights"
+
     def _weigh(self, module: nn.Module, call: Call, device: torch.device, key: tuple[Hashable, ...]) -> tuple[str, str]:
         """Why a model does not compute in channels last, or ""; and what the report says of it."""
 
         def as_it_is() -> Any:
             args, kwargs = Copy(call).call
-            layout.give_back(module)
             return run_below(module, args, kwargs, self)
 
         def in_channels_last() -> Any:
             return self._in_channels_last(module, Copy(call).call)
 
+        # To lay weights out takes about as long as a step, and no step does it.
+        ours = Prepared(lambda: layout.convert(module), in_channels_last)
+        stock = Prepared(lambda: layout.give_back(module), as_it_is)
         try:
             with torch.no_grad(), preserved(device):
                 results = []
-                for compute in (in_channels_last, as_it_is):
+                for compute in (ours, stock):
+                    compute.prepare()
                     torch.manual_seed(0)
                     results.append(tensors_of(compute()))
                 reason = self._difference(*results)
                 del results
-                found = None if reason else kept_costs((in_channels_last, as_it_is), device, *key)
+                found = None if reason else kept_costs((ours, stock), device, *key)
         except Exception as error:  # a model that asks for strides, or for more memory than there is
             return (reason := f"it does not run in channels last: {summary(error)}"), reason
         if found is None:

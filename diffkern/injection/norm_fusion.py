@@ -74,7 +74,8 @@ class NormFusion(OneTensorFusion):
             return ""  # time goes into memory traffic, of which the op has no more
         provider = select(self.op, call.device, (call.dtype,), None).provider
         shape = sample_shape(self.semantics, module, 1)
-        key = "call of a norm", full_name(type(module)), provider, str(call.dtype), tuple(shape)
+        order = "" if call.is_contiguous() else "strided"  # a model is timed in two layouts
+        key = "call of a norm", full_name(type(module)), provider, str(call.dtype), tuple(shape), order
         both = lambda: patched(module, call), lambda: type(module).forward(module, call)
         return reason_to_stay_stock(both, call.device, bool(self.replayed), *key, call.numel().bit_length())
 

@@ -267,7 +267,8 @@ def plan_layouts(
             inside = [block for block in blocks if f"{block}.".startswith(f"{path}." if path else "")]
             if module is None or inside or (halves and not half) or not is_convolutional(module):
                 continue
-            option = Option(LayoutFusion(report.numerics, replayed), Rule(), "time")
+            graphed = replayed and not halves and is_denoiser(name)  # nothing else becomes a graph
+            option = Option(LayoutFusion(report.numerics, graphed), Rule(), "time")
             if any(isinstance(state.fusion, LayoutFusion) for state in patches(module)):
                 continue
             devices = _likely_devices(module, _device(model))[:1]

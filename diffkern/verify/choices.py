@@ -1,7 +1,8 @@
 """What times decided, kept on disk: a seed gives the same result tomorrow, and nothing is timed twice.
 
-There is one file of JSON for each card and each version of torch and diffkern, in the user's cache. A key says what was
-timed, and what would have served; a value is the choice in words. What cannot be read or written is timed again.
+There is one file of JSON for each card, each version of torch and diffkern and each way of taking times, in the user's
+cache. A key says what was timed, and what would have served; a value is the choice in words. What cannot be read or
+written is timed again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from diffkern import __version__
 
 #: Environment variable that names the folder, in place of the user's cache; 0 keeps nothing.
 VARIABLE = "DIFFKERN_CHOICES"
+
+#: In the names of the files: raised when times are taken in another way, so that no choice of the old one is used.
+_TIMING = 2
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -91,4 +95,4 @@ def _machine(device: torch.device, threads: int) -> str:
         card = torch.cuda.get_device_name(device)
     else:
         card = f"{device.type} {platform.processor() or platform.machine()} {threads} threads"
-    return re.sub(r"[^\w.+-]+", "-", f"{card} torch {torch.__version__} diffkern {__version__}")
+    return re.sub(r"[^\w.+-]+", "-", f"{card} torch {torch.__version__} diffkern {__version__} timing {_TIMING}")

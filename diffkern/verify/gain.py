@@ -18,14 +18,16 @@ from diffkern.verify.isolation import uncounted
 HYSTERESIS = 1.02
 #: Bytes of operands above which nothing is timed: time goes into memory traffic then, of which a fused op has less.
 LARGEST_TIMED = 1 << 28
-#: Rounds in which each computation has its turn on a GPU; the fastest counts.
-_ROUNDS = 5
+#: Rounds in which each computation has its turn on a GPU, fewer where a call of each takes more than a share of so many
+#: seconds; the fastest counts.
+_ROUNDS, _GPU_BUDGET = 5, 1.0
 #: Turns of each on a CPU, at least and at most, and the seconds after which there are no more of them.
 _LEAST_TURNS, _MOST_TURNS, _BUDGET = 2, 200, 0.02
-#: What takes longer than so many seconds is called once alone after its warm-up.
-_LONG = 0.3
-#: Calls of a round on a GPU at most, and the clock cycles that it sleeps before, so that the host has launched them.
-_GPU_CALLS, _SLEEP = 8, 3_000_000
+#: What takes longer than so many microseconds is called once alone after its warm-up.
+_LONG = 0.3e6
+#: Calls of a turn on a GPU at most. The GPU sleeps before, at least so many clock cycles, until the host has launched
+#: them; no GPU has more cycles in a second than the last.
+_GPU_CALLS, _SLEEP, _CYCLES = 8, 3_000_000, 3e9
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,23 @@ class Cost:
     def __str__(self) -> str:
         host = f" (host {self.host:.1f} us)" if self.host != self.device else ""
         return f"{self.device:.1f} us{host}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A computation, and what is done before each turn of it without being timed.
+
+    Attributes:
+        prepare: Does that, such as laying weights out as the computation would leave them.
+        compute: The computation.
+    """
+
+    prepare: Callable[[], Any]
+    compute: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        """Computes it, and prepares nothing."""
+        return self.compute()
 
 
 def kept_costs(computations: Sequence[Callable[[], Any]], device: torch.device, *key: Hashable) -> list[Cost]:
@@ -92,26 +111,39 @@ def reason_without_gain(fused: Cost, stock: Cost, replayed: bool) -> str:
         fused: What it takes.
         stock: What the computation that it replaces takes.
         replayed: Whether steps that wait for the host become CUDA graphs, so that only the device counts. Else the
-            larger of the two does: what the step waits for.
+            larger of the two does, what the step waits for; and where that stays the same within the accuracy of
+            clocks, the device may not take longer either: another host is faster.
     """
-    mine, other = [cost.device if replayed else max(cost.host, cost.device) for cost in (fused, stock)]
-    return "" if mine <= HYSTERESIS * other else f"fused it takes {fused}, as it is written {stock}: no gain"
+    if replayed:
+        gains = fused.device <= HYSTERESIS * stock.device
+    else:
+        waits = [max(cost.host, cost.device) for cost in (fused, stock)]
+        tied = HYSTERESIS * waits[0] > waits[1]
+        gains = waits[0] <= HYSTERESIS * waits[1] and not (tied and fused.device > HYSTERESIS * stock.device)
+    return "" if gains else f"fused it takes {fused}, as it is written {stock}: no gain"
 
 
 def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
-    """Times computations in turns, a few milliseconds in all unless a single call takes longer: then fewer calls."""
+    """Times computations in turns, a few milliseconds in all unless a single call takes longer: then fewer calls.
+
+    On a GPU the time of the device is that between two of its events, which it reaches once the host has launched what
+    stands between them: as far as its queue holds that, a slow host is not in it.
+    """
     for compute in computations:  # loads and compiles
+        _prepare(compute)
         compute()
-    single = [_seconds(compute, device) for compute in computations]
-    if max(single) > _LONG:
-        return [Cost(took * 1e6, took * 1e6) for took in single]
-    if device.type == "cuda":
-        return _on_gpu(computations, device, calls=min(_GPU_CALLS, 1 + int(_BUDGET / max(single))))
+    single = [_single(compute, device) for compute in computations]
+    longest = max(cost.device for cost in single)
+    if device.type == "cuda" and (longest <= _LONG or any(2 * cost.host > cost.device for cost in single)):
+        return _on_gpu(computations, device, single)
+    if longest > _LONG:
+        return single
     fastest = [float("inf")] * len(computations)
     other_work = _OtherWork()
     began = time.perf_counter()
     for number in range(_MOST_TURNS):
         for i, compute in enumerate(computations):
+            _prepare(compute)
             other_work()
             started = time.perf_counter()
             compute()
@@ -120,6 +152,11 @@ def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> li
         if number >= _LEAST_TURNS and time.perf_counter() - began > _BUDGET:
             break
     return [Cost(took * 1e6, took * 1e6) for took in fastest]
+
+
+def _prepare(compute: Callable[[], Any]) -> None:
+    if isinstance(compute, Prepared):
+        compute.prepare()
 
 
 class _OtherWork:
@@ -138,13 +175,17 @@ class _OtherWork:
         self._data.sum()
 
 
-def _seconds(compute: Callable[[], Any], device: torch.device) -> float:
-    """What a single call takes, with the host and the device one after the other."""
+def _single(compute: Callable[[], Any], device: torch.device, calls: int = 1) -> Cost:
+    """What a call takes on a device that has nothing else to do, the device with its waits for the host."""
+    _prepare(compute)
     _finish(device)
     began = time.perf_counter()
-    compute()
+    for _ in range(calls):
+        compute()
+    host = time.perf_counter() - began
     _finish(device)
-    return time.perf_counter() - began
+    took = time.perf_counter() - began
+    return Cost((host if device.type == "cuda" else took) * 1e6 / calls, took * 1e6 / calls)
 
 
 def _finish(device: torch.device) -> None:
@@ -152,26 +193,23 @@ def _finish(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, calls: int) -> list[Cost]:
-    stream = torch.cuda.current_stream(device)
-    turns: list[list[tuple[float, torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in computations]
+def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, single: Sequence[Cost]) -> list[Cost]:
+    """The host by calls on an idle GPU, and the GPU by calls that the host launches while it sleeps."""
+    stream, longest = torch.cuda.current_stream(device), max(cost.device for cost in single)
+    calls = min(_GPU_CALLS, 1 + int(_BUDGET * 1e6 / longest))
+    rounds = max(1, min(_ROUNDS, int(_GPU_BUDGET * 1e6 / (longest * len(computations)))))
+    hosts = [cost.host for cost in single]
+    devices = [float("inf")] * len(computations)
     with torch.cuda.device(device):
-        for _ in range(_ROUNDS):
-            for compute, mine in zip(computations, turns, strict=True):
+        for _ in range(rounds):
+            for i, compute in enumerate(computations):
+                hosts[i] = min(hosts[i], _single(compute, device, calls).host)
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(_SLEEP)
+                torch.cuda._sleep(max(_SLEEP, int(_CYCLES * calls * hosts[i] / 1e6)))
                 start.record(stream)
-                began = time.perf_counter()
                 for _ in range(calls):
                     compute()
-                host = time.perf_counter() - began
                 end.record(stream)
-                mine.append((host, start, end))
-        stream.synchronize()
-    return [
-        Cost(
-            min(host for host, _, _ in mine) * 1e6 / calls,
-            min(start.elapsed_time(end) for _, start, end in mine) * 1e3 / calls,
-        )
-        for mine in turns
-    ]
+                end.synchronize()
+                devices[i] = min(devices[i], start.elapsed_time(end) * 1e3 / calls)
+    return [Cost(host, took) for host, took in zip(hosts, devices, strict=True)]

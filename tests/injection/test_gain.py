@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,22 @@ def test_a_norm_stays_fused_only_where_that_takes_less_time(monkeypatch: pytest.
     counts = report.calls()[""]
     assert counts["fused"] == (6 if gains else 0)
     assert counts["stock_reasons"] == ({} if gains else {"fused it takes 3.0 us, as it is written 2.0 us: no gain": 6})
+
+
+def test_what_a_norm_takes_in_one_layout_says_nothing_of_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DIFFKERN_CHOICES", str(tmp_path))
+    clock = Clock(monkeypatch, fused=3.0, stock=2.0)
+    norm, x = nn.LayerNorm(16), torch.randn(2, 8, 16)
+    report = inject_optimized_kernels(norm, config=TIMED)
+    with torch.no_grad():
+        norm(x)
+        clock.fused = 1.0
+        for _ in range(2):
+            norm(x.transpose(0, 1))
+        norm(x)
+    assert clock.asked == 2 and report.calls()[""]["fused"] == 2
 
 
 def test_what_an_inference_was_timed_at_says_nothing_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,71 @@ def test_the_clock_of_a_cpu_decides_once_for_all_processes(monkeypatch: pytest.M
     assert [note for note in other.notes if note.startswith("decoder ")] == [said]
 
 
+#: What a step of Stable Diffusion 1.5 takes on an H200 in channels last and as it is, on a host that takes longer.
+SLOW_HOST = gain.Cost(34000.0, 9000.0), gain.Cost(32000.0, 12000.0)
+
+
+@pytest.mark.parametrize("cuda_graph", [True, "auto", False])
+@pytest.mark.parametrize("name", ["unet2d_condition", "kl"])
+def test_the_device_decides_about_the_layout_of_what_becomes_a_graph(
+    name: str, cuda_graph: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An autoencoder never does, and waits for its host; so does a step without graphs."""
+    monkeypatch.setattr(gain, "costs", lambda *given: list(SLOW_HOST))
+    model = MODELS[name].build()
+    report = inject_optimized_kernels(model, config=CONFIG, cuda_graph=cuda_graph)
+    _call(model, name)
+    gains = name not in LATENTS and cuda_graph is not False
+    assert (_are_last(_inside(model, name)) == {True}) == gains
+    (said,) = [note for note in report.notes if "layout" in note or "channels last" in note]
+    assert ("no gain" in said) != gains and "9000.0 us (host 34000.0 us)" in said
+
+
+def test_a_host_that_takes_as_long_in_both_layouts_leaves_it_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ours, stock, gains in (9000.0, 12000.0, True), (12000.0, 9000.0, False):
+        costs = [gain.Cost(32300.0, ours), gain.Cost(32000.0, stock)]
+        monkeypatch.setattr(gain, "costs", lambda *given, costs=costs: costs)
+        model = MODELS["unet2d_condition"].build()
+        _inject(model)
+        _call(model, "unet2d_condition")
+        assert (_are_last(model) == {True}) == gains
+
+
+def test_weights_are_laid_out_before_turns_that_are_timed_and_not_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[bool] = []
+
+    def costs(computations: Any, device: torch.device) -> list[gain.Cost]:
+        for compute, last in zip(computations, (True, False), strict=True):
+            compute.prepare()
+            before = [weight.data_ptr() for weight in model.parameters()]
+            assert (_are_last(model) == {True}) == last
+            compute()
+            moved.append(before != [weight.data_ptr() for weight in model.parameters()])
+        return list(SLOW_HOST)
+
+    monkeypatch.setattr(gain, "costs", costs)
+    model = MODELS["unet2d_condition"].build()
+    _inject(model)
+    _call(model, "unet2d_condition")
+    assert moved == [False, False]
+
+
+def test_a_wider_model_of_a_class_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DIFFKERN_CHOICES", str(tmp_path))
+    asked: list[int] = []
+    monkeypatch.setattr(gain, "costs", lambda *given: asked.append(1) or list(SLOW_HOST))
+
+    class Layers(nn.Sequential):
+        def __init__(self, width: int) -> None:
+            super().__init__(*[nn.Conv2d(4, width, 3), *[nn.Conv2d(width, width, 3) for _ in range(3)]])
+
+    for width, times in (8, 1), (8, 1), (32, 2):
+        model = Layers(width).requires_grad_(False).eval()
+        _inject(model, KernelConfig(measure=True))
+        model(torch.randn(1, 4, 16, 16))
+        assert len(asked) == times
+
+
 def test_a_site_is_timed_in_each_layout_and_gains_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[str] = []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -14,7 +16,7 @@ from torch import nn
 from diffkern import KernelConfig, inject_optimized_kernels, use_provider
 from diffkern.rewrite import Rewriter
 from diffkern.verify import choices, gain
-from diffkern.verify.gain import Cost, costs, costs_of, reason_without_gain
+from diffkern.verify.gain import Cost, Prepared, costs, costs_of, reason_without_gain
 from diffkern.verify.isolation import MEASURING
 from tests.rewrite.modules import block, leaves
 
@@ -35,6 +37,11 @@ BODY = "n = self.norm(x) * (1 + scale) + shift\nreturn n + gate * y"
         (Cost(60.0, 210.0), Cost(40.0, 400.0), True, True),
         (Cost(20.0, 403.0), Cost(40.0, 400.0), True, True),
         (Cost(20.0, 409.0), Cost(40.0, 400.0), False, False),
+        # Steps of Stable Diffusion 1.5 on a slow host, in two layouts.
+        (Cost(32300.0, 9000.0), Cost(32000.0, 12000.0), True, True),
+        (Cost(32000.0, 12000.0), Cost(32300.0, 9000.0), False, False),
+        # A host that gains more than clocks are wrong by.
+        (Cost(20.0, 15.0), Cost(40.0, 12.0), True, False),
     ],
 )
 def test_what_a_step_waits_for_decides(fused: Cost, stock: Cost, gains_as_calls: bool, gains_as_replays: bool) -> None:
@@ -63,6 +70,101 @@ def test_what_takes_long_is_called_twice_in_all(monkeypatch: pytest.MonkeyPatch)
     order: list[str] = []
     found = costs([lambda: order.append("a"), lambda: order.append("b")], torch.device("cpu"))
     assert order == ["a", "b", "a", "b"] and all(0 < cost.host == cost.device for cost in found)
+
+
+class _Gpu:
+    """A GPU with a clock of its own, and a host that takes its time, in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = self.free = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, **_: Any) -> None:
+                self.at = 0.0
+
+            def record(self, stream: object) -> None:
+                self.at = max(gpu.free, gpu.host)
+
+            def synchronize(self) -> None:
+                gpu.finish()
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) * 1e3
+
+        monkeypatch.setattr(gain.time, "perf_counter", lambda: self.host)
+        monkeypatch.setattr(gain, "_finish", lambda device: self.finish())
+        for name, value in {
+            "Event": Event,
+            "_sleep": lambda cycles: self.launch(0.0, cycles / 2e9),
+            "current_stream": lambda device: None,
+            "device": lambda device: nullcontext(),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def launch(self, host: float, device: float) -> None:
+        self.host += host
+        self.free = max(self.free, self.host) + device
+
+    def finish(self) -> None:
+        self.host = max(self.host, self.free)
+
+    def step(self, host: float, device: float) -> Callable[[], None]:
+        def compute() -> None:
+            for _ in range(100):
+                self.launch(host / 100, device / 100)
+
+        return compute
+
+
+def test_a_slow_host_is_not_in_the_time_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a step of Stable Diffusion 1.5 on an H200: the host takes 32 ms, and the GPU 12, or 9 in channels last."""
+    gpu = _Gpu(monkeypatch)
+    steps = gpu.step(0.0321, 0.009), gpu.step(0.032, 0.012), gpu.step(0.4, 0.1)
+    for number, expected in (
+        (2, [(32100, 9000), (32000, 12000)]),
+        (3, [(32100, 9000), (32000, 12000), (400000, 100000)]),
+    ):
+        found = costs(steps[:number], torch.device("cuda"))
+        assert [(round(cost.host), round(cost.device)) for cost in found] == expected
+    few = costs([gpu.step(0.0001, 0.00005), gpu.step(0.00005, 0.0001)], torch.device("cuda"))
+    assert [(round(cost.host), round(cost.device)) for cost in few] == [(100, 50), (50, 100)]
+
+
+def test_a_long_call_that_a_gpu_computes_all_the_time_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, ran = _Gpu(monkeypatch), list[int]()
+    found = costs([lambda: (ran.append(1), gpu.launch(0.1, 0.9))], torch.device("cuda"))
+    assert len(ran) == 2 and round(found[0].device) == 1_000_000
+
+
+def test_what_prepares_a_turn_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, layouts = _Gpu(monkeypatch), list[str]()
+
+    def computation(layout: str, device: float) -> Prepared:
+        def compute() -> None:
+            assert layouts[-1] == layout
+            gpu.launch(0.03, device)
+
+        return Prepared(lambda: (layouts.append(layout), gpu.launch(0.02, 0.02)), compute)
+
+    both = computation("last", 0.008), computation("first", 0.012)
+    found = costs(both, torch.device("cuda"))
+    assert [(round(cost.host), round(cost.device)) for cost in found] == [(30000, 8000), (30000, 12000)]
+    costs([Prepared(lambda: layouts.append("a"), lambda: layouts.append("b"))], torch.device("cpu"))
+    assert layouts[-4:] == ["a", "b"] * 2
+
+
+@pytest.mark.gpu
+def test_the_events_of_a_gpu_leave_a_slow_host_out() -> None:
+    x = torch.zeros(1 << 20, device="cuda")
+
+    def slow() -> None:
+        x.add_(1)
+        time.sleep(0.02)
+        x.add_(1)
+
+    (found,) = costs([slow], x.device)
+    assert found.device < 2_000 < 20_000 <= found.host
 
 
 class Given:

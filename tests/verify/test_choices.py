@@ -64,6 +64,15 @@ def test_a_number_of_threads_has_its_own_file(folder: Path) -> None:
         torch.set_num_threads(threads)
 
 
+def test_what_was_timed_in_another_way_is_timed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices.remember(CPU, "no gain", "a")
+    assert choices.recall(CPU, "a") == "no gain"
+    choices._machine.cache_clear()
+    monkeypatch.setattr(choices, "_TIMING", choices._TIMING + 1)
+    assert choices.recall(CPU, "a") is None
+    choices._machine.cache_clear()
+
+
 def test_where_nothing_can_be_written_the_process_remembers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
