@@ -52,7 +52,8 @@ enum TokenKind {
   kWideOwnTokens,
   kFloatTokens,
   kPerHeadNormTokens,
-  kWideAloneTokens
+  kWideAloneTokens,
+  kLayerAloneTokens
 };
 constexpr TokenShape kTokenShapes[] = {
     {4, 64, 9, 2, false, false},    // heads that have the same angles: read for one packet, they serve all of a thread
@@ -65,6 +66,7 @@ constexpr TokenShape kTokenShapes[] = {
     {4, 384, 1, 8, false, false},   // float32
     {3, 128, 6, 2, false, true},    // heads that are normalised alone and have the same angles
     {4, 384, 1, 8, false, true},    // the same for long rows
+    {3, 128, 5, 2, false, false},   // heads with a layer norm each, which takes registers, and the same angles
 #if defined(DIFFKERN_BENCH)
     // alone
     {3, 128, 4, 2, false, true},
@@ -100,7 +102,7 @@ constexpr TokenShape kTokenShapes[] = {
 
 #if defined(DIFFKERN_BENCH)
 // Which calls a shape is tried for: alone, own, shared, shared and half against half.
-constexpr char kTokenUses[] = "ssshooo.aaaaaaaaaaaaooooooooosssssss";
+constexpr char kTokenUses[] = "ssshooo.aa.aaaaaaaaaaooooooooosssssss";
 #endif
 
 template <int kShape, bool kHalf>

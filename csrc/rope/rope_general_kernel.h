@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kGeneralLanes* kGeneralRows) general_kernel(co
 
     const int size = live ? heads * p.head_dim : 0;
     Normaliser norms[1];
-    normalise<false>(
+    normalise<KnownNorm::kAny>(
         p, norms, [&](int) { return o.inverse_size; },
         [](float(&values)[1]) { values[0] = group_sum<kGeneralLanes>(values[0]); },
         [&](auto&& add) {

@@ -23,10 +23,11 @@ struct HeadGrids {
   bool both;  // a group holds heads of q and of k, which have the same angles; else blockIdx.y says whose
 };
 
-template <typename T, int kCount, int kShape, bool kPlain, bool kHalf, KnownTables kTables>
+template <typename T, int kCount, int kShape, KnownNorm kNorm, bool kHalf, KnownTables kTables>
 __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShape].blocks)
     head_kernel(const RopeParams p, const HeadGrids grids) {
   using Elements = Unit<T, kCount, kHalf>;
+  constexpr bool kPlain = kNorm != KnownNorm::kAny;
   constexpr bool kEach = kTables != KnownTables::kAxes;
   constexpr int kRows = kStreamRows<kShape, kHalf>;
   const int number = blockIdx.y;
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShap
   int64_t x_stride[kStreams], out_stride[kStreams];
   int rows[kStreams];
   Elements held[kStreams][kRows];
-  UnitNorm<T, kCount, kHalf, kPlain> norm_of[kStreams];
+  UnitNorm<T, kCount, kHalf, kNorm> norm_of[kStreams];
   Offsets offsets;
 #pragma unroll
   for (int stream = 0; stream < kStreams; ++stream) {
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShap
   }
 
   Normaliser norms[kStreams * kRows];
-  normalise<kPlain>(
+  normalise<kNorm>(
       p, norms, [&](int) { return angles_of.inverse_size; },
       [&](float(&values)[kStreams * kRows]) {
         for (int mask = lanes / 2; mask > 0; mask /= 2) {

@@ -109,28 +109,32 @@ bool same_angles(const RopeParams& p) {
 
 // --- launches ------------------------------------------------------------------------------------------
 
-// Calls launch(plain, half, tables) with constants that say what the kernel may know of the call. Plain forms exist
-// for half dtypes alone, which is where the arithmetic is the most next to the memory.
+// Calls launch(norm, half, tables) with constants that say what the kernel may know of the call. Plain forms exist
+// for half dtypes alone, which is where the arithmetic is the most next to the memory; those of layer norms for heads
+// alone, and for full tables or none.
 template <typename T, bool kHasPlain, typename Launch>
 void with_known(const RopeParams& p, Launch&& launch) {
-  const auto with_half = [&](auto plain, auto tables) {
+  const auto with_half = [&](auto norm, auto tables) {
     if (p.half) {
-      launch(plain, std::true_type{}, tables);
+      launch(norm, std::true_type{}, tables);
     } else {
-      launch(plain, std::false_type{}, tables);
+      launch(norm, std::false_type{}, tables);
     }
   };
+  constexpr std::integral_constant<KnownTables, KnownTables::kFull> full;
   if constexpr (kHasPlain && sizeof(T) < sizeof(float)) {
-    if (is_plain(p)) {
-      if (p.tables == RopeTables::kAxes) {
-        with_half(std::true_type{}, std::integral_constant<KnownTables, KnownTables::kAxes>{});
-      } else {
-        with_half(std::true_type{}, std::integral_constant<KnownTables, KnownTables::kFull>{});
+    const bool by_axes = p.tables == RopeTables::kAxes;
+    if (p.norm == RopeNorm::kLayer) {
+      if (is_plain(p) && !by_axes && !p.across) {
+        return with_half(std::integral_constant<KnownNorm, KnownNorm::kLayer>{}, full);
       }
-      return;
+    } else if (is_plain(p)) {
+      constexpr std::integral_constant<KnownNorm, KnownNorm::kRms> rms;
+      if (by_axes) return with_half(rms, std::integral_constant<KnownTables, KnownTables::kAxes>{});
+      return with_half(rms, full);
     }
   }
-  with_half(std::false_type{}, std::integral_constant<KnownTables, KnownTables::kAny>{});
+  with_half(std::integral_constant<KnownNorm, KnownNorm::kAny>{}, std::integral_constant<KnownTables, KnownTables::kAny>{});
 }
 
 #if defined(DIFFKERN_BENCH)
@@ -151,7 +155,7 @@ void with_shape(int shape, const Launch& launch) {
 
 int64_t units_of_head(const RopeParams& p, int64_t count) { return p.head_dim / (p.half ? 2 * count : count); }
 
-template <typename T, int kCount, int kShape, bool kPlain, bool kHalf, KnownTables kTables>
+template <typename T, int kCount, int kShape, KnownNorm kNorm, bool kHalf, KnownTables kTables>
 void launch_head_kernel(const RopeParams& p, GpuStream stream) {
   constexpr HeadShape shape = kHeadShapes[kShape];
   const int64_t units = units_of_head(p, kCount);
@@ -173,7 +177,7 @@ void launch_head_kernel(const RopeParams& p, GpuStream stream) {
     most = std::max(most, groups);
   }
   const dim3 blocks(static_cast<unsigned>(ceil_div(most, shape.threads / grids.lanes)), grids.both ? 1 : p.count);
-  head_kernel<T, kCount, kShape, kPlain, kHalf, kTables><<<blocks, shape.threads, 0, stream>>>(p, grids);
+  head_kernel<T, kCount, kShape, kNorm, kHalf, kTables><<<blocks, shape.threads, 0, stream>>>(p, grids);
 }
 
 // Whether the head kernel has room for the work in its counters, and for a row in a group of lanes if need be.
@@ -190,15 +194,15 @@ bool head_kernel_fits(const RopeParams& p, int64_t count) {
 template <typename T, int kCount>
 bool launch_head_kernel(const RopeParams& p, GpuStream stream) {
   if (!head_kernel_fits(p, kCount)) return false;
-  with_known<T, kCount == kPacketSize<T>>(p, [&](auto plain, auto half, auto tables) {
+  with_known<T, kCount == kPacketSize<T>>(p, [&](auto norm, auto half, auto tables) {
 #if defined(DIFFKERN_BENCH)
-    if constexpr (plain && !half && std::is_same_v<T, BFloat16>) {
+    if constexpr (norm == KnownNorm::kRms && !half && std::is_same_v<T, BFloat16>) {
       return with_shape<std::size(kHeadShapes)>(tuned("DIFFKERN_ROPE_HEAD", 0), [&](auto shape) {
-        launch_head_kernel<T, kCount, shape, plain, half, tables>(p, stream);
+        launch_head_kernel<T, kCount, shape, norm, half, tables>(p, stream);
       });
     }
 #endif
-    launch_head_kernel<T, kCount, 0, plain, half, tables>(p, stream);
+    launch_head_kernel<T, kCount, 0, norm, half, tables>(p, stream);
   });
   return true;
 }
@@ -229,7 +233,7 @@ bool has_many_tokens(const RopeParams& p) {
 }
 
 // Launches the token kernel if a block can hold the rows.
-template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kPerHeadNorm>
+template <typename T, int kShape, KnownNorm kNorm, bool kHalf, KnownTables kTables, bool kShared, bool kPerHeadNorm>
 bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
   constexpr TokenShape shape = kTokenShapes[kShape];
   constexpr int kCount = kPacketSize<T>;
@@ -259,7 +263,7 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
   grid.head_dim = make_divisor(static_cast<uint32_t>(p.head_dim));
   grid.head_units = make_divisor(static_cast<uint32_t>(head_units));
   const dim3 blocks(static_cast<unsigned>(ceil_div(tokens, grid.tokens)), grid.both ? 1 : p.count);
-  token_kernel<T, kShape, kPlain, kHalf, kTables, kShared, kPerHeadNorm><<<blocks, static_cast<unsigned>(threads), 0, stream>>>(p, grid);
+  token_kernel<T, kShape, kNorm, kHalf, kTables, kShared, kPerHeadNorm><<<blocks, static_cast<unsigned>(threads), 0, stream>>>(p, grid);
   return true;
 }
 
@@ -273,15 +277,15 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
   }
   const bool shared = heads_share_angles(p);
   bool done = false;
-  with_known<T, true>(p, [&](auto plain, auto half, auto tables) {
+  with_known<T, true>(p, [&](auto norm, auto half, auto tables) {
     const auto launch = [&](auto shape, auto shares, auto alone) {
-      if (!done) done = launch_token_kernel<T, shape, plain, half, tables, shares, alone>(p, stream);
+      if (!done) done = launch_token_kernel<T, shape, norm, half, tables, shares, alone>(p, stream);
     };
     constexpr std::true_type yes;
     constexpr std::false_type no;
 #if defined(DIFFKERN_BENCH)
     static_assert(sizeof(kTokenUses) == std::size(kTokenShapes) + 1, "a use for each shape");
-    if constexpr (plain && std::is_same_v<T, BFloat16>) {
+    if constexpr (norm == KnownNorm::kRms && std::is_same_v<T, BFloat16>) {
       const int chosen = tuned("DIFFKERN_ROPE_TOKEN", -1);
       if (chosen == -2 && !p.across) return;  // to try the head kernel
       with_shape<std::size(kTokenShapes)>(chosen, [&](auto shape) {
@@ -301,25 +305,27 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
     }
 #endif
     // Elsewhere the shapes with few registers would spill them.
-    constexpr bool kKnown = plain && sizeof(T) < sizeof(float);
+    constexpr bool kKnown = norm != KnownNorm::kAny && sizeof(T) < sizeof(float);
     constexpr bool kTuned = kKnown && !half;
     if (!p.across) {
       if (!shared) return;
-      if constexpr (kTuned) launch(number<kPerHeadNormTokens>, yes, yes);
+      if constexpr (kTuned) launch(number<norm == KnownNorm::kLayer ? kLayerAloneTokens : kPerHeadNormTokens>, yes, yes);
       launch(number<kWideAloneTokens>, yes, yes);
       return;
     }
-    if (shared) {
-      if constexpr (kTuned) launch(number<kNarrowSharedTokens>, yes, no);
-      if constexpr (kTuned) launch(number<kSharedTokens>, yes, no);
-      if constexpr (kKnown && half) launch(number<kHalfSharedTokens>, yes, no);
-      launch(number<kWideSharedTokens>, yes, no);
+    if constexpr (norm != KnownNorm::kLayer) {  // which is plain for heads alone, see with_known
+      if (shared) {
+        if constexpr (kTuned) launch(number<kNarrowSharedTokens>, yes, no);
+        if constexpr (kTuned) launch(number<kSharedTokens>, yes, no);
+        if constexpr (kKnown && half) launch(number<kHalfSharedTokens>, yes, no);
+        launch(number<kWideSharedTokens>, yes, no);
+      }
+      if constexpr (kTuned && tables == KnownTables::kAxes) {
+        if (has_many_tokens(p)) launch(number<kManyOwnTokens>, no, no);
+        launch(number<kOwnTokens>, no, no);
+      }
+      launch(number<sizeof(T) < sizeof(float) ? kWideOwnTokens : kFloatTokens>, no, no);
     }
-    if constexpr (kTuned && tables == KnownTables::kAxes) {
-      if (has_many_tokens(p)) launch(number<kManyOwnTokens>, no, no);
-      launch(number<kOwnTokens>, no, no);
-    }
-    launch(number<sizeof(T) < sizeof(float) ? kWideOwnTokens : kFloatTokens>, no, no);
   });
   return done;
 }

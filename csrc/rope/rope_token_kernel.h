@@ -87,11 +87,12 @@ __device__ __forceinline__ float2 token_sums(float2 values, float2* partials) {
 
 // kShared: all units of a thread have the same angles. kPerHeadNorm: each head is normalised alone, by lanes side by side, a
 // power of two of them.
-template <typename T, int kShape, bool kPlain, bool kHalf, KnownTables kTables, bool kShared, bool kPerHeadNorm>
+template <typename T, int kShape, KnownNorm kNorm, bool kHalf, KnownTables kTables, bool kShared, bool kPerHeadNorm>
 __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kShape].blocks)
     token_kernel(const RopeParams p, const TokenGrid grid) {
   constexpr int kCount = kPacketSize<T>;
   using Elements = Unit<T, kCount, kHalf>;
+  constexpr bool kPlain = kNorm != KnownNorm::kAny;
   using Values = typename Elements::Values;
   constexpr int kPairs = Elements::kPairs;
   constexpr bool kEach = kTables != KnownTables::kAxes;
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
   }
   // Heads that are normalised alone have their weights in common, and those of a thread begin at the same element.
   constexpr int kKept = !kKeepsWeights || kPerHeadNorm ? 1 : kUnits;
-  UnitNorm<T, kCount, kHalf, kPlain> kept[2][kKept];
+  UnitNorm<T, kCount, kHalf, kNorm> kept[2][kKept];
   const auto parameters_at = [&](int i, int (&to)[2]) {
     const int head_begins = kPerHeadNorm ? static_cast<int>(grid.head_dim.divide(at[i][0])) * p.head_dim : 0;
     to[0] = at[i][0] - head_begins;
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
 
     constexpr int kNorms = kPerHeadNorm ? kUnits : 1;  // of a stream
     Normaliser norms[2 * kNorms];
-    normalise<kPlain>(
+    normalise<kNorm>(
         p, norms, [&](int row) { return operand(row / kNorms).inverse_size; },
         [&](float(&values)[2 * kNorms]) {
           if constexpr (kPerHeadNorm) {

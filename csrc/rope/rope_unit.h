@@ -148,20 +148,23 @@ struct Normaliser {
   }
 };
 
+// What a kernel knows of the norm: anything is possible, or it is plain and an RMS norm (or none), or a layer norm.
+enum class KnownNorm { kAny, kRms, kLayer };
+
 // The steps between the values of kRows rows and their Normalisers. `sum` adds values up over the threads of each
 // row; `fold` calls its argument with the number of a row and every value of it that this thread holds.
-// inverse_size(row) is 1 / the number of its values. kRms: there is no layer norm.
-template <bool kRms, int kRows, typename InverseSize, typename Sum, typename Fold>
+// inverse_size(row) is 1 / the number of its values.
+template <KnownNorm kNorm, int kRows, typename InverseSize, typename Sum, typename Fold>
 __device__ __forceinline__ void normalise(const RopeParams& p, Normaliser (&norms)[kRows], InverseSize&& inverse_size,
                                           Sum&& sum, Fold&& fold) {
   if (p.norm == RopeNorm::kNone) return;
   float squares[kRows] = {};
-  if (kRms || p.norm == RopeNorm::kRms) {
+  if (kNorm == KnownNorm::kRms || (kNorm == KnownNorm::kAny && p.norm == RopeNorm::kRms)) {
     fold([&](int row, float value) { squares[row] += value * value; });
     sum(squares);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) norms[row].factor = rsqrtf(squares[row] * inverse_size(row) + p.eps);
-  } else if constexpr (!kRms) {
+  } else if constexpr (kNorm != KnownNorm::kRms) {
     float plain[kRows] = {};
     fold([&](int row, float value) { plain[row] += value; });
     sum(plain);
@@ -186,46 +189,62 @@ __device__ __forceinline__ void normalise(const RopeParams& p, Normaliser (&norm
   }
 }
 
-// Options of a call that are off in nearly all: no layer norm, no rounding in between, no bias, no offset, parameters
-// of the dtype of the input. Kernels that know this spare the tests, and most of their code.
+// Options of a call that are off in nearly all: no rounding in between, no bias of an RMS norm, no offset, parameters of
+// the dtype of the input. Kernels that know this spare the tests, and most of their code.
 bool is_plain(const RopeParams& p) {
-  if (p.norm == RopeNorm::kLayer) return false;
   for (int i = 0; i < p.count; ++i) {
     const RopeOperand& o = p.operands[i];
-    if (o.bias != nullptr || (o.weight != nullptr && o.weight_dtype != p.dtype)) return false;
+    if (o.bias != nullptr && (p.norm != RopeNorm::kLayer || o.bias_dtype != p.dtype)) return false;
+    if (o.weight != nullptr && o.weight_dtype != p.dtype) return false;
   }
   return p.arithmetic == RopeArithmetic::kFloat32 && !p.round_norm && p.round_dtype == Dtype::kNone && p.weight_offset == 0.0f;
 }
 
-// The norm of a unit in a plain call. The weights are loaded ahead and kept as they lie in memory; without weights they
+// The norm of a unit in a plain call. The parameters are loaded ahead and kept as they lie in memory; without weights they
 // are ones.
-template <typename T, int kCount, bool kHalf>
+template <typename T, int kCount, bool kHalf, bool kLayer>
 struct PlainNorm {
   using Elements = Unit<T, kCount, kHalf>;
   using Values = typename Elements::Values;
   Elements weight;
+  Elements bias;  // of a layer norm; unused, it takes no register
 
   __device__ __forceinline__ void load_ahead(const RopeOperand& o, const int (&at)[2]) {
-    if (o.weight != nullptr) {
-      weight.load(static_cast<const T*>(o.weight), at);
-    } else {
-      weight.fill(1.0f);
-    }
+    load_or_fill(o.weight, 1.0f, at, weight);
+    if constexpr (kLayer) load_or_fill(o.bias, 0.0f, at, bias);
   }
 
   __device__ __forceinline__ void load(const RopeParams&, const RopeOperand&, const int (&)[2]) {}
 
   __device__ __forceinline__ void apply(const RopeParams& p, const RopeOperand&, const Normaliser& norm, Values& values) {
     if (p.norm == RopeNorm::kNone) return;
-    Values weights;
+    Values weights, biases;
     weight.optimization_barrier();
     weight.unpack_to(weights);
+    if constexpr (kLayer) {
+      bias.optimization_barrier();
+      bias.unpack_to(biases);
+    }
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
 #pragma unroll
       for (int j = 0; j < Elements::kPairs; ++j) {
-        values[side][j] = values[side][j] * norm.factor * weights[side][j];
+        float& value = values[side][j];
+        if constexpr (kLayer) {
+          value = exact_add(fmaf(value - norm.mean, norm.factor, norm.rest) * weights[side][j], biases[side][j]);
+        } else {
+          value = value * norm.factor * weights[side][j];
+        }
       }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void load_or_fill(const void* from, float otherwise, const int (&at)[2], Elements& to) {
+    if (from != nullptr) {
+      to.load(static_cast<const T*>(from), at);
+    } else {
+      to.fill(otherwise);
     }
   }
 };
@@ -281,8 +300,9 @@ struct AnyNorm {
   }
 };
 
-template <typename T, int kCount, bool kHalf, bool kPlain>
-using UnitNorm = std::conditional_t<kPlain, PlainNorm<T, kCount, kHalf>, AnyNorm<T, kCount, kHalf>>;
+template <typename T, int kCount, bool kHalf, KnownNorm kNorm>
+using UnitNorm = std::conditional_t<kNorm == KnownNorm::kAny, AnyNorm<T, kCount, kHalf>,
+                                    PlainNorm<T, kCount, kHalf, kNorm == KnownNorm::kLayer>>;
 
 // --- rotation ------------------------------------------------------------------------------------------
 
