@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
-from diffkern.ops.norm import machine_eps
+from diffkern.ops.norm import check_parameters, machine_eps
 from diffkern.ops.norm_gradients import (
     Gating,
     Modulation,
@@ -245,15 +245,10 @@ def _check_row(x: Tensor) -> torch.device:
 
 def _check_parameters(size: int, norm: int, weight: Tensor | None, bias: Tensor | None) -> None:
     """Checks the parameters of a norm over ``size`` elements."""
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if norm == NO_NORM:
-            raise ValueError(f"a {name} belongs to a norm, and norm is None: multiply scale and shift with it instead")
-        if parameter.shape != (size,):
-            raise ValueError(
-                f"the {name} has shape {tuple(parameter.shape)}, but {size} elements are normalised together"
-            )
+    if norm == NO_NORM and not (weight is bias is None):
+        name = "bias" if weight is None else "weight"
+        raise ValueError(f"a {name} belongs to a norm, and norm is None: multiply scale and shift with it instead")
+    check_parameters(size, weight, bias)
 
 
 def _scalar_to(device: torch.device, operand: Any) -> Any:

@@ -183,16 +183,19 @@ def _norm_fake(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool,
     return empty_output(x, out_dtype, preserve_strides)
 
 
-def check_parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None, owner: str = "") -> None:
-    """Checks that the parameters of a norm of ``x`` fit its rows."""
+def check_parameters(size: int, weight: Tensor | None, bias: Tensor | None, owner: str = "") -> None:
+    """Checks that the parameters of a norm over ``size`` elements fit them."""
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != (size,):
+            raise ValueError(
+                f"the {name}{owner} has shape {tuple(parameter.shape)}, but {size} elements are normalised together"
+            )
+
+
+def _row_length(x: Tensor) -> int:
     if x.ndim == 0:
         raise ValueError("a norm needs an input of at least one dimension, got a scalar")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and (parameter.ndim != 1 or parameter.shape[0] != x.shape[-1]):
-            raise ValueError(
-                f"the {name}{owner} has shape {tuple(parameter.shape)}, "
-                f"but {x.shape[-1]} elements are normalised together"
-            )
+    return x.shape[-1]
 
 
 def machine_eps(dtype: torch.dtype) -> float:
@@ -206,7 +209,7 @@ def machine_eps(dtype: torch.dtype) -> float:
 def _rms_norm_prepare(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, *options: Any
 ) -> tuple[Any, ...]:
-    check_parameters(x, weight, bias)
+    check_parameters(_row_length(x), weight, bias)
     return x, weight, bias, machine_eps(x.dtype) if eps is None else eps, *options
 
 
@@ -236,7 +239,7 @@ _rms_norm = Op("rms_norm", _rms_norm_prepare, _norm_fake, _rms_norm_setup_contex
 
 
 def _layer_norm_prepare(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
-    check_parameters(x, weight, bias)
+    check_parameters(_row_length(x), weight, bias)
     return x, weight, bias, *options
 
 

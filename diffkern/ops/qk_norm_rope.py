@@ -234,8 +234,9 @@ def _qk_norm_rope_prepare(
         size = q.shape[-1] // heads
         if q.shape[-1] % heads or k.shape[-1] % max(size, 1):
             raise ValueError(f"rows of {q.shape[-1]} and {k.shape[-1]} elements are not those of {heads} equal heads")
-    check_parameters(q, q_weight, q_bias, " of q")
-    check_parameters(k, k_weight, k_bias, " of k")
+    if q.ndim > 0 and k.ndim > 0:  # else they cannot be rotated, which is checked next
+        check_parameters(q.shape[-1], q_weight, q_bias, " of q")
+        check_parameters(k.shape[-1], k_weight, k_bias, " of k")
     if eps is None:
         eps = machine_eps(q.dtype)
     lists = cos, sin, cos_k, sin_k

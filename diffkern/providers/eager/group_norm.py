@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffkern.providers.eager.precision import compute_dtype
+from diffkern.providers.eager.precision import compute_dtype, finish
 
 
 def group_norm_silu(
@@ -40,7 +40,7 @@ def group_norm_silu(
         y = y * _channels(weight, y)
     if bias is not None:
         y = y + _channels(bias, y)
-    return _finish(F.silu(y) if silu else y, x, torch.preserve_format if preserve_strides else torch.contiguous_format)
+    return finish(F.silu(y) if silu else y, x, x.dtype, preserve_strides)
 
 
 def _channels(parameter: Tensor, y: Tensor) -> Tensor:
@@ -79,10 +79,4 @@ def channel_rms_norm_silu(
         y = y * (1 + _channels(scale, y))
     if shift is not None:
         y = y + _channels(shift, y)
-    return _finish(F.silu(y) if silu else y, x, torch.preserve_format)
-
-
-def _finish(y: Tensor, x: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """``y`` in the dtype of ``x`` and laid out as asked."""
-    out = torch.empty_like(x, memory_format=memory_format)
-    return y.to(x.dtype) if y.stride() == out.stride() else out.copy_(y)
+    return finish(F.silu(y) if silu else y, x, x.dtype, True)

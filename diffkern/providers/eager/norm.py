@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffkern.providers.eager.precision import compute_dtype
+from diffkern.providers.eager.precision import compute_dtype, finish
 
 
 def rms_norm(
@@ -39,7 +39,7 @@ def rms_norm(
         if round_dtype is not None:
             y = y.to(out_dtype).to(wide.dtype)
         y = y + bias.to(wide.dtype)
-    return _finish(y, x, out_dtype, preserve_strides)
+    return finish(y, x, out_dtype, preserve_strides)
 
 
 def layer_norm(
@@ -58,17 +58,10 @@ def layer_norm(
         y = y * weight.to(wide.dtype)
     if bias is not None:
         y = y + bias.to(wide.dtype)
-    return _finish(y, x, out_dtype, preserve_strides)
+    return finish(y, x, out_dtype, preserve_strides)
 
 
 def _native_fits(x: Tensor, params: tuple[Tensor | None, ...], out_dtype: torch.dtype, preserve_strides: bool) -> bool:
     """Whether torch's own fused norm, which is uniform in dtype and writes contiguously, gives the same."""
     uniform = out_dtype == x.dtype and all(p is None or p.dtype == x.dtype for p in params)
     return uniform and (not preserve_strides or x.is_contiguous())
-
-
-def _finish(y: Tensor, x: Tensor, out_dtype: torch.dtype, preserve_strides: bool) -> Tensor:
-    if not preserve_strides:
-        return y.to(out_dtype, memory_format=torch.contiguous_format).contiguous()
-    out = torch.empty_like(x, dtype=out_dtype)
-    return y.to(out_dtype) if y.stride() == out.stride() else out.copy_(y)

@@ -18,6 +18,13 @@ def empty_output(x: Tensor, dtype: torch.dtype | None, preserve_strides: bool) -
     return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
 
 
+def finish(y: Tensor, x: Tensor, dtype: torch.dtype, preserve_strides: bool) -> Tensor:
+    """Returns ``y`` in a dtype and laid out as :func:`empty_output`."""
+    if not preserve_strides:
+        return y.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    return laid_out_like(x, y.to(dtype))
+
+
 def laid_out_like(x: Tensor, y: Tensor) -> Tensor:
     """Returns ``y`` in the strides of ``torch.empty_like(x)``."""
     if x.is_contiguous() and y.stride() == x.stride():
