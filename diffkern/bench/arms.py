@@ -82,7 +82,7 @@ class ArmUnavailableError(RuntimeError):
 
 
 @contextlib.contextmanager
-def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Iterator[InjectionReport | None]:
+def applied(arm: Arm, pipe: Any, denoiser: nn.Module) -> Iterator[InjectionReport | None]:
     """Puts ``pipe`` into the state that ``arm`` names, and back into its own afterwards.
 
     Kernels go in before the compiler sees the model, and come out after its graphs are gone.
@@ -91,7 +91,6 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
         arm: What to apply.
         pipe: A diffusers pipeline, or a module.
         denoiser: The model in ``pipe`` that the compiled arms compile.
-        injection: More keyword arguments of :func:`diffkern.inject_optimized_kernels`.
 
     Yields:
         The injection report, or None when the arm injects nothing.
@@ -106,12 +105,9 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module, **injection: Any) -> Itera
         if arm.numerics is not None:
             from diffkern import inject_optimized_kernels
 
-            chosen: dict[str, Any] = {
-                "numerics": arm.numerics,
-                "cuda_graph": arm.cuda_graph,
-                "attention": arm.attention,
-            }
-            report = inject_optimized_kernels(pipe, **chosen, **injection)
+            report = inject_optimized_kernels(
+                pipe, numerics=arm.numerics, cuda_graph=arm.cuda_graph, attention=arm.attention
+            )
             stack.callback(report.restore)
             _check_that_it_took(arm, report)
         if arm.torchao:
