@@ -312,7 +312,7 @@ def model_table() -> str:
     from scripts.check_models.controlnets import CONTROLNETS
     from scripts.check_models.convolutional import AUTOENCODERS, LEFT, NOT_FUSED, UNETS
     from scripts.check_models.denoisers import DENOISERS
-    from scripts.check_models.rewritten import CALLED_OTHERWISE, LEFT_AS_WRITTEN, RewrittenModel, batch_of_two, run
+    from scripts.check_models.rewritten import CALLED_OTHERWISE, RewrittenModel, batch_of_two, run
 
     lines = ["| model | class | fused calls of one forward |", "|---|---|---|"]
     left: dict[tuple[str, str, str], None] = {}
@@ -326,9 +326,6 @@ def model_table() -> str:
         text = "; ".join(f"{rule}: {calls[rule]}" for rule in sorted(calls))
         for rule, more, why in CALLED_OTHERWISE.get(name, ()):
             text += f" ({more:+d} {rule}: {why})"
-        if name in LEFT_AS_WRITTEN:
-            rule, fewer, why = LEFT_AS_WRITTEN[name]
-            text += f" (-{fewer} {rule}: {why})"
         lines.append(f"| {name} | `{denoiser.cls}` | {text} |")
         left.update({(*place, why): None for place, why in rewritten.left.items()})
     lines += ["", "| convolutional model | class | sites | what stays |", "|---|---|---|---|"]

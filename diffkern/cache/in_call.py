@@ -17,6 +17,18 @@ from diffkern.cache.derived import version
 #: entry dies with any tensor that was given, and is valid as long as PyTorch counts no write into them.
 _Kept = dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], object, Any]]
 _kept_in_call: ContextVar[_Kept | None] = ContextVar("_kept_in_call", default=None)
+#: Called in the place of :func:`once_in_call` while a call of a site is recorded.
+_recorder: ContextVar[Callable[..., Any] | None] = ContextVar("_recorder", default=None)
+
+
+@contextmanager
+def recorded_by(recorder: Callable[..., Any] | None) -> Iterator[None]:
+    """Has another function called with what :func:`once_in_call` is given, or none any longer."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
 
 
 @contextmanager
@@ -57,6 +69,9 @@ def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
         compute: A function without effects, the same object at each call.
         given: Tensors, and values that have a hash.
     """
+    recorder = None if torch.compiler.is_compiling() else _recorder.get()
+    if recorder is not None:
+        return recorder(compute, *given)
     # A graph of the compiler computes it once anyway.
     kept = None if torch.compiler.is_compiling() else _kept_in_call.get()
     tensors = [value for value in given if isinstance(value, Tensor)]

@@ -1,4 +1,6 @@
-r"""Rotary embeddings that are no tables yet, angles or one 2x2 matrix per pair, as those of :func:`diffkern.ops.rope`.
+r"""Rotary embeddings that are no tables yet, as those of :func:`diffkern.ops.rope`, once in a call of the model.
+
+They are angles, one 2x2 matrix per pair, rows of tables of axes, or tables in float64.
 
 Matrices are not assumed to be rotations. With a cosine and a sine for each element of a pair the op computes
 :math:`y_a = x_a c_a - x_b s_a,\ y_b = x_b c_b + x_a s_b`, which is any matrix for
@@ -7,9 +9,11 @@ Matrices are not assumed to be rotations. With a cosine and a sine for each elem
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern.cache.in_call import once_in_call
@@ -35,6 +39,29 @@ def rotary_tables(matrices: Tensor, pairing: str) -> Tables:
     return tables
 
 
+def axis_tables(given: Sequence[Tensor]) -> Tables:
+    """Returns cosines and sines ``[..., N, D]`` of tokens, the rows that they have in the tables of N axes.
+
+    Args:
+        given: Cosines ``[rows, D]`` and sines of each axis in turn, and then ``[...]`` indices of each axis.
+
+    Raises:
+        ValueError: they are not three tensors for each axis.
+    """
+    if len(given) % 3:
+        raise ValueError(f"cosines, sines and indices of axes are three tensors for each, got {len(given)}")
+    tables: Tables = once_in_call(_rows, *given)
+    return tables
+
+
+def in_float32(table: Tensor) -> Tensor:
+    """Returns a table in float64 in float32, a complex one in complex64, and others as they are."""
+    if table.dtype not in _NARROW:
+        return table
+    narrow: Tensor = once_in_call(_narrowed, table)
+    return narrow
+
+
 def unfit_matrices(matrices: Any, device: torch.device, *lead: int) -> str | None:
     """Says why matrices cannot be turned into tables for inputs on ``device``, or None.
 
@@ -52,6 +79,22 @@ def unfit_matrices(matrices: Any, device: torch.device, *lead: int) -> str | Non
     if matrices.dtype not in KERNEL_DTYPES or matrices.device != device:
         return "its rotary matrices are on another device, or of a dtype that kernels do not read"
     return None
+
+
+_NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+def _narrowed(table: Tensor) -> Tensor:
+    return table.to(_NARROW[table.dtype])
+
+
+def _rows(*given: Tensor) -> Tables:
+    tables, indices = given[: len(given) // 3 * 2], given[len(given) // 3 * 2 :]
+    cos, sin = [
+        torch.stack([F.embedding(index, table) for index, table in zip(indices, tables[side::2], strict=True)], dim=-2)
+        for side in (0, 1)
+    ]
+    return cos, sin
 
 
 def _compute(matrices: Tensor, pairing: str) -> Tables:

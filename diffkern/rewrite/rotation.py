@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import ops
-from diffkern.cache.rotary import ANGLES, rotary_tables
+from diffkern.cache.rotary import ANGLES, axis_tables, in_float32, rotary_tables
 from diffkern.rewrite.facts import child_of, read_norm
 from diffkern.rewrite.layout import concatenate, order_of_rows, permuted, restored
 
@@ -56,6 +56,8 @@ TABLES: Mapping[str, Callable[[list[Tensor]], Tables]] = {
 _FULL = ("cosines and sines", ANGLES)
 #: 2x2 matrices that need not rotate, whose tables are kept for the other sites of one call of the model.
 ANY_MATRICES = "any 2x2 matrices"
+#: Cosines and sines of each axis, and then which row of them a token has; a part of each head belongs to an axis.
+AXES = "rows of axes"
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,15 @@ class Form:
     """One way of calling the op.
 
     Attributes:
-        tables: One of :data:`TABLES`, :data:`ANY_MATRICES` or :data:`ANGLES`; None for norms without a rotation.
+        tables: One of :data:`TABLES`, :data:`ANY_MATRICES`, :data:`ANGLES` or :data:`AXES`; None for norms without a
+            rotation.
         heads_dim: Where the tables lack the dimension of the heads, counted from the end; None if they do not.
         pairing: As in :func:`diffkern.ops.rope`.
         across_heads: Whether the norm is one over all heads.
         heads_first: Whether heads come before tokens, where that matters: in a norm over all of them.
         partial: Whether the columns of the tables say how many elements of a head are rotated, the first ones.
         heads_in_tables: Whether the heads of queries and keys are not taken apart, and tables have them before tokens,
-            matrices behind them.
+            matrices behind them. The axes of :data:`AXES` are such heads.
     """
 
     tables: str | None = None
@@ -85,7 +88,9 @@ class Form:
         """Cosines and sines that broadcast against queries or keys."""
         if self.tables is None or not tables:
             return None, None
-        if self.tables in (ANY_MATRICES, ANGLES):
+        if self.tables == AXES:
+            cos, sin = axis_tables(tables)
+        elif self.tables in (ANY_MATRICES, ANGLES):
             (table,) = tables
             cos, sin = rotary_tables(table, self.pairing if self.tables == ANY_MATRICES else ANGLES)
         else:
@@ -107,6 +112,7 @@ FORMS = tuple(
     ]
     + [Form("cosines and sines", None, pairing, True, heads_in_tables=True) for pairing in ("interleaved", "half")]
     + [Form(ANY_MATRICES, None, pairing, True, heads_in_tables=True) for pairing in ("interleaved", "half")]
+    + [Form(AXES, dim, pairing, heads_in_tables=True) for pairing in ("interleaved", "half") for dim in (-4, -3)]
 )
 NORMS = (Form(), Form(across_heads=True))
 
@@ -137,6 +143,16 @@ def part_of(table: Tensor | None, like: Tensor, dim: int, start: int) -> Tensor 
     return table if at < 0 or table.shape[at] == 1 else table.narrow(at, start, like.shape[dim])
 
 
+def has_wide_tables(operands: Mapping[str, Any]) -> bool:
+    """Whether queries and keys are in half precision, and tables in float64."""
+    tables = [*tables_of(operands, "q"), *tables_of(operands, "k")]
+    tables += [
+        table for i in range(streams_of(operands)) for side in "qk" for table in tables_of(operands, f"{side}{i}")
+    ]
+    half = [x.dtype in (torch.float16, torch.bfloat16) for name, x in operands.items() if "_table" not in name]
+    return all(half) and any([table.dtype in (torch.float64, torch.complex128) for table in tables])
+
+
 def columns_of(operands: Mapping[str, Any], options: Mapping[str, Any]) -> float:
     """How many columns of cosines there are for each element of a head; 0 without a rotation.
 
@@ -149,7 +165,7 @@ def columns_of(operands: Mapping[str, Any], options: Mapping[str, Any]) -> float
     for i in range(streams_of(operands)):  # of which the text may have none
         cos, _ = form.of([*of_all, *tables_of(operands, f"q{i}")])
         if cos is not None:
-            heads = cos.shape[-2 if form.tables == ANY_MATRICES else -3] if form.heads_in_tables else 1
+            heads = cos.shape[-3 if form.tables in _FULL else -2] if form.heads_in_tables else 1
             share: float = cos.shape[-1] * heads / operands[f"q{i}"].shape[-1]
             return share
     return 0.0
@@ -169,21 +185,22 @@ def call_qk_norm_rope(
     form, dim, in_order = options.pop("form"), options.pop("stream_dim", None), options.pop("in_order", True)
     if "k0" not in operands:
         return concatenate(list(operands.values()), dim, in_order)
-    options["pairing"] = form.pairing
+    options["pairing"], narrow = form.pairing, options.pop("tables_in_float32", False)
     queries, keys, tables, start = [], [], [], 0
     norms: list[dict[str, Any]] = []
     shared = all([value is operands[f"k{name[1:]}"] for name, value in operands.items() if _is_table_of_q(name)])
     sides = "q" if shared else "qk"
     for i in range(streams_of(operands)):
         q, k = operands[f"q{i}"], operands[f"k{i}"]
-        pairs = [form.of([*tables_of(operands, side), *tables_of(operands, f"{side}{i}")]) for side in sides]
+        given = [[*tables_of(operands, side), *tables_of(operands, f"{side}{i}")] for side in sides]
+        pairs = [form.of([in_float32(table) for table in of] if narrow else of) for of in given]
         pairs = pairs if len(pairs) == 2 else 2 * pairs
         if "q_table0" in operands and dim is not None:  # of all streams
             pairs = [(part_of(cos, q, dim, start), part_of(sin, q, dim, start)) for cos, sin in pairs]
             start += q.shape[dim]
         if form.heads_first:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if form.heads_first or (form.heads_in_tables and form.tables != ANY_MATRICES):
+        if form.heads_first or (form.heads_in_tables and form.tables in _FULL):
             pairs = [(_tokens_first(cos), _tokens_first(sin)) for cos, sin in pairs]
         if form.heads_in_tables:
             assert pairs[0][0] is not None

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from diffkern.cache.in_call import once_in_call, recorded_by
 from diffkern.providers import registry, select
 from diffkern.rewrite.facts import LAST_DIM, child_of
 from diffkern.rewrite.signature import PLAIN
@@ -33,11 +34,30 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype)
 
 
 class Recorder(TorchDispatchMode):
-    """Records the ops that run inside, with their arguments and results."""
+    """Records the ops that run inside, with their arguments and results, and what is computed once in a model call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        self._recorded = recorded_by(self._once)
+
+    @override
+    def __enter__(self) -> Recorder:
+        self._recorded.__enter__()
+        super().__enter__()
+        return self
+
+    @override
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._recorded.__exit__(*raised)
+
+    def _once(self, *given: Any) -> Any:
+        before = len(self.calls)
+        with recorded_by(None):
+            result = once_in_call(*given)
+        self.calls[before:] = [(once_in_call, given, {}, result)]
+        return result
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,7 +233,10 @@ class _Writer:
             self._reads.append(f"if not ({' and '.join(self._checks)}): return OTHER")
             self._checks = checks
 
-    def call(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if func is once_in_call:
+            self._step(func, args, kwargs, result)
+            return
         if func._schema.is_mutable or (func.namespace not in ("aten", "prims") and func.namespace != self._namespace):
             raise _Unknown
         of, results = _tensors((args, tuple(kwargs.values()))), _tensors(result)
@@ -226,12 +249,16 @@ class _Writer:
         if func.is_view and root is not None and all([_is_view(result, root) for result in results]):
             self._roots.update({id(view): root for view in results})
             return
+        self._step(func._op, args, kwargs, result)
+
+    def _step(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        results = _tensors(result)
         arguments = [self._written(one) for one in args]
         arguments += [f"{name}={self._written(one)}" for name, one in kwargs.items()]
         names = [f"y{len(self._steps)}_{i}" for i in range(len(results))]
         self._names.update({id(tensor): name for name, tensor in zip(names, results, strict=True)})
         targets = names[0] if isinstance(result, Tensor) else f"({', '.join(names)},)"
-        self._steps.append(f"{targets} = {self.constant(func._op)}({', '.join(arguments)})")
+        self._steps.append(f"{targets} = {self.constant(function)}({', '.join(arguments)})")
 
     def function(self, leaves: int, result: Any) -> Callable[..., Any]:
         self._arguments, self._result = _arguments(leaves), self._written(result)

@@ -29,7 +29,7 @@ from diffkern.rewrite.expressions import ANY_ACTIVATION
 from diffkern.rewrite.facts import LAST_DIM, child_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
-from diffkern.rewrite.rotation import FORMS, NORMS, columns_of
+from diffkern.rewrite.rotation import FORMS, NORMS, columns_of, has_wide_tables
 from diffkern.rewrite.site import BY_SUM, FusedSite, Way
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
@@ -217,6 +217,8 @@ class SiteVerifier:
         except NoProviderError as error:
             return str(error)
         reason = "no op keeps the bits of its norm" if exact else "its op has no form for it"
+        if site.rotates and not exact and has_wide_tables(site.operands(module, draws[0])):
+            options = {**options, "tables_in_float32": True}
         for tried, way in enumerate(self._ways(site, [result.dtype for result in stock[0]], options)):
             given = (site.unwritten(draw) for draw in draws)
             fused = (_as_tuple(site.compute(module, draw, way, site.provider)) for draw in given)
@@ -289,6 +291,8 @@ def _ways_of_rotation(options: dict[str, Any], exact: bool) -> Iterator[Way]:
     for in_order in (True, False) if exact and joins else (True,):
         for arithmetic in arithmetics:
             yield Way({**options, **arithmetic, "in_order": in_order}, norms)
+    if options.pop("tables_in_float32", False):
+        yield from _ways_of_rotation(options, exact)
 
 
 def _timed(site: FusedSite, module: nn.Module, leaf: Tensor) -> tuple[Hashable, ...]:

@@ -30,11 +30,6 @@ CALLED_OTHERWISE: dict[str, list[tuple[str, int, str]]] = {
     ],
 }
 
-#: Where a site runs, and its op does not: model -> (rule, calls, why).
-LEFT_AS_WRITTEN = {
-    "allegro": ("rotation of query and key", 2, "positions choose the rows of its tables"),
-}
-
 #: Rules whose sites do more than is written where it pays: with a projected caption, which an injection alone keeps,
 #: and for more pairs of tokens than a tiny model has, under a mask.
 WHERE_IT_PAYS = ("key or value of a text, once a text", "attention, of the keys that count")
@@ -171,10 +166,8 @@ class RewrittenModel:
             module.__dict__.pop("forward", None)
 
     def expected_fused(self, name: str) -> Counter[str]:
-        """How often an op runs in one forward of the model of this name: where a site runs, with listed exceptions."""
-        rule, calls, _ = LEFT_AS_WRITTEN.get(name, ("", 0, ""))
+        """How often an op runs in one forward of the model of this name: where a site runs, and it pays."""
         expected = self.expected_calls(name)
-        expected[rule] -= calls
         for rule in WHERE_IT_PAYS:
             expected.pop(rule, None)
         return +expected

@@ -46,6 +46,39 @@ def apply_rotary_complex(x: Tensor, table: Tensor) -> Tensor:
     return torch.view_as_real(pairs * table).flatten(3, 4).type_as(x)
 
 
+def apply_rotary_rows(x: Tensor, tables: Any, indices: Any) -> Tensor:
+    parts = []
+    for part, (cos, sin), index in zip(x.chunk(2, dim=-1), tables, indices, strict=True):
+        parts.append(apply_rotary(part, (cos[index][:, None], sin[index][:, None])))
+    return torch.cat(parts, dim=-1)
+
+
+def apply_rotary_other_rows(x: Tensor, tables: Any, indices: Any) -> Tensor:
+    return apply_rotary_rows(x, tables, indices[::-1])
+
+
+class ByRows:
+    """Has tables of two axes, and which rows of them each token has."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        query = apply_rotary_rows(query, table[0], table[1])
+        key = apply_rotary_rows(key, table[0], table[1])
+        return torch.stack([query, key])
+
+
+class ByOtherRows:
+    """Takes the indices of one axis for the other."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        query = apply_rotary_other_rows(query, table[0], table[1])
+        key = apply_rotary_other_rows(key, table[0], table[1])
+        return torch.stack([query, key])
+
+
 class Alone:
     """Rotates queries and keys that no norm has seen, with heads before tokens."""
 
@@ -109,7 +142,13 @@ class Attention(nn.Module):
 ANGLES = torch.linspace(0, 3, TOKENS * HEAD_DIM).view(TOKENS, HEAD_DIM)
 PAIR = (ANGLES.cos(), ANGLES.sin())
 COMPLEX = torch.polar(torch.ones(TOKENS, HEAD_DIM // 2, dtype=torch.float64), ANGLES[:, ::2].double())
+PART = ANGLES[:7, :8]
+ROWS = (
+    ((PART.cos(), PART.sin()), (-PART.cos(), PART.sin())),
+    tuple(torch.arange(TOKENS)[None] // n % 7 for n in (10, 1)),
+)
 CASES: dict[str, tuple[Any, Any, str]] = {
+    "rows of axes": (ByRows, ROWS, "rotation of query and key"),
     "alone": (Alone, PAIR, "rotation of query and key"),
     "at once": (AtOnce, PAIR, "rotation of query and key"),
     "by angles": (ByAngles, ANGLES, "query and key norm, rotation"),
@@ -173,6 +212,16 @@ def test_a_call_without_tables_is_not_rotated() -> None:
     assert torch.equal(module(x), stock) and not any(site.fused_calls for site in found.sites)
 
 
+def test_indices_of_another_axis_are_no_rotation_that_the_op_has() -> None:
+    torch.manual_seed(0)
+    module = Attention(ByOtherRows()).bfloat16().requires_grad_(False)
+    x, _ = arguments("rows of axes")
+    stock, found = module(x, ROWS), Rewriter("fast").rewrite(module)
+    assert isinstance(found, Rewritten)
+    module.forward = found.function.__get__(module)
+    assert torch.equal(module(x, ROWS), stock) and [site.fused_calls for site in found.sites] == [0]
+
+
 @pytest.mark.parametrize("kind", ["alone", "at once"])
 def test_a_rotation_without_norms_is_proven_ahead_for_heads_before_tokens(kind: str) -> None:
     """Tokens before heads are tried first, where a table would be read along the heads: that says nothing."""
@@ -204,9 +253,10 @@ def test_tables_are_made_once_in_a_call_of_the_model(name: str, graph: bool, mon
     model, made, compute = DENOISERS[name].build().requires_grad_(False), [], rotary._compute
     given = batch_of_two(DENOISERS[name], torch.float32)
     stock = run_model(model, given)
+    monkeypatch.setattr(rotary, "_compute", lambda *args: made.append(args) or compute(*args))
     inject_optimized_kernels(model, cuda_graph=graph)
     run_model(model, given)
-    monkeypatch.setattr(rotary, "_compute", lambda *args: made.append(args) or compute(*args))
+    made.clear()
     torch.testing.assert_close(run_model(model, given), stock, rtol=1e-4, atol=1e-5)
     assert len(made) == len({id(matrices) for matrices, _ in made}) > 0
     before = len(made)
