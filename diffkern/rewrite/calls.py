@@ -104,21 +104,23 @@ def _group_norm_silu(
 def _add_norm_silu_pad(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
-    if "residual" not in operands:
+    residual, activation = operands.get("residual"), way.options.get("activation")
+    if residual is None and activation is None:
         return _pad(site, module, operands, provider)
     # The kernel is for channels that are neighbours: elsewhere the two passes of torch take no longer.
     conv: Any = child_of(module, site.plan.modules["convolution"])
     in_torch = bias_is_apart(operands["x"]) and not (is_last(operands["x"]) or is_last(conv.weight))
     x, bias = (conv(operands["x"]), None) if in_torch else _convolved(site, module, operands["x"])
-    residual: Tensor = operands["residual"]
     if in_torch:
-        return residual + x
-    if residual.ndim != x.ndim:
+        return F.silu(x) if residual is None else residual + x
+    if residual is not None and residual.ndim != x.ndim:
         raise ValueError("the residual has not the dimensions of what the convolution gives")
     last = is_last(x)
-    sides = [side if side.ndim == 5 else side.unsqueeze(2) for side in (x, residual)]
+    frames = x if x.ndim == 5 else x.unsqueeze(2)
+    if residual is not None and residual.ndim != 5:
+        residual = residual.unsqueeze(2)
     y = ops.add_norm_silu_pad(
-        sides[0], bias, sides[1], norm=None, activation=None, provider=provider,
+        frames, bias, residual, norm=None, activation=activation, provider=provider,
         memory_format=torch.channels_last_3d if last else torch.contiguous_format,
     )  # fmt: skip
     return y if x.ndim == 5 else y.squeeze(2)

@@ -134,6 +134,7 @@ RULES = (
     Rule("gated residual", "gate_residual", _GATED),
     Rule("gated residual, in place", "gate_residual", AddedInPlace(Product(Leaf("gate"), Leaf("x")))),
     Rule("gated linear unit", "glu", Product(Activated("gate", _GLU), Leaf("value"))),
+    Rule("convolution, SiLU", "add_norm_silu_pad", Activated("convolution", _SILU, _CONVOLVED)),
     Rule("rotation", "rope", Rotation()),
     Rule("group norm", "group_norm_silu", Norm(Leaf("x"), over=GROUPS)),
     Rule("linear, GELU", "linear_gelu", Activated("linear", frozenset({"gelu_tanh"}), Linear(Leaf("x")))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -11,6 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kandinsky6_sr import Kandinsky6SR
 from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 from diffusers.models.autoencoders.autoencoder_oobleck import Snake1d
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.sana_transformer import GLUMBConv
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -220,6 +222,34 @@ def test_the_bias_of_a_convolution_is_added_with_what_follows_where_torch_adds_i
     assert relative_error(fused, reference) <= 1.05 * relative_error(stock, reference) + 1e-6
     (counts,) = report.calls().values()
     assert (counts["fused"], counts["stock"]) == (6, 0)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_bias_of_a_convolution_is_added_with_the_silu_behind_it(
+    channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the feed-forwards of Sana, whose images come from tokens, in channels last."""
+    monkeypatch.setattr(calls, "bias_is_apart", lambda x: True)  # as on a GPU
+    torch.manual_seed(0)
+    block = GLUMBConv(8, 8, 2.5, None, False).requires_grad_(False).eval()
+    x = _drawn(2, 6, 10, 8).permute(0, 3, 1, 2)
+    x = x if channels_last else x.contiguous()
+    stock = block(x)
+    exact = copy.deepcopy(block).double()(x.double())
+    report = inject_optimized_kernels(block, config=EVERYWHERE)
+    block(x)
+    biases: list[Tensor | None] = []
+    own, conv = nn.Conv2d._conv_forward, block.conv_inverted
+    conv._conv_forward = lambda x, weight, bias: (biases.append(bias), own(conv, x, weight, bias))[1]
+    fused = block(x)
+    assert [bias is None for bias in biases] == [channels_last], "elsewhere torch takes no longer"
+    assert fused.stride() == stock.stride()
+    assert relative_error(fused, exact) <= 1.05 * relative_error(stock, exact) + 1e-6
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (4, 0)
+    conv.register_forward_hook(lambda module, args, output: 3 * output)
+    torch.testing.assert_close(block(x), GLUMBConv.forward(block, x), rtol=1e-5, atol=1e-5)
+    assert relative_error(block(x), stock) > 1e-2
 
 
 def test_a_residual_block_is_not_divided_by_one_and_by_another_number_as_soon_as_there_is_one() -> None:
