@@ -26,7 +26,7 @@ from diffkern.graph import ModuleSnapshot, StepCall, StepGraphs, is_constant
 from diffkern.graph.capture import CaptureError, NoRoomError
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.graph.timing import Stage, Stopwatch
-from diffkern.injection import hooks, notes
+from diffkern.injection import hooks, layout_fusion, notes
 from diffkern.injection.patching import patch_of, patches, run_below
 from diffkern.injection.rewrite_fusion import RewriteFusion
 from diffkern.injection.state import ATTRIBUTE, StrictModeError
@@ -92,6 +92,8 @@ class GraphFusion(Fusion):
         if reason is not None:
             return reason
         assert call is not None
+        if not self.by_time and layout_fusion.is_undecided(module):
+            return "the layout in which it computes is decided first"
         graphs, blocks = self.graphs(module), self._blocks(module)
         stage = None
         reason = graphs.failure(call) if blocks is None else None

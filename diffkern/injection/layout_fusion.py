@@ -34,6 +34,8 @@ OP = "channels_last"
 _DECIDED = "layout"
 #: ... and how the results of stock are laid out.
 _RESULT = "layout of results"
+#: ... and that a call took too long to decide, as the first one may.
+_WARM = "layout, once warm"
 #: What a call may take, in seconds, to be repeated for its times; the first one proves and compiles, too.
 _LONGEST = 1.0
 
@@ -118,8 +120,8 @@ class LayoutFusion(Fusion):
         _finish(x.device)
         memory(module)[_RESULT] = layout.layouts(result)
         choices.remember(x.device, memory(module)[_RESULT], _RESULT, *key)
-        if time.perf_counter() - began > _LONGEST and "warm" not in memory(module):
-            memory(module)["warm"] = True  # most of it may have been proofs and compilers
+        if time.perf_counter() - began > _LONGEST and _WARM not in memory(module):
+            memory(module)[_WARM] = True  # most of it may have been proofs and compilers
             return result
         if time.perf_counter() - began > _LONGEST:
             reason = said = f"a call takes more than {_LONGEST:.0f} s, too long to be timed in both layouts"
@@ -195,6 +197,11 @@ class LayoutFusion(Fusion):
             state.site.waiting, state.site.reason = bool(reason), said
             what = "keeps its layout" if reason else "computes in channels last"
             notes.add(state.report, f"{state.site.path or type(module).__name__} {what}: {said}")
+
+
+def is_undecided(module: nn.Module) -> bool:
+    """Whether the next call decides about the layout: once it was captured, none would be asked any more."""
+    return _WARM in memory(module) and _DECIDED not in memory(module)
 
 
 def _hand_over(copy: Call, call: Call) -> None:

@@ -19,8 +19,10 @@ from diffkern.graph import ModuleSnapshot, steps
 from diffkern.graph.capture import CaptureError, GraphPool, NoRoomError
 from diffkern.graph.steps import FIRST_CALL
 from diffkern.graph.timing import TIMED_CALLS
-from diffkern.injection import graph_fusion, planning
+from diffkern.injection import graph_fusion, layout_fusion, planning
 from diffkern.injection.patching import patches
+from diffkern.verify import gain
+from diffkern.verify.gain import Cost
 from tests.graph.test_timing import FULL_QUEUE, SDXL, Clock
 
 #: Whether a capture is going on, and what ran.
@@ -214,6 +216,37 @@ class OnTheCpu(nn.Module):
             y = torch.tanh(torch.sin(table * 1.7).exp()) if self.computes else table
             x = block(x) * y.to(x.device)
         return x
+
+
+@pytest.mark.parametrize("longest", [-1.0, float("inf")])
+def test_a_step_is_captured_once_its_layout_is_decided(longest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call may take too long to decide: it proves and compiles."""
+    decided: list[bool] = []
+
+    def costs(computations: Any, device: torch.device) -> list[Cost]:
+        decided.append(capturing[0])
+        return [Cost(9.0, 1.0), Cost(9.0, 2.0)]
+
+    def finish(device: torch.device) -> None:
+        if finished:
+            monkeypatch.setattr(layout_fusion, "_LONGEST", float("inf"))
+        finished.append(True)
+
+    finished: list[bool] = []
+    monkeypatch.setattr(layout_fusion, "_LONGEST", longest)
+    monkeypatch.setattr(layout_fusion, "_finish", finish)
+    monkeypatch.setattr(layout_fusion, "_is_captured", lambda x: capturing[0])
+    monkeypatch.setattr(gain, "costs", costs)
+    model = nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1) for _ in range(4)]).requires_grad_(False).eval()
+    x = torch.randn(1, 4, 8, 8)
+    stock = model(x)
+    report = inject_optimized_kernels(model, config=KernelConfig(measure=True), cuda_graph=True)
+    for _ in range(6):
+        torch.testing.assert_close(model(x), stock)
+    assert decided == [False] and any("computes in channels last" in note for note in report.notes)
+    assert "a CUDA graph is being captured" not in str(report.calls()), "whose replays would ask for no layout"
+    assert model[1].weight.is_contiguous(memory_format=torch.channels_last)
+    assert any(site.op == "cuda_graph" and site._state.fused_calls for site in report.patched)
 
 
 @pytest.mark.gpu
