@@ -53,7 +53,8 @@ def random_like(leaves: tuple[Any, ...], seed: int = 0, spread: bool = False, di
     sizes = {size for leaf in tensors for size in leaf.shape[:-1]}
     # What is left of a stream of tokens without another one has a size that no tensor may have.
     streams = {number for number in numbers if any(size - number in sizes for size in sizes)}
-    named = {size for leaf in tensors for size in leaf.shape} | streams
+    shrinks = [(size, at not in (dim, dim + leaf.ndim)) for leaf in tensors for at, size in enumerate(leaf.shape)]
+    named = {size for size, whether in shrinks if whether} | streams
     sizes |= streams
     generator = torch.Generator("cpu").manual_seed(seed)
 

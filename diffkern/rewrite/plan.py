@@ -25,7 +25,14 @@ from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.options import drop_options
 from diffkern.rewrite.placement import Placement, Placer
 from diffkern.rewrite.purity import is_pure
-from diffkern.rewrite.query_key import QueryKey, concatenated, pair_statements, separate_statements
+from diffkern.rewrite.query_key import (
+    ROTATED_IN_PART,
+    QueryKey,
+    concatenated,
+    pair_statements,
+    separate_slices,
+    separate_statements,
+)
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.sequential import unroll_sequences
 from diffkern.rewrite.sharing import is_viewed, is_written, needs_own_memory
@@ -144,6 +151,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
     if is_processor:
         decide_branches(tree, facts)
         split_by_arguments(tree, facts)
+        separate_slices(tree)
     else:
         inline.inline_nested(tree)
         split_by_flags(tree, facts)
@@ -217,7 +225,7 @@ class _Planner:
 
     def _apply(self, rule: Rule, scope: Scope) -> bool:
         """Applies a rule once; False if it finds nothing any more."""
-        flow, nothing = scope.flow, Match()
+        flow, nothing, kind = scope.flow, Match(), getattr(rule.shape, "kind", None)
         effects = Effects(
             flow,
             self._facts.receiver,
@@ -229,7 +237,7 @@ class _Planner:
         for node in flow.roots:
             for match in rule.shape.match(scope, node, nothing):
                 reason = _misfit(scope, match)
-                moves = "stream_dim" in match.options or isinstance(rule.shape, Repeated)
+                moves = "stream_dim" in match.options or isinstance(rule.shape, Repeated) or kind == ROTATED_IN_PART
                 if reason is None and moves and is_viewed(effects, scope.flow, node):
                     reason = "what reads it takes views that need heads before tokens in memory"
                 once = isinstance(rule.shape, PairMask)

@@ -19,9 +19,9 @@ from diffkern.rewrite.match import Match, Operand, Scope, peel, through_views
 
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
-#: streams and no rotation; no streams and no norms.
-KINDS = "joined first", "joined last", "rotated", "normed", "rotated alone"
-JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, ROTATED_ALONE = KINDS
+#: streams and no rotation; no streams and no norms; ``cat([rotate(x[..., :n], ...), x[..., n:]])``, of a part of heads.
+KINDS = "joined first", "joined last", "rotated", "normed", "rotated alone", "rotated in part"
+JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, ROTATED_ALONE, ROTATED_IN_PART = KINDS
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class QueryKey:
             return found if found is None or name == "q" or _of_query_and_key(scope, found) else None
         if self.kind == ROTATED_ALONE:
             return _rotated_alone(scope, node, match, name)
+        if self.kind == ROTATED_IN_PART:
+            return _rotated_in_part(scope, node, match, name)
         if self.kind == ROTATED:
             return _stream(scope, node, match, f"{name}0") if is_rotation(scope, node) else None
         if self.kind == JOINED_FIRST:
@@ -146,6 +148,44 @@ def _rotated_alone(scope: Scope, node: ast.expr, match: Match, name: str) -> Mat
         return None
     match = _with_tables(scope, node, match, name)
     return replace(match, operands={f"{name}0": Operand(node.args[0]), **match.operands})
+
+
+def _rotated_in_part(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
+    """The match of ``torch.cat([rotate(x[..., :n], ...), x[..., n:]], dim=-1)`` in a processor, whatever ``x`` is."""
+    found = _concatenated(scope, node, match) if is_processor(scope) else None
+    if found is None or found[2] != -1 or len(found[0]) != 2:
+        return None
+    (turned, rest), match, _ = found
+    turned, match = peel(scope, turned, match)
+    if not is_rotation(scope, turned):
+        return None
+    assert isinstance(turned, ast.Call) and isinstance(turned.func, ast.Name)
+    if not ROTATES.search(turned.func.id):
+        return None
+    match, whole = _with_tables(scope, turned, match, name), []
+    for part in (turned.args[0], rest):
+        node, match = peel(scope, part, match)
+        if not isinstance(node, ast.Subscript):
+            return None
+        x, match = _uncast(scope, node.value, match.step(node))
+        whole.append(x)
+    read = [scope.flow.definitions.get(x) if isinstance(x, ast.Name) else None for x in whole]
+    if not read[0] or read[0] != read[1]:
+        return None
+    return replace(match, operands={f"{name}0": Operand(whole[0]), **match.operands})
+
+
+def _uncast(scope: Scope, node: ast.expr, match: Match) -> tuple[ast.expr, Match]:
+    """Goes through casts, and definitions that are casts."""
+    while True:
+        definition = scope.flow.single(node)
+        if is_cast(node):
+            match, node = match.step(node), node.func.value  # type: ignore[attr-defined]
+        elif definition is not None and definition.value is not None and is_cast(definition.value):
+            assert isinstance(node, ast.Name)
+            match, node = replace(match, passed=(*match.passed, (node, definition))), definition.value
+        else:
+            return node, match
 
 
 def _stream(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
@@ -270,6 +310,23 @@ def pair_statements(scope: Scope, kind: str) -> bool:
     return found
 
 
+def separate_slices(tree: ast.FunctionDef) -> None:
+    """Makes ``a = x[..., :n]`` and ``b = x[..., n:]`` of ``a, b = x[..., :n], x[..., n:]``, which no rule enters."""
+    for block in _blocks(tree):
+        for index in reversed(range(len(block))):
+            statement = block[index]
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            values = statement.value.elts if isinstance(getattr(statement, "value", None), ast.Tuple) else []  # type: ignore[attr-defined]
+            names = targets[0].elts if len(targets) == 1 and isinstance(targets[0], ast.Tuple) else []
+            if not names or len(names) != len(values) or not all(isinstance(value, ast.Subscript) for value in values):
+                continue
+            read = {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
+            if all(isinstance(name, ast.Name) and name.id not in read for name in names):
+                pairs = zip(names, values, strict=True)
+                block[index : index + 1] = [ast.copy_location(ast.Assign([x], y), statement) for x, y in pairs]
+    ast.fix_missing_locations(tree)
+
+
 def separate_statements(tree: ast.FunctionDef) -> None:
     """Takes back what :func:`pair_statements` did where no site came of it."""
     for block in _blocks(tree):
@@ -289,6 +346,8 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
     if len(targets) != 2 or not all(isinstance(target, ast.Name) for target in targets):
         return None
     calls = []
+    if kind == ROTATED_IN_PART and is_cast(one.value) != is_cast(other.value):
+        return None  # what is cast back later is not what the other is
     for value in (one.value, other.value):
         while is_cast(value):
             value = value.func.value  # type: ignore[attr-defined]
@@ -336,7 +395,7 @@ def _without_store(statement: ast.stmt) -> ast.stmt:
 
 
 def _is_of(scope: Scope, node: ast.expr, kind: str) -> bool:
-    if kind == JOINED_LAST:
+    if kind in (JOINED_LAST, ROTATED_IN_PART):
         return _concatenated(scope, node, Match()) is not None
     return norm_call(scope, node, LAST_DIM) is not None if kind == NORMED else is_rotation(scope, node)
 

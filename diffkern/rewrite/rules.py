@@ -34,6 +34,7 @@ from diffkern.rewrite.query_key import (
     NORMED,
     ROTATED,
     ROTATED_ALONE,
+    ROTATED_IN_PART,
     QueryKey,
     RotatedTogether,
 )
@@ -101,6 +102,7 @@ RULES = (
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_LAST)),
     Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(ROTATED)),
     Rule("query and key norm", "qk_norm_rope", QueryKey(NORMED)),
+    Rule("rotation of query and key", "qk_norm_rope", QueryKey(ROTATED_IN_PART)),
     Rule("rotation of query and key", "qk_norm_rope", QueryKey(ROTATED_ALONE)),
     Rule("rotation of query and key", "qk_norm_rope", RotatedTogether(alone=True)),
     Rule("linear of a stream", "qk_norm_rope", LinearOfStream()),

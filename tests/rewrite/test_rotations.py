@@ -79,6 +79,64 @@ class ByOtherRows:
         return torch.stack([query, key])
 
 
+class InPart:
+    """Rotates the first elements of heads in float32, and puts the others behind them."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        dtype, n = query.dtype, table[0].shape[-1]
+        query = query.to(torch.float32)
+        key = key.to(torch.float32)
+        turned, rest = query[..., :n], query[..., n:]
+        turned = apply_rotary(turned, table)
+        query = torch.cat((turned, rest), dim=-1)
+        turned, rest = key[..., :n], key[..., n:]
+        turned = apply_rotary(turned, table)
+        key = torch.cat((turned, rest), dim=-1)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        return torch.stack([query, key])
+
+
+class InPartOfAnother:
+    """Puts elements of the key behind those of the query."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        n = table[0].shape[-1]
+        query_turned, query_rest = query[..., :n], key[..., n:]
+        key_turned, key_rest = key[..., :n], query[..., n:]
+        query = torch.cat((apply_rotary(query_turned, table), query_rest), dim=-1)
+        key = torch.cat((apply_rotary(key_turned, table), key_rest), dim=-1)
+        return torch.stack([query, key])
+
+
+class InPartViewed:
+    """Views what a concatenation has made contiguous."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        n = table[0].shape[-1]
+        query = torch.cat((apply_rotary(query[..., :n], table), query[..., n:]), dim=-1)
+        key = torch.cat((apply_rotary(key[..., :n], table), key[..., n:]), dim=-1)
+        return torch.stack([query.view(-1, TOKENS, HEAD_DIM), key.view(-1, TOKENS, HEAD_DIM)])
+
+
+class Exchanged:
+    """Exchanges queries and keys by slices of both."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        query, key = key[..., :], query[..., :]
+        query = apply_rotary(query, table)
+        key = apply_rotary(key, table)
+        return torch.stack([query, key])
+
+
 class Alone:
     """Rotates queries and keys that no norm has seen, with heads before tokens."""
 
@@ -149,6 +207,8 @@ ROWS = (
 )
 CASES: dict[str, tuple[Any, Any, str]] = {
     "rows of axes": (ByRows, ROWS, "rotation of query and key"),
+    "in part": (InPart, tuple(table[:, : HEAD_DIM // 2] for table in PAIR), "rotation of query and key"),
+    "exchanged": (Exchanged, PAIR, "rotation of query and key"),
     "alone": (Alone, PAIR, "rotation of query and key"),
     "at once": (AtOnce, PAIR, "rotation of query and key"),
     "by angles": (ByAngles, ANGLES, "query and key norm, rotation"),
@@ -212,14 +272,20 @@ def test_a_call_without_tables_is_not_rotated() -> None:
     assert torch.equal(module(x), stock) and not any(site.fused_calls for site in found.sites)
 
 
-def test_indices_of_another_axis_are_no_rotation_that_the_op_has() -> None:
+@pytest.mark.parametrize(
+    ("processor", "like"),
+    [(ByOtherRows, "rows of axes"), (InPartOfAnother, "in part"), (InPartViewed, "in part")],
+    ids=["indices of another axis", "a part of another", "viewed"],
+)
+def test_what_only_looks_like_a_rotation_stays_as_it_is_written(processor: Any, like: str) -> None:
     torch.manual_seed(0)
-    module = Attention(ByOtherRows()).bfloat16().requires_grad_(False)
-    x, _ = arguments("rows of axes")
-    stock, found = module(x, ROWS), Rewriter("fast").rewrite(module)
-    assert isinstance(found, Rewritten)
-    module.forward = found.function.__get__(module)
-    assert torch.equal(module(x, ROWS), stock) and [site.fused_calls for site in found.sites] == [0]
+    module = Attention(processor()).bfloat16().requires_grad_(False)
+    given = arguments(like)
+    stock, found = module(*given), Rewriter("fast").rewrite(module)
+    if isinstance(found, Rewritten):
+        module.forward = found.function.__get__(module)
+    assert torch.equal(module(*given), stock)
+    assert not isinstance(found, Rewritten) or not any(site.fused_calls for site in found.sites)
 
 
 @pytest.mark.parametrize("kind", ["alone", "at once"])

@@ -62,6 +62,20 @@ MODELS: dict[str, tuple[Denoiser, str, str, float]] = {
         ),
         "layers.0.attn", "query and key norm, rotation", 0.5,
     ),
+    "stable_audio": (
+        Denoiser(
+            "StableAudioDiTModel", "",
+            _step(
+                hidden_states=(2, 64, 128), encoder_hidden_states=(2, 13, 64), global_hidden_states=(2, 1, 128),
+                timestep=torch.full((2,), 0.5),
+                rotary_embedding=lambda randn: cosines_and_sines(randn, 129, 32, neighbours=False),
+            ),
+            {"num_attention_heads": 4, "num_key_value_attention_heads": 2, "cross_attention_input_dim": 64,
+             "cross_attention_dim": 128, "global_states_input_dim": 128},
+            {"num_layers": 1},
+        ),
+        "transformer_blocks.0.attn1", "rotation of query and key", 0.5,
+    ),
     "allegro": (
         Denoiser(
             "AllegroTransformer3DModel", "",
