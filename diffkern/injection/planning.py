@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -117,8 +117,11 @@ def plan_modules(
     if report.numerics != "fp8":
         config.refuse_fp8(FP8_OPS, report.numerics)
     fp8 = Fp8Layers(modules, config, rewriters.replayed) if report.numerics == "fp8" else None
+    # What runs once for an image becomes no graph, and waits for its host.
+    called_once = replace(rewriters, replayed=False, _made={}) if rewriters.replayed else rewriters
     for path, module in walk(modules):
-        matched = _match(path, module, rewriters, report.numerics, liger, fp8)
+        name = "" if "" in modules else path.partition(".")[0]
+        matched = _match(path, module, rewriters if is_denoiser(name) else called_once, report.numerics, liger, fp8)
         if fp8 is not None and matched is None and is_linear(module):
             linears[path] = module
             matched = None if path.startswith(tuple(blocks)) else _match_linear(path, module, fp8)
@@ -142,7 +145,7 @@ def plan_modules(
         site = Site.of(path, module, how=None if matched is None else matched.how)
         seen.append(site)
         layers |= {layer} if layer else set()
-        component = modules[path.partition(".")[0]] if "" not in modules else modules[""]
+        component = modules[name]
         devices = _likely_devices(module, homes[id(component)])
         if fusion is not None:
             site.op = fusion.op

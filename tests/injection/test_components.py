@@ -11,7 +11,8 @@ from diffusers import AutoencoderKL, DiTPipeline, FluxTransformer2DModel
 from diffusers.modular_pipelines import FluxAutoBlocks
 from torch import nn
 
-from diffkern import inject_optimized_kernels, plan, restore
+from diffkern import KernelConfig, inject_optimized_kernels, plan, restore
+from diffkern.injection.rewrite_fusion import RewriteFusion
 from tests.pipelines.tiny import build, models
 
 #: What each pipeline has besides safety checkers and the like: everything is touched by default.
@@ -40,6 +41,20 @@ def test_components_by_name_and_the_note_about_the_rest() -> None:
     assert restore(pipe) == len(report.patched)
     with pytest.raises(ValueError, match="did you mean 'transformer'"):
         inject_optimized_kernels(pipe, components=["transfomer"])
+
+
+@pytest.mark.parametrize("cuda_graph", ["auto", False])
+def test_the_host_counts_in_components_that_become_no_graph(cuda_graph: str | bool) -> None:
+    pipe, _ = build("flux")
+    report = inject_optimized_kernels(pipe, config=KernelConfig(measure=True), cuda_graph=cuda_graph)
+    counts: dict[str, set[bool | None]] = {}
+    for site in report._accepted:
+        fusion = getattr(site._state, "fusion", None)
+        replayed = fusion.rewriters.replayed if isinstance(fusion, RewriteFusion) else getattr(fusion, "replayed", None)
+        if replayed is not None:
+            counts.setdefault(site.path.partition(".")[0], set()).add(replayed)
+    graph = cuda_graph == "auto"
+    assert counts == {"transformer": {graph}, "text_encoder": {False}, "text_encoder_2": {False}, "vae": {False}}
 
 
 def test_an_empty_list_of_components_is_refused() -> None:
