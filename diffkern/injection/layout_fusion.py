@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from diffkern.blocks import layout
 from diffkern.cache import memory
+from diffkern.graph.capture import replay_time
 from diffkern.injection import notes
 from diffkern.injection.patching import patch_of, run_below
 from diffkern.injection.state import LOCK
@@ -154,9 +156,12 @@ class LayoutFusion(Fusion):
         def in_channels_last() -> Any:
             return self._in_channels_last(module, Copy(call).call)
 
+        graphed = self.device_counts and device.type == "cuda"
         # To lay weights out takes about as long as a step, and no step does it.
-        ours = Prepared(lambda: layout.convert(module), in_channels_last)
-        stock = Prepared(lambda: layout.give_back(module), as_it_is)
+        ours, stock = (
+            Prepared(partial(prepare, module), compute, partial(replay_time, compute, device) if graphed else None)
+            for prepare, compute in ((layout.convert, in_channels_last), (layout.give_back, as_it_is))
+        )
         try:
             with torch.no_grad(), preserved(device):
                 results = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, use_provider
+from diffkern.graph.capture import replay_time
 from diffkern.rewrite import Rewriter
 from diffkern.verify import choices, gain
 from diffkern.verify.gain import Cost, Prepared, costs, costs_of, reason_without_gain
@@ -75,8 +77,8 @@ def test_what_takes_long_is_called_twice_in_all(monkeypatch: pytest.MonkeyPatch)
 class _Gpu:
     """A GPU with a clock of its own, and a host that takes its time, in seconds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.host = self.free = 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> None:
+        self.host, self.free, self.most, self.queue = 0.0, 0.0, most, list[float]()
         gpu = self
 
         class Event:
@@ -85,6 +87,9 @@ class _Gpu:
 
             def record(self, stream: object) -> None:
                 self.at = max(gpu.free, gpu.host)
+
+            def query(self) -> bool:
+                return gpu.host >= self.at
 
             def synchronize(self) -> None:
                 gpu.finish()
@@ -104,7 +109,11 @@ class _Gpu:
 
     def launch(self, host: float, device: float) -> None:
         self.host += host
+        self.queue = [end for end in self.queue if end > self.host]
+        if len(self.queue) >= self.most:
+            self.host = self.queue[-self.most]
         self.free = max(self.free, self.host) + device
+        self.queue.append(self.free)
 
     def finish(self) -> None:
         self.host = max(self.host, self.free)
@@ -129,6 +138,27 @@ def test_a_slow_host_is_not_in_the_time_of_the_device(monkeypatch: pytest.Monkey
         assert [(round(cost.host), round(cost.device)) for cost in found] == expected
     few = costs([gpu.step(0.0001, 0.00005), gpu.step(0.00005, 0.0001)], torch.device("cuda"))
     assert [(round(cost.host), round(cost.device)) for cost in few] == [(100, 50), (50, 100)]
+
+
+def test_a_step_of_more_kernels_than_a_queue_holds_is_timed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = _Gpu(monkeypatch, most=40)
+    steps = gpu.step(0.05, 0.009), gpu.step(0.05, 0.012)
+    found = costs(steps, torch.device("cuda"))
+    assert [round(cost.host) for cost in found] == [50000] * 2 and all(cost.device > 25000 for cost in found)
+    ready: list[str] = []
+    replays: list[float | None] = [9000.0, 12000.0]
+    both = [
+        Prepared(partial(ready.append, name), step, lambda at=at: ready.append("replay") or replays[at])
+        for at, (name, step) in enumerate(zip("ab", steps, strict=True))
+    ]
+    found = costs(both, torch.device("cuda"))
+    assert [(round(cost.host), cost.device) for cost in found] == [(50000, 9000.0), (50000, 12000.0)]
+    assert ready[-4:] == ["a", "replay", "b", "replay"]
+    replays[1] = None
+    assert costs(both, torch.device("cuda"))[0].device > 25000, "one of them cannot be captured"
+    gpu.most, asked = 1000, len(ready)
+    assert [round(cost.device) for cost in costs(both, torch.device("cuda"))] == [9000, 12000]
+    assert "replay" not in ready[asked:]
 
 
 def test_a_long_call_that_a_gpu_computes_all_the_time_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +195,25 @@ def test_the_events_of_a_gpu_leave_a_slow_host_out() -> None:
 
     (found,) = costs([slow], x.device)
     assert found.device < 2_000 < 20_000 <= found.host
+
+
+@pytest.mark.gpu
+def test_a_replay_takes_what_the_gpu_does_and_leaves_nothing() -> None:
+    x = torch.ones(1 << 24, device="cuda")
+
+    def compute() -> torch.Tensor:
+        y = x
+        for _ in range(20):
+            y = y * 2.0
+        return y
+
+    (eager,) = costs([compute], x.device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    took = replay_time(compute, x.device)
+    assert took is not None and 0.5 * eager.device < took < 1.2 * eager.device
+    assert replay_time(lambda: x.sum().item(), x.device) is None
+    assert torch.cuda.memory_allocated() == before and float(compute()[0]) == 2.0**20
 
 
 class Given:
