@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -463,8 +464,12 @@ def walk(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _dtype(component: nn.Module) -> torch.dtype:
-    """The dtype that a component mostly has."""
-    return next((p.dtype for p in component.parameters() if p.dtype in KERNEL_DTYPES), torch.float32)
+    """The dtype of most weights of a component: diffusers keeps some layers of models in float32, often the first."""
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in component.parameters():
+        if parameter.dtype in KERNEL_DTYPES:
+            elements[parameter.dtype] += parameter.numel()
+    return max(elements, key=elements.__getitem__, default=torch.float32)
 
 
 def _device(module: nn.Module) -> torch.device | None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels
+from scripts.check_models.denoisers import DENOISERS
+from scripts.check_models.rewritten import batch_of_two, run
 
 
 class Block(nn.Module):
@@ -60,3 +62,13 @@ def test_a_hook_on_the_norm_turns_its_site_off_and_leaves_the_other_on() -> None
     assert len(seen) == 1
     calls = report.calls()["block"]
     assert (calls["fused"], calls["stock"]) == (1, 1)
+
+
+def test_a_model_whose_first_weights_stay_in_float32_is_proven_in_the_dtype_of_most() -> None:
+    model = DENOISERS["anyflow"].in_dtype(torch.device("cpu"), torch.bfloat16).requires_grad_(False)
+    for block in (model, *model.blocks):  # as from_pretrained keeps them
+        block.scale_shift_table.data = block.scale_shift_table.data.float()
+    assert next(model.parameters()).dtype is torch.float32
+    report = inject_optimized_kernels(model)
+    run(model, batch_of_two(DENOISERS["anyflow"], torch.bfloat16))
+    assert report.calls()["blocks.0.attn1"]["fused"] == 1
