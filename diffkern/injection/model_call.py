@@ -19,6 +19,7 @@ class ModelCall(Fusion):
 
     op = "model_call"
     is_model = True
+    only_watches = True
     proves_itself = True
     served_by = "python"
 

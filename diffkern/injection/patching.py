@@ -254,7 +254,7 @@ def unpatch(module: nn.Module) -> int:
     for removed in stack:
         removed.restored = True
     forget(module)
-    return sum([not (state.site is not None and state.site.waiting) for state in stack])
+    return sum([not (state.fusion.only_watches or (state.site is not None and state.site.waiting)) for state in stack])
 
 
 def remove_patch(module: nn.Module, state: PatchState) -> bool:

@@ -29,6 +29,7 @@ class Fusion(ABC):
         takes_layers: Whether a layer of another package serves its op on modules of any class.
         is_block: Whether it computes all that stands in the module.
         is_model: Whether a call of it is one of the whole model, in which rotary tables are made once.
+        only_watches: Whether it computes nothing itself, and is not counted among the patches.
         is_one_op: Whether it can be one op in a graph of ``torch.compile``, whose result is like its first operand.
         lays_out: Whether it decides by itself how the weights in the module lie in memory.
         covers: Ops of modules that are no sites of their own inside of it.
@@ -42,6 +43,7 @@ class Fusion(ABC):
     takes_layers: ClassVar[bool] = False
     is_block: ClassVar[bool] = False
     is_model: ClassVar[bool] = False
+    only_watches: ClassVar[bool] = False
     is_one_op: ClassVar[bool] = False
     lays_out: ClassVar[bool] = False
     covers: ClassVar[frozenset[str]] = frozenset()

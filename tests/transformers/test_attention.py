@@ -191,7 +191,9 @@ def test_compiled_without_a_break() -> None:
     inject_optimized_kernels(model, attention="_native_math")
     eager = logits(model, batch)
     torch._dynamo.reset()
-    assert torch.equal(logits(torch.compile(model, fullgraph=True, backend="aot_eager"), batch), eager)
+    # Norms are left to the compiler, and round as torch's own.
+    compiled = logits(torch.compile(model, fullgraph=True, backend="aot_eager"), batch)
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
     torch._dynamo.reset()
 
 
