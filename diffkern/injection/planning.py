@@ -112,6 +112,7 @@ def plan_modules(
         for module in parallel.modules()
     }
     homes = {id(component): _device(component) for component in modules.values()}
+    dtypes = {id(component): _dtype(component) for component in modules.values()}
     layers: set[str] = set()
     linears: dict[str, nn.Module] = {}
     has_fp8_form = False
@@ -167,7 +168,7 @@ def plan_modules(
                 module,
                 site,
                 options,
-                options[0].fusion.likely_dtypes(module, _dtype(component)),
+                options[0].fusion.likely_dtypes(module, dtypes[id(component)]),
                 # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
                 devices[: 1 if is_block or options[0].fusion.op in FP8_OPS else None],
             )
