@@ -282,7 +282,7 @@ def _answer(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tup
     found = torch.cat(differ).any()
     if device.type != "cuda":
         return found, None
-    flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+    flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     event = torch.cuda.Event()
     with torch.cuda.device(device):
         flag.copy_(found, non_blocking=True)

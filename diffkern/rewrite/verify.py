@@ -307,7 +307,10 @@ def _timed(site: FusedSite, module: nn.Module, leaf: Tensor) -> tuple[Hashable, 
 
 def _refusal(site: FusedSite, leaves: tuple[Any, ...], reason: str) -> Measurement:
     """A proof that failed before anything was measured."""
-    first, none = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0)), float("nan")
+    first, none = (
+        next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0, device="cpu")),
+        float("nan"),
+    )
     dtype = str(first.dtype).removeprefix("torch.")
     return Measurement(str(first.device), dtype, site.provider or "auto", none, none, False, False, reason)
 
@@ -370,7 +373,7 @@ def _transposed(draws: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
 
 def _kept_dim(site: FusedSite) -> int:
     """The dimension that modules say the size of."""
-    return -1 if site.over == LAST_DIM else 1
+    return -1 if site.over == LAST_DIM and "convolution" not in site.plan.modules else 1
 
 
 def _repeated(table: Tensor) -> Tensor:

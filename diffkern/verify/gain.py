@@ -170,8 +170,8 @@ class _OtherWork:
     """
 
     def __init__(self) -> None:
-        self._x, self._weight = torch.ones(64, 64), torch.ones(192, 64)
-        self._data = torch.ones(1 << 16)
+        self._x, self._weight = torch.ones(64, 64, device="cpu"), torch.ones(192, 64, device="cpu")
+        self._data = torch.ones(1 << 16, device="cpu")
 
     def __call__(self) -> None:
         F.linear(F.silu(self._x), self._weight).chunk(6, dim=-1)

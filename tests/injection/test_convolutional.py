@@ -252,6 +252,19 @@ def test_the_bias_of_a_convolution_is_added_with_the_silu_behind_it(
     assert relative_error(block(x), stock) > 1e-2
 
 
+def test_a_convolution_of_many_channels_is_proven_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs of large images are made on smaller ones, which have fewer pixels and not fewer channels."""
+    monkeypatch.setattr(calls, "bias_is_apart", lambda x: True)
+    torch.manual_seed(0)
+    block = GLUMBConv(1100, 8, 0.01, None, False).requires_grad_(False).eval()
+    x = _drawn(2, 48, 48, 1100).permute(0, 3, 1, 2)
+    stock = block(x)
+    report = inject_optimized_kernels(block, config=EVERYWHERE)
+    torch.testing.assert_close(block(x), stock, rtol=1e-4, atol=1e-5)
+    (counts,) = report.calls().values()
+    assert (counts["fused"], counts["stock"]) == (2, 0)
+
+
 def test_a_residual_block_is_not_divided_by_one_and_by_another_number_as_soon_as_there_is_one() -> None:
     blocks = [_resnet(), _resnet(output_scale_factor=2.0)]
     x, temb = _drawn(2, 16, 8, 8), _drawn(2, 8)
