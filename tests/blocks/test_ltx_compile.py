@@ -183,7 +183,8 @@ def test_stock_code_takes_the_same_tables(what: str) -> None:
     else:
         model.transformer_blocks[1].attn1.register_forward_hook(lambda *call: None)
     result = step(torch.compile(model, backend=graphs, fullgraph=True), arguments())
-    assert torch.equal(result, step(model, arguments()))
+    eager = step(model, arguments())  # norms that stand alone are the compiler's
+    assert torch.equal(result, eager) if what == "block" else torch.allclose(result, eager, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(result, stock, rtol=1e-4, atol=1e-5)
     small, full = [(3, 5), (4, 5), (5, 5)], [(2, 60, 4, 8)]
     assert graphs.tables() == [small, small if what == "block" else full]

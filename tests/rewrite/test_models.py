@@ -18,13 +18,14 @@ _JOINED, _ROTATED, _NORMED = (
     "query and key norm, two streams", "query and key norm, rotation", "query and key norm"
 )  # fmt: skip
 _STREAMS = ("linear of a stream", "concatenation of streams")
+_HALVES = "concatenation of halves"
 #: Fused calls of one pipeline at two steps, by rule: a model that runs stock does not pass.
 FUSED = {
-    "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _ROTATED},
+    "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _ROTATED, _HALVES},  # noqa: E501
     "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _NORMED, _ROTATED},  # noqa: E501
     "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _NORMED, *_STREAMS},  # noqa: E501
     "qwenimage": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, *_STREAMS},  # noqa: E501
-    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, *_STREAMS},  # noqa: E501
+    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, _HALVES, *_STREAMS},  # noqa: E501
     "sana": {"convolution, SiLU", "gated residual", "gated linear unit", "linear, GELU", "norm, modulation", "residual, norm, modulation"},  # noqa: E501
     "pixart": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},
 }  # fmt: skip
