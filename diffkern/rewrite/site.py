@@ -351,8 +351,9 @@ class FusedSite:
         if self._semantics is not None and self._semantics.weight is not None and self._semantics.reader is None:
             weight = parameter_of(child_of(module, self._holder), self._semantics.weight)  # type: ignore[arg-type]
             signature = *signature, None if weight is None else weight.dtype
-        if self.rotates:  # the widths, at the end
-            signature = *signature, tuple([x.shape[-1:] for leaf in leaves for x in tensors_in(leaf)])
+        if self.rotates:  # how many dimensions tables have, which a helper may ask, and the widths, at the end
+            tensors = [x for leaf in leaves for x in tensors_in(leaf)]
+            signature = *signature, tuple([x.ndim for x in tensors]), tuple([x.shape[-1:] for x in tensors])
         return signature
 
     def _wants_gradients(self, module: nn.Module, leaves: tuple[Any, ...]) -> bool:

@@ -30,6 +30,11 @@ def apply_rotary(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     return (x.float() * cos + _rotate_half(x.float()) * sin).type_as(x)
 
 
+def apply_rotary_of_all_or_each(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = table
+    return apply_rotary(x, table if cos.ndim == 2 else (cos[:, None], sin[:, None]))
+
+
 def apply_rotary_to_both(q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return apply_rotary(q, table), apply_rotary(k, table)
 
@@ -148,6 +153,17 @@ class Alone:
         return torch.stack([query, key])
 
 
+class OfAllOrEach:
+    """Has a table for all samples or one for each."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        query = apply_rotary_of_all_or_each(query, table)
+        key = apply_rotary_of_all_or_each(key, table)
+        return torch.stack([query, key])
+
+
 class AtOnce:
     """Has one call for both, if there is a table."""
 
@@ -210,6 +226,7 @@ CASES: dict[str, tuple[Any, Any, str]] = {
     "in part": (InPart, tuple(table[:, : HEAD_DIM // 2] for table in PAIR), "rotation of query and key"),
     "exchanged": (Exchanged, PAIR, "rotation of query and key"),
     "alone": (Alone, PAIR, "rotation of query and key"),
+    "of all or each": (OfAllOrEach, PAIR, "rotation of query and key"),
     "at once": (AtOnce, PAIR, "rotation of query and key"),
     "by angles": (ByAngles, ANGLES, "query and key norm, rotation"),
     "by angles, a part": (ByAngles, ANGLES[:, : HEAD_DIM // 2], "query and key norm, rotation"),
@@ -310,6 +327,18 @@ def test_tables_of_the_whole_head_and_of_a_part_have_a_proof_each() -> None:
     module.forward = found.function.__get__(module)
     module(x, angles)
     torch.testing.assert_close(module(x, part), stock, rtol=2e-2, atol=2e-2)
+    assert [(site.fused_calls, len(site.ways)) for site in found.sites] == [(2, 2)]
+
+
+def test_a_table_of_all_samples_and_tables_of_each_have_a_proof_each() -> None:
+    """There are as many samples as heads: tables of samples would fit heads."""
+    module, found = attention("of all or each")
+    x, pair = arguments("of all or each")
+    each = tuple(torch.stack([table, table.flip(0)]) for table in pair)
+    stock = module(x, each)
+    module.forward = found.function.__get__(module)
+    module(x, pair)
+    torch.testing.assert_close(module(x, each), stock, rtol=2e-2, atol=2e-2)
     assert [(site.fused_calls, len(site.ways)) for site in found.sites] == [(2, 2)]
 
 
