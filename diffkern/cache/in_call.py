@@ -75,7 +75,8 @@ def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
     # A graph of the compiler computes it once anyway.
     kept = None if torch.compiler.is_compiling() else _kept_in_call.get()
     tensors = [value for value in given if isinstance(value, Tensor)]
-    if kept is None or not tensors:
+    # What is computed again for a backward is computed outside of the call, and has to save the same tensors.
+    if kept is None or not tensors or (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
         return compute(*given)
     state = [version(x) for x in tensors], torch.is_grad_enabled(), _is_capturing(tensors[0].device)
     key = (compute, *[id(value) if isinstance(value, Tensor) else value for value in given])

@@ -6,7 +6,9 @@ import gc
 import weakref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from diffkern.cache.in_call import once_in_call, one_model_call
 
@@ -58,3 +60,19 @@ def test_a_call_inside_of_another_has_results_of_its_own() -> None:
             once_in_call(doubled, x)
         assert once_in_call(doubled, x) is outer
     assert len(computed) == 2
+
+
+def test_what_a_backward_reads_is_computed_in_each_block_which_may_be_computed_again_outside_of_the_call() -> None:
+    index, table, x = torch.zeros(4, dtype=torch.int64), torch.ones(2, 3).requires_grad_(), torch.ones(4, 3)
+
+    def block(x: Tensor) -> Tensor:
+        return x * once_in_call(F.embedding, index, table)
+
+    with one_model_call():
+        y = x
+        for _ in range(2):
+            y = checkpoint(block, y, use_reentrant=False)
+        with torch.no_grad():
+            assert once_in_call(F.embedding, index, table) is once_in_call(F.embedding, index, table)
+    y.sum().backward()
+    assert torch.equal(table.grad, torch.tensor([[8.0] * 3, [0.0] * 3]))
