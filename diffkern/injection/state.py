@@ -37,7 +37,7 @@ _REPLACED = "what its class computes was replaced after the injection"
 #: What of a patch a copy of its module has, too.
 _SHARED = (
     *("had_instance_forward", "stock", "without_gain", "direct", "report", "proven", "revoked", "refused"),
-    *("proven_gradients", "no_gradients", "gains"),
+    *("proven_gradients", "no_gradients", "gains", "is_model"),
 )
 
 _Proven = tuple[torch.device, torch.dtype, torch.dtype | None, str | None, Hashable]

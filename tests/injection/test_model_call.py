@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -79,6 +80,15 @@ def test_a_graph_over_such_a_model_and_gradients_see_one_call_too() -> None:
     given["hidden_states"].requires_grad_()
     model(**given)[0].square().sum().backward()
     assert given["hidden_states"].grad.norm() > 0 and None not in seen.calls
+
+
+def test_a_copy_of_a_model_that_is_patched_itself_says_what_a_call_of_it_is() -> None:
+    model = DENOISERS["wan"].build().requires_grad_(False)
+    seen_in(model, "blocks")
+    inject_optimized_kernels(model, cuda_graph=False)
+    copied = copy.deepcopy(model)
+    calls_of(copied, "wan", copied.get_submodule("blocks")[0])
+    assert None not in copied.get_submodule("blocks")[0].calls
 
 
 def test_a_compiled_model_is_traced_without_it() -> None:
