@@ -584,6 +584,7 @@ def test_a_layer_that_gains_nothing_runs_as_it_is_written_and_keeps_no_copy(monk
         assert any("no gain" in reason for reason in report.calls()[""]["stock_reasons"]) is not gains
     assert len(timed) == 2 and all(0.01 < error < 0.05 for error in timed)
     layer = linear()
+    stock = layer(x)
     inject_optimized_kernels(layer, numerics="fp8", config=KernelConfig(EMULATED, measure=True))
     assert not torch.equal(layer(x), stock) and len(timed) == 2, "who names a provider wants it"
 

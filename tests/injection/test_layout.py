@@ -125,7 +125,11 @@ def test_the_call_that_decides_leaves_in_a_cache_what_calls_in_the_new_layout_le
     model = _Cached().requires_grad_(False).eval()
     x, caches = torch.randn(2, 4, 8, 8), [[None], [None]]
     report = inject_optimized_kernels(model, config=KernelConfig(measure=True), cuda_graph=False)
-    first, second = ([model(x, cache), model(x, cache)] for cache in caches)
+    first, second = [], []
+    first.append(model(x, caches[0]))
+    assert caches[0][0].is_contiguous(memory_format=torch.channels_last), "the very call that decides"
+    first.append(model(x, caches[0]))
+    second += [model(x, caches[1]), model(x, caches[1])]
     assert any("computes in channels last" in note for note in report.notes)
     for (left,), expected in zip(caches, (first, second), strict=True):
         assert left is not None and left.is_contiguous(memory_format=torch.channels_last)

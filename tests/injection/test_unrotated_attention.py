@@ -213,7 +213,9 @@ class Reading(flux.FluxAttnProcessor):
         value = attn.to_v(hidden_states).unflatten(-1, (-1, attn.head_dim))
         query = apply_rotary_emb(query, image_rotary_emb, sequence_dim=1)
         key = apply_rotary_emb(key, image_rotary_emb, sequence_dim=1)
-        hidden_states = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        hidden_states = dispatch_attention_fn(
+            query, key, value, attn_mask=attention_mask, backend=self._attention_backend
+        )
         return hidden_states.flatten(2, 3) + query.flatten(2, 3)
 
 

@@ -7,6 +7,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from torch import Tensor, nn
 
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten
+from diffkern.rewrite.draws import draws_of
 from diffkern.verify.measures import relative_error
 
 
@@ -60,3 +61,4 @@ def test_tensors_without_a_dimension_stay_as_they_are() -> None:
     found, _ = _rewritten(loss)
     x, weight = torch.randn(5, 7), torch.tensor(0.25)
     assert torch.equal(found.function(loss, x, weight), loss(x, weight))
+    assert draws_of((weight, 2), False) == draws_of((weight[None],), False), "of numbers alone, too"
