@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class TwinFusion(Fusion):
         forward: See :func:`diffkern.rewrite.twins.with_twins`.
     """
 
-    forward: FunctionType
+    forward: Callable[..., Any]
 
     proves_itself = True
     served_by = "python"
