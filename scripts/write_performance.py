@@ -79,7 +79,7 @@ def _steps(content: Result) -> Table:
             lines.append(
                 _row(
                     model["what"],
-                    arm["arm"],
+                    arm["arm"] + " (as a graph)" * (arm.get("as_graph", False) and "graph" not in arm["arm"]),
                     f"{arm['wall_ms']:.1f}",
                     f"{arm.get('spread_ms', 0):.1f}",
                     _gain(arm.get("stock_wall_ms", stock["wall_ms"]), arm["wall_ms"]),

@@ -24,8 +24,9 @@ class Arm:
 
     Attributes:
         numerics: Contract of the kernels that are injected, or None if none are.
-        cuda_graph: Whether the steps of the denoiser are captured as CUDA graphs: ours, or the compiler's if nothing is
-            injected.
+        cuda_graph: Whether the steps of the denoiser are captured as CUDA graphs, whatever that gains: ours, or the
+            compiler's if nothing is injected. Of what is injected and not compiled times decide otherwise, as they do
+            for every user.
         compiled: Whether ``torch.compile`` compiles the denoiser.
         torchao: Whether torchao quantises the layers that diffkern computes in fp8: float8, dynamic, row by row.
         attention: Backend of attention that is injected as well, or None.
@@ -105,9 +106,8 @@ def applied(arm: Arm, pipe: Any, denoiser: nn.Module) -> Iterator[InjectionRepor
         if arm.numerics is not None:
             from diffkern import inject_optimized_kernels
 
-            report = inject_optimized_kernels(
-                pipe, numerics=arm.numerics, cuda_graph=arm.cuda_graph, attention=arm.attention
-            )
+            graph: bool | str = arm.cuda_graph or ("auto" if not arm.compiled else False)
+            report = inject_optimized_kernels(pipe, numerics=arm.numerics, cuda_graph=graph, attention=arm.attention)
             stack.callback(report.restore)
             _check_that_it_took(arm, report)
         if arm.torchao:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,12 @@ from diffkern.bench.profile import profiled
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from diffkern import InjectionReport
+
 #: Differences below this share of the time are called no gain.
 NOISE = 0.01
+#: Calls of an arm before it is timed: by then times have decided whether its steps are a CUDA graph.
+SETTLING = 8
 #: Steps of each arm that are profiled, in turn as the timed ones are: a card at its limit of power changes its clock.
 PROFILES = 3
 
@@ -45,6 +49,7 @@ class StepResult:
         peak_bytes: Most memory allocated during a step, or None where torch does not count.
         error: Relative L2 distance of the result from the first arm's; NaN if that did not run.
         unavailable: Why the arm did not run, or "".
+        as_graph: Whether the steps of what was injected are replayed from a CUDA graph.
     """
 
     arm: str
@@ -57,10 +62,11 @@ class StepResult:
     peak_bytes: int | None = None
     error: float = 0.0
     unavailable: str = ""
+    as_graph: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain data."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+        return {name: value for name, value in asdict(self).items() if value not in (None, "") and value is not False}
 
 
 def run(
@@ -87,6 +93,7 @@ class Prepared:
     Attributes:
         results: Of each arm, by name, what is known so far.
         running: The model of each arm that runs, by name.
+        reports: What was injected into it, of arms that inject.
     """
 
     def __init__(self, denoiser: Denoiser, device: torch.device, stack: ExitStack, keep_going: bool) -> None:
@@ -94,6 +101,7 @@ class Prepared:
         self.model, self.inputs = denoiser.build(device), denoiser.step(device)
         self.results: dict[str, StepResult] = {}
         self.running: dict[str, nn.Module] = {}
+        self.reports: dict[str, InjectionReport] = {}
 
     def add(self, arm: Arm) -> None:
         """Applies an arm and calls it once, with whatever compiles or is measured then."""
@@ -105,7 +113,7 @@ class Prepared:
         started = wall_clock(self.device)
         try:
             with ExitStack() as attempt:
-                attempt.enter_context(applied(arm, self.denoiser.injected(own), own))
+                report = attempt.enter_context(applied(arm, self.denoiser.injected(own), own))
                 setup = wall_clock(self.device) - started
                 own(**self.inputs)
                 first = wall_clock(self.device) - started - setup
@@ -117,12 +125,14 @@ class Prepared:
             return
         self.results[arm.name] = StepResult(arm.name, setup_s=setup, first_call_s=first)
         self.running[arm.name] = own
+        if report is not None:
+            self.reports[arm.name] = report
 
     def measure(self, repetitions: int) -> list[StepResult]:
         """Times so many steps of every arm, and profiles :data:`PROFILES`, one of each arm in turn."""
-        for own in self.running.values():  # graphs are captured at the second call
-            for _ in range(2):
-                own(**self.inputs)
+        for name, own in self.running.items():
+            for _ in range(SETTLING if name in self.reports else 2):
+                _timed(own, self.inputs, self.device)
         first = next(iter(self.results))
         baseline = first_tensor(self.running[first](**self.inputs)) if first in self.running else None
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in self.running}
@@ -137,7 +147,9 @@ class Prepared:
                 profiles[name].append(profile.milliseconds)
         for name, own in self.running.items():
             known = self.results[name], own, self.inputs, self.device
-            self.results[name] = _finished(*known, times[name], profiles[name], baseline)
+            result = _finished(*known, times[name], profiles[name], baseline)
+            patched = self.reports[name].patched if name in self.reports else ()
+            self.results[name] = replace(result, as_graph=any(site.op == "cuda_graph" for site in patched))
         return list(self.results.values())
 
 
@@ -230,7 +242,7 @@ def table(results: Iterable[StepResult], title: str) -> Table:
             continue
         baseline = baseline or result
         shown.add_row(
-            result.arm,
+            result.arm + " (as a graph)" * (result.as_graph and not NAMED[result.arm].cuda_graph),
             f"{result.wall_ms:.2f}",
             f"{result.spread_ms:.2f}",
             _speedup(result, baseline),

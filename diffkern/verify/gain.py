@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,8 @@ class Cost:
     """What a call takes, in microseconds.
 
     Attributes:
-        host: Until it returns.
+        host: What the host computes until it returns. While it has to wait for other programs nothing counts: they
+            may be gone in the next call.
         device: Until the device has computed it, without waits for the host. On a CPU that is the same.
     """
 
@@ -136,11 +137,11 @@ def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> li
         _prepare(compute)
         compute()
     single = [_single(compute, device) for compute in computations]
-    longest = max(cost.device for cost in single)
-    if device.type == "cuda" and (longest <= _LONG or any(2 * cost.host > cost.device for cost in single)):
+    longest = max(turn.took for turn in single)
+    if device.type == "cuda" and (longest <= _LONG or any(2 * turn.launched > turn.took for turn in single)):
         return _on_gpu(computations, device, single)
     if longest > _LONG:
-        return single
+        return [Cost(turn.host if device.type == "cuda" else turn.took, turn.took) for turn in single]
     fastest = [float("inf")] * len(computations)
     other_work = _OtherWork()
     began = time.perf_counter()
@@ -178,17 +179,29 @@ class _OtherWork:
         self._data.sum()
 
 
-def _single(compute: Callable[[], Any], device: torch.device, calls: int = 1) -> Cost:
-    """What a call takes on a device that has nothing else to do, the device with its waits for the host."""
+class _Turn(NamedTuple):
+    """What a call takes on a device that has nothing else to do, in microseconds.
+
+    Attributes:
+        host: So long the host computes.
+        launched: After so long it returns.
+        took: After so long the device is done, which may have waited for the host.
+    """
+
+    host: float
+    launched: float
+    took: float
+
+
+def _single(compute: Callable[[], Any], device: torch.device, calls: int = 1) -> _Turn:
     _prepare(compute)
     _finish(device)
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.thread_time()
     for _ in range(calls):
         compute()
-    host = time.perf_counter() - began
+    host, launched = time.thread_time() - worked, time.perf_counter() - began
     _finish(device)
-    took = time.perf_counter() - began
-    return Cost((host if device.type == "cuda" else took) * 1e6 / calls, took * 1e6 / calls)
+    return _Turn(*(seconds * 1e6 / calls for seconds in (host, launched, time.perf_counter() - began)))
 
 
 def _finish(device: torch.device) -> None:
@@ -196,19 +209,19 @@ def _finish(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, single: Sequence[Cost]) -> list[Cost]:
+def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, single: Sequence[_Turn]) -> list[Cost]:
     """The host by calls on an idle GPU, and the GPU by calls that the host launches while it sleeps."""
-    stream, longest = torch.cuda.current_stream(device), max(cost.device for cost in single)
+    stream, longest = torch.cuda.current_stream(device), max(turn.took for turn in single)
     calls = min(_GPU_CALLS, 1 + int(_BUDGET * 1e6 / longest))
     rounds = max(1, min(_ROUNDS, int(_GPU_BUDGET * 1e6 / (longest * len(computations)))))
-    hosts = [cost.host for cost in single]
+    turns = list(single)
     devices, is_late = [float("inf")] * len(computations), False
     with torch.cuda.device(device):
         for _ in range(rounds):
             for i, compute in enumerate(computations):
-                hosts[i] = min(hosts[i], _single(compute, device, calls).host)
+                turns[i] = _Turn(*map(min, turns[i], _single(compute, device, calls)))
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(max(_SLEEP, int(_CYCLES * calls * hosts[i] / 1e6)))
+                torch.cuda._sleep(max(_SLEEP, int(_CYCLES * calls * turns[i].launched / 1e6)))
                 start.record(stream)
                 for _ in range(calls):
                     compute()
@@ -218,7 +231,7 @@ def _on_gpu(computations: Sequence[Callable[[], Any]], device: torch.device, sin
                 devices[i] = min(devices[i], start.elapsed_time(end) * 1e3 / calls)
         replays = [_replay(compute) for compute in computations] if is_late else [None]
     devices = devices if None in replays else replays  # type: ignore[assignment]
-    return [Cost(host, took) for host, took in zip(hosts, devices, strict=True)]
+    return [Cost(turn.host, took) for turn, took in zip(turns, devices, strict=True)]
 
 
 def _replay(compute: Callable[[], Any]) -> float | None:

@@ -48,6 +48,13 @@ def test_all_arms_share_the_weights_and_are_compared_with_the_first() -> None:
     assert graph.unavailable == "CUDA graphs need a GPU, and this runs on cpu"
 
 
+@pytest.mark.gpu
+def test_an_arm_of_ours_is_what_one_call_gives_a_graph_where_the_host_is_the_limit() -> None:
+    results = steps.run(_TINY, (arms.STOCK, arms.FAST, arms.FAST_COMPILED), torch.device("cuda"), repetitions=2)
+    assert [result.as_graph for result in results] == [False, True, False]
+    assert "as_graph" not in results[0].to_dict() and results[0].to_dict()["error"] == 0.0
+
+
 def test_a_copy_of_the_modules_has_the_memory_of_the_weights_until_it_lays_them_out_anew() -> None:
     model = _TINY.build(torch.device("cpu"))
     copied = steps.sharing_weights(model)

@@ -79,6 +79,7 @@ class _Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> None:
         self.host, self.free, self.most, self.queue = 0.0, 0.0, most, list[float]()
+        self.worked = 0.0
         gpu = self
 
         class Event:
@@ -98,6 +99,7 @@ class _Gpu:
                 return (end.at - self.at) * 1e3
 
         monkeypatch.setattr(gain.time, "perf_counter", lambda: self.host)
+        monkeypatch.setattr(gain.time, "thread_time", lambda: self.worked)
         monkeypatch.setattr(gain, "_finish", lambda device: self.finish())
         for name, value in {
             "Event": Event,
@@ -107,8 +109,9 @@ class _Gpu:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
-    def launch(self, host: float, device: float) -> None:
-        self.host += host
+    def launch(self, host: float, device: float, interrupted: float = 0.0) -> None:
+        self.worked += host
+        self.host += host + interrupted
         self.queue = [end for end in self.queue if end > self.host]
         if len(self.queue) >= self.most:
             self.host = self.queue[-self.most]
@@ -118,10 +121,10 @@ class _Gpu:
     def finish(self) -> None:
         self.host = max(self.host, self.free)
 
-    def step(self, host: float, device: float) -> Callable[[], None]:
+    def step(self, host: float, device: float, interrupted: float = 0.0) -> Callable[[], None]:
         def compute() -> None:
             for _ in range(100):
-                self.launch(host / 100, device / 100)
+                self.launch(host / 100, device / 100, interrupted / 100)
 
         return compute
 
@@ -138,6 +141,13 @@ def test_a_slow_host_is_not_in_the_time_of_the_device(monkeypatch: pytest.Monkey
         assert [(round(cost.host), round(cost.device)) for cost in found] == expected
     few = costs([gpu.step(0.0001, 0.00005), gpu.step(0.00005, 0.0001)], torch.device("cuda"))
     assert [(round(cost.host), round(cost.device)) for cost in few] == [(100, 50), (50, 100)]
+
+
+def test_a_host_is_not_slower_for_the_work_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a norm of HunyuanDiT on a host with other load: 560 us where the host computes for 60, and the GPU for 28."""
+    gpu = _Gpu(monkeypatch)
+    found = costs([gpu.step(60e-6, 28e-6, 500e-6), gpu.step(119e-6, 119e-6)], torch.device("cuda"))
+    assert [(round(cost.host), round(cost.device)) for cost in found] == [(60, 28), (119, 119)]
 
 
 def test_a_step_of_more_kernels_than_a_queue_holds_is_timed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +200,9 @@ def test_the_events_of_a_gpu_leave_a_slow_host_out() -> None:
 
     def slow() -> None:
         x.add_(1)
-        time.sleep(0.02)
+        worked = time.thread_time()
+        while time.thread_time() - worked < 0.02:
+            pass
         x.add_(1)
 
     (found,) = costs([slow], x.device)
