@@ -65,6 +65,11 @@ def following_layout() -> Iterator[None]:
         _following.layout = before
 
 
+def follows_layout() -> bool:
+    """Whether the caller is within :func:`following_layout`."""
+    return _following.layout
+
+
 def group_norm_silu(
     x: Tensor,
     num_groups: int,
@@ -112,7 +117,7 @@ def group_norm_silu(
     Source: Wu and He, "Group Normalization", 2018.
     """
     if memory_format is None:
-        follows = x.device.type == "cpu" or (not torch.compiler.is_compiling() and _following.layout)
+        follows = x.device.type == "cpu" or (not torch.compiler.is_compiling() and follows_layout())
         preserve = follows and _is_channels_last(x)
     else:
         preserve = memory_format is torch.preserve_format

@@ -20,6 +20,7 @@ from diffkern.rewrite.effects import SITES, Effects
 from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.image import ImageOfTokens
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.options import drop_options
@@ -237,13 +238,14 @@ class _Planner:
         for node in flow.roots:
             for match in rule.shape.match(scope, node, nothing):
                 reason = _misfit(scope, match)
-                moves = "stream_dim" in match.options or isinstance(rule.shape, Repeated) or kind == ROTATED_IN_PART
+                moves = "stream_dim" in match.options or isinstance(rule.shape, (ImageOfTokens, Repeated))
+                moves |= kind == ROTATED_IN_PART
                 if reason is None and moves and is_viewed(effects, scope.flow, node):
                     reason = "what reads it takes views that need heads before tokens in memory"
                 once = isinstance(rule.shape, PairMask)
                 if reason is None and once and is_written(effects, scope.flow, frozenset({node})):
                     reason = "it is written into, and would be shared"
-                shares = isinstance(rule.shape, (Repeated, SideBySide))
+                shares = isinstance(rule.shape, (ImageOfTokens, Repeated, SideBySide))
                 if shares and needs_own_memory(effects, scope.flow, node, match):
                     reason = ""
                 if reason is None:

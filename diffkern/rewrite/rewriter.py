@@ -17,12 +17,13 @@ from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.matching.genuine import in_library
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, group_norm_path, settings_of
 from diffkern.rewrite.guard import Guard
+from diffkern.rewrite.image import ImageOfTokens
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.rooms import HalvesSite, JoinSite, RepeatedSite, StreamSite, lies_otherwise
+from diffkern.rewrite.rooms import HalvesSite, ImageSite, JoinSite, RepeatedSite, StreamSite, lies_otherwise
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
@@ -43,6 +44,7 @@ _SITES: Mapping[type, type[FusedSite]] = {
     LinearOfStream: StreamSite,
     Joined: JoinSite,
     SideBySide: HalvesSite,
+    ImageOfTokens: ImageSite,
     Repeated: RepeatedSite,
 }
 #: Layers of which nothing but their parameters decides how a site computes: their settings are read at every call.

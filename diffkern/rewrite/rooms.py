@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
+from diffkern.blocks.layout import is_last
 from diffkern.blocks.pieces import has_plain_parameters, runs_fused
 from diffkern.ops.copying import copy_rows
+from diffkern.ops.group_norm import follows_layout
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.site import FusedSite
@@ -157,10 +159,21 @@ def _once(x: Any, n: Any, dim: int) -> Tensor | None:
     return x if once and -x.ndim <= dim < x.ndim else None
 
 
+def _in_channels_last(x: Any, dim: int) -> Tensor | None:
+    """``x.contiguous()`` as ``x`` itself, if it lies in channels last, and images may lie so here."""
+    return x if type(x) is Tensor and follows_layout() and is_last(x) and not x.requires_grad else None
+
+
 class HalvesSite(_SharingSite, _WrittenOffGpus):
     """A concatenation of two tensors, which is a view of both where they are halves of one."""
 
     shared = staticmethod(_whole)
+
+
+class ImageSite(_SharingSite, _WrittenOffGpus):
+    """Tokens as an image: a view of them where the model computes in channels last, as they lie already."""
+
+    shared = staticmethod(_in_channels_last)
 
 
 class RepeatedSite(_SharingSite):
@@ -171,7 +184,7 @@ class RepeatedSite(_SharingSite):
 
 def lies_otherwise(site: FusedSite) -> bool:
     """Whether the result of a site is laid out otherwise than in stock, or it is of no use where no other's is."""
-    return isinstance(site, (RepeatedSite, StreamSite)) or (
+    return isinstance(site, (ImageSite, RepeatedSite, StreamSite)) or (
         isinstance(site, JoinSite) and site.plan.options["stream_dim"] in TOKENS_FIRST
     )
 

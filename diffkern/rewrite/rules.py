@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
+from diffkern.rewrite.image import ImageOfTokens
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import (
     Activated,
@@ -114,6 +115,7 @@ RULES = (
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
     Rule("convolution, norm, SiLU", "group_norm_silu", Activated("norm", _SILU, Norm(_CONVOLVED, over=GROUPS))),
     Rule("convolution, residual", "add_norm_silu_pad", Sum(Leaf("residual"), _CONVOLVED)),
+    Rule("image of tokens", "add_norm_silu_pad", ImageOfTokens()),
     Rule("padding", "add_norm_silu_pad", Padded()),
     Rule("padding of frames", "add_norm_silu_pad", RepeatedFrames()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _embedded(Leaf("x"))),

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Collection
 
 from diffkern.rewrite.expressions import ROTATES
+from diffkern.rewrite.image import is_image_of_tokens
 
 #: Statements that a helper may consist of, before the one return at its end.
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.If, ast.Expr, ast.Return, ast.Raise, ast.Pass)
@@ -136,6 +137,8 @@ def computes(helper: ast.FunctionDef) -> bool:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             return True
         if isinstance(node, ast.Attribute) and node.attr in ("addcmul", "addcmul_", "rms_norm"):
+            return True
+        if is_image_of_tokens(node):
             return True
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and ROTATES.search(node.func.id):
             return True
