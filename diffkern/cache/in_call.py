@@ -67,7 +67,7 @@ def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
 
     Args:
         compute: A function without effects, the same object at each call.
-        given: Tensors, and values that have a hash.
+        given: Tensors, and values that have a hash; a device where that of the result is another than the first one's.
     """
     recorder = None if torch.compiler.is_compiling() else _recorder.get()
     if recorder is not None:
@@ -78,7 +78,8 @@ def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
     # What is computed again for a backward is computed outside of the call, and has to save the same tensors.
     if kept is None or not tensors or (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
         return compute(*given)
-    state = [version(x) for x in tensors], torch.is_grad_enabled(), _is_capturing(tensors[0].device)
+    device = next((value for value in given if isinstance(value, torch.device)), tensors[0].device)
+    state = [version(x) for x in tensors], torch.is_grad_enabled(), _is_capturing(device)
     key = (compute, *[id(value) if isinstance(value, Tensor) else value for value in given])
     known = kept.get(key)
     if known is not None and known[1] == state and all(one() is x for one, x in zip(known[0], tensors, strict=True)):

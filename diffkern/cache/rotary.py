@@ -81,6 +81,18 @@ def unfit_matrices(matrices: Any, device: torch.device, *lead: int) -> str | Non
     return None
 
 
+def on_device(table: Tensor, device: torch.device) -> Tensor:
+    """Returns a table on a device: some models make theirs on the CPU, and move them in each block."""
+    if table.device == device:
+        return table
+    moved: Tensor = once_in_call(_moved, table, device)
+    return moved
+
+
+def _moved(table: Tensor, device: torch.device) -> Tensor:
+    return table.to(device)
+
+
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
 

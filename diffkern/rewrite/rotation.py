@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import ops
-from diffkern.cache.rotary import ANGLES, axis_tables, in_float32, rotary_tables
+from diffkern.cache.rotary import ANGLES, axis_tables, in_float32, on_device, rotary_tables
 from diffkern.rewrite.facts import child_of, read_norm
 from diffkern.rewrite.layout import concatenate, order_of_rows, permuted, restored
 
@@ -193,7 +193,8 @@ def call_qk_norm_rope(
     for i in range(streams_of(operands)):
         q, k = operands[f"q{i}"], operands[f"k{i}"]
         given = [[*tables_of(operands, side), *tables_of(operands, f"{side}{i}")] for side in sides]
-        pairs = [form.of([in_float32(table) for table in of] if narrow else of) for of in given]
+        given = [[in_float32(table) if narrow else table for table in of] for of in given]
+        pairs = [form.of([on_device(table, q.device) for table in of]) for of in given]
         pairs = pairs if len(pairs) == 2 else 2 * pairs
         if "q_table0" in operands and dim is not None:  # of all streams
             pairs = [(part_of(cos, q, dim, start), part_of(sin, q, dim, start)) for cos, sin in pairs]
@@ -203,7 +204,8 @@ def call_qk_norm_rope(
         if form.heads_first or (form.heads_in_tables and form.tables in _FULL):
             pairs = [(_tokens_first(cos), _tokens_first(sin)) for cos, sin in pairs]
         if form.heads_in_tables:
-            assert pairs[0][0] is not None
+            if pairs[0][0] is None:
+                raise ValueError("a stream without tables does not say how many heads it has")
             q, k = [x.unflatten(-1, (pairs[0][0].shape[-2], -1)) for x in (q, k)]
         cos = pairs[0][0]
         if form.partial and cos is not None and cos.shape[-1] != q.shape[-1]:

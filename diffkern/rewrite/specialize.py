@@ -189,7 +189,7 @@ class _Writer:
             self._checks.append(f"{name} is {self._names[id(leaf)]}")
         elif type(leaf) in PLAIN:
             self._names[id(leaf)] = name
-            self._check_kind(leaf, name)
+            self._check_kind(leaf, name, leaf.device)  # tables may be on the CPU
             self._checks.append(
                 f"{name}.shape == {self.constant(leaf.shape)} and {name}.stride() == {self.constant(leaf.stride())}"
             )
@@ -229,7 +229,7 @@ class _Writer:
                 continue
             self._names[id(value)] = variable
             checks, self._checks = self._checks, []
-            self._check_kind(value, variable)
+            self._check_kind(value, variable, self._device)
             self._reads.append(f"if not ({' and '.join(self._checks)}): return OTHER")
             self._checks = checks
 
@@ -282,10 +282,10 @@ class _Writer:
         values = {**self._values, "site": site, "otherwise": otherwise, "resets": registry.resets}
         return _written_function("quick", self._arguments, lines, values)
 
-    def _check_kind(self, tensor: Tensor, name: str) -> None:
-        if tensor.device != self._device:
+    def _check_kind(self, tensor: Tensor, name: str, device: torch.device) -> None:
+        if tensor.device != device:
             raise _Unknown
-        place = f"{name}.is_cpu" if self._device.type == "cpu" else f"{name}.device == {self.constant(self._device)}"
+        place = f"{name}.is_cpu" if device.type == "cpu" else f"{name}.device == {self.constant(device)}"
         self._checks.append(f"type({name}) in PLAIN and {place} and {name}.dtype is {self.constant(tensor.dtype)}")
 
     def _written(self, value: Any) -> str:

@@ -17,7 +17,7 @@ from scripts.check_models.rewritten import batch_of_two
 from scripts.check_models.rewritten import run as run_model
 from tests.rewrite.test_processors import TorchOps
 
-TOKENS, HEADS, HEAD_DIM = 70, 2, 16
+TOKENS, TEXT, HEADS, HEAD_DIM = 70, 6, 2, 16
 
 
 def _rotate_half(x: Tensor) -> Tensor:
@@ -28,6 +28,10 @@ def _rotate_half(x: Tensor) -> Tensor:
 def apply_rotary(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = table
     return (x.float() * cos + _rotate_half(x.float()) * sin).type_as(x)
+
+
+def apply_rotary_and_more(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    return apply_rotary(x, tuple([part[TEXT:] for part in table])).square()  # type: ignore[arg-type]
 
 
 def apply_rotary_of_all_or_each(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
@@ -128,6 +132,19 @@ class InPartViewed:
         query = torch.cat((apply_rotary(query[..., :n], table), query[..., n:]), dim=-1)
         key = torch.cat((apply_rotary(key[..., :n], table), key[..., n:]), dim=-1)
         return torch.stack([query.view(-1, TOKENS, HEAD_DIM), key.view(-1, TOKENS, HEAD_DIM)])
+
+
+class BehindText:
+    """Changes the tokens behind the text in a way that is no rotation."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        query = attn.norm_q(query)
+        key = attn.norm_k(key)
+        query[:, :, TEXT:] = apply_rotary_and_more(query[:, :, TEXT:], table)
+        key[:, :, TEXT:] = apply_rotary_and_more(key[:, :, TEXT:], table)
+        return torch.stack([query, key])
 
 
 class Exchanged:
@@ -291,8 +308,8 @@ def test_a_call_without_tables_is_not_rotated() -> None:
 
 @pytest.mark.parametrize(
     ("processor", "like"),
-    [(ByOtherRows, "rows of axes"), (InPartOfAnother, "in part"), (InPartViewed, "in part")],
-    ids=["indices of another axis", "a part of another", "viewed"],
+    [(ByOtherRows, "rows of axes"), (InPartOfAnother, "in part"), (InPartViewed, "in part"), (BehindText, "alone")],
+    ids=["indices of another axis", "a part of another", "viewed", "behind a text"],
 )
 def test_what_only_looks_like_a_rotation_stays_as_it_is_written(processor: Any, like: str) -> None:
     torch.manual_seed(0)
@@ -359,6 +376,19 @@ def test_tables_are_made_once_in_a_call_of_the_model(name: str, graph: bool, mon
     assert len(made) == 2 * before
     restore(model)
     assert "forward" not in model.__dict__
+
+
+def test_tables_of_another_device_are_moved_once_in_a_call_and_again_in_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CogView4 and EasyAnimate make theirs on the CPU, and move them for each query and key."""
+    table, device = torch.randn(4, 8), torch.device("meta")
+    assert rotary.on_device(table, table.device) is table
+    with in_call.one_model_call():
+        moved = rotary.on_device(table, device)
+        assert moved.device == device and rotary.on_device(table, device) is moved
+        monkeypatch.setattr(in_call, "_is_capturing", lambda device: device.type == "meta")
+        assert rotary.on_device(table, device) is not moved
 
 
 def test_a_capture_makes_its_own_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,18 @@ MODELS: dict[str, tuple[Denoiser, str, str, float]] = {
         ),
         "transformer_blocks.0.attn1", "query and key norm, two streams", 1.0,
     ),
+    "cogview4": (
+        Denoiser(
+            "CogView4Transformer2DModel", "",
+            _step(
+                hidden_states=(2, 16, 32, 32), encoder_hidden_states=(2, 16, 64), timestep=torch.full((2,), 500),
+                **{name: torch.full((2, 2), 256.0) for name in ("original_size", "target_size", "crop_coords")},
+            ),
+            {"num_attention_heads": 2, "attention_head_dim": 64, "text_embed_dim": 64},
+            {"num_layers": 1},
+        ),
+        "transformer_blocks.0.attn1", "query and key norm, two streams", 1.0,
+    ),
     "lumina2": (
         Denoiser(
             "Lumina2Transformer2DModel", "",
@@ -186,3 +198,23 @@ def test_tables_are_made_once_in_a_call_of_a_model(name: str, monkeypatch: pytes
             first, second, third = [results(module, given) for _ in range(3)]
         assert all(map(torch.equal, first, second)) and all(map(torch.equal, first, third))
     assert len(made) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cogview4"])
+def test_tables_on_the_cpu_rotate_queries_on_a_gpu(name: str, device: str) -> None:
+    module, given = attention(name)
+    module.to(device)
+    given = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
+    assert {table.device for table in given["image_rotary_emb"]} == {CPU}
+    stock, found = results(module, given), rewritten(module)
+    with one_model_call():
+        for _ in range(3):
+            fused = results(module, given)
+        with TorchOps() as seen:
+            results(module, given)
+    sites = [site for site in found.sites if site.plan.rule.name == MODELS[name][2]]
+    assert [(site.fused_calls, site.original_calls, site.reasons) for site in sites] == [(4, 0, {})]
+    assert "aten::_to_copy" not in seen.names
+    for ours, theirs in zip(fused, stock, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
