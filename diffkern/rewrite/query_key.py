@@ -19,9 +19,10 @@ from diffkern.rewrite.match import Match, Operand, Scope, peel, through_views
 
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
-#: streams and no rotation; no streams and no norms; ``cat([rotate(x[..., :n], ...), x[..., n:]])``, of a part of heads.
-KINDS = "joined first", "joined last", "rotated", "normed", "rotated alone", "rotated in part"
-JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, ROTATED_ALONE, ROTATED_IN_PART = KINDS
+#: streams and no rotation; no streams and no norms; ``cat([rotate(x[..., :n], ...), x[..., n:]])``, of a part of heads;
+#: no streams, and keys that are not rotated.
+KINDS = "joined first", "joined last", "rotated", "normed", "rotated alone", "rotated in part", "query rotated"
+JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, ROTATED_ALONE, ROTATED_IN_PART, QUERY_ROTATED = KINDS
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,16 @@ class QueryKey:
             match = found
         if match.operands["q0"].node is match.operands["k0"].node:
             return  # two calls that read one query, such as attention to two texts
-        named = [{part[1:] for part in (*match.modules, *match.operands) if part[0] == side} for side in "qk"]
+        operands = [name for name in match.operands if self.kind != QUERY_ROTATED or "_table" not in name]
+        named = [{part[1:] for part in (*match.modules, *operands) if part[0] == side} for side in "qk"]
         if named[0] == named[1]:
             yield match
 
     def _side(self, scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
         node, match = peel(scope, node, match)
-        if self.kind == NORMED:
+        if self.kind == QUERY_ROTATED and name == "q":
+            return _stream(scope, node, match, "q0") if is_rotation(scope, node) else None
+        if self.kind in (NORMED, QUERY_ROTATED):
             found = _normed(scope, node, match, f"{name}0")
             return found if found is None or name == "q" or _of_query_and_key(scope, found) else None
         if self.kind == ROTATED_ALONE:
@@ -342,6 +346,8 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
         one, other = _without_store(one), _without_store(other)
     if not isinstance(one, ast.Assign) or not isinstance(other, ast.Assign):
         return None
+    if kind == QUERY_ROTATED and _is_norm(scope, one.value):
+        one, other = other, one  # neither reads the other, see below
     targets = [*one.targets, *other.targets]
     if len(targets) != 2 or not all(isinstance(target, ast.Name) for target in targets):
         return None
@@ -351,7 +357,7 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
     for value in (one.value, other.value):
         while is_cast(value):
             value = value.func.value  # type: ignore[attr-defined]
-        if not _is_of(scope, value, kind):
+        if not (_is_norm(scope, value) if kind == QUERY_ROTATED and calls else _is_of(scope, value, kind)):
             return None
         calls.append(value)
     if kind in (JOINED_FIRST, ROTATED, ROTATED_ALONE) and len({ast.unparse(call.func) for call in calls}) != 1:  # type: ignore[attr-defined]
@@ -359,6 +365,8 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
     names = [target.id for target in targets]  # type: ignore[attr-defined]
     read = {node.id for node in ast.walk(other.value) if isinstance(node, ast.Name)}
     if names[0] in {*read, names[1]}:
+        return None
+    if kind == QUERY_ROTATED and any(isinstance(x, ast.Name) and x.id == names[1] for x in ast.walk(one.value)):
         return None
     both = ast.Assign([ast.Tuple(targets, ast.Store())], ast.Tuple([one.value, other.value], ast.Load()))
     both._single = single  # type: ignore[attr-defined]
@@ -397,7 +405,11 @@ def _without_store(statement: ast.stmt) -> ast.stmt:
 def _is_of(scope: Scope, node: ast.expr, kind: str) -> bool:
     if kind in (JOINED_LAST, ROTATED_IN_PART):
         return _concatenated(scope, node, Match()) is not None
-    return norm_call(scope, node, LAST_DIM) is not None if kind == NORMED else is_rotation(scope, node)
+    return _is_norm(scope, node) if kind == NORMED else is_rotation(scope, node)
+
+
+def _is_norm(scope: Scope, node: ast.expr) -> bool:
+    return norm_call(scope, node, LAST_DIM) is not None
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:

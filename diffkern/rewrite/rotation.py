@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import ops
+from diffkern.cache.in_call import once_in_call
 from diffkern.cache.rotary import ANGLES, axis_tables, in_float32, on_device, rotary_tables
 from diffkern.rewrite.facts import child_of, read_norm
 from diffkern.rewrite.layout import concatenate, order_of_rows, permuted, restored
@@ -188,7 +189,7 @@ def call_qk_norm_rope(
     options["pairing"], narrow = form.pairing, options.pop("tables_in_float32", False)
     queries, keys, tables, start = [], [], [], 0
     norms: list[dict[str, Any]] = []
-    shared = all([value is operands[f"k{name[1:]}"] for name, value in operands.items() if _is_table_of_q(name)])
+    shared = all([value is operands.get(f"k{name[1:]}") for name, value in operands.items() if _is_table_of_q(name)])
     sides = "q" if shared else "qk"
     for i in range(streams_of(operands)):
         q, k = operands[f"q{i}"], operands[f"k{i}"]
@@ -196,6 +197,8 @@ def call_qk_norm_rope(
         given = [[in_float32(table) if narrow else table for table in of] for of in given]
         pairs = [form.of([on_device(table, q.device) for table in of]) for of in given]
         pairs = pairs if len(pairs) == 2 else 2 * pairs
+        if pairs[0][0] is not None and pairs[1][0] is None:  # queries alone are rotated
+            pairs[1] = once_in_call(_no_rotation, pairs[0][0])
         if "q_table0" in operands and dim is not None:  # of all streams
             pairs = [(part_of(cos, q, dim, start), part_of(sin, q, dim, start)) for cos, sin in pairs]
             start += q.shape[dim]
@@ -259,6 +262,11 @@ def call_qk_norm_rope(
 
 def _tokens_first(table: Tensor | None) -> Tensor | None:
     return None if table is None else permuted(table, (0, 2, 1, 3))
+
+
+def _no_rotation(cos: Tensor) -> Tables:
+    """Cosines and sines as wide as others that leave everything as it is."""
+    return cos.new_ones(cos.shape[-1:]), cos.new_zeros(cos.shape[-1:])
 
 
 def _is_table_of_q(name: str) -> bool:

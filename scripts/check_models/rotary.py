@@ -20,7 +20,6 @@ REASONS = {
     "AnimaTextConditionerAttnProcessor": "tables of the keys are unpacked between the two rotations",
     "EasyAnimateAttnProcessor2_0": "streams are joined first, and a part of the join is rotated",
     "FluxIPAdapterAttnProcessor": "a processor that is a module runs its own call",
-    "MotifVideoCrossAttnProcessor2_0": "queries alone are rotated",
     "WanAnimate2AttnProcessor": "it rotates each sample by the sizes of its own grid",
 }
 

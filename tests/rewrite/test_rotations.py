@@ -214,6 +214,38 @@ class AcrossHeads:
         return torch.stack([query, key])
 
 
+class QueryAlone:
+    """Rotates queries alone, as attention to a text does, behind both norms."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.norm_q(attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2))
+        key = attn.norm_k(attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2))
+        query = apply_rotary(query, table)
+        return torch.stack([query, key])
+
+
+class QueryAloneFirst:
+    """Rotates queries alone before the norm of the keys."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        query = apply_rotary(attn.norm_q(query), table)
+        key = attn.norm_k(key)
+        return torch.stack([query, key])
+
+
+class QueryByKey:
+    """Rotates queries by what the norm of the keys returns."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        query = attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+        key = attn.norm_k(key)
+        query = apply_rotary(attn.norm_q(query), (key, key))
+        return torch.stack([query, key])
+
+
 class Attention(nn.Module):
     """Two projections, two norms and a processor."""
 
@@ -247,6 +279,8 @@ CASES: dict[str, tuple[Any, Any, str]] = {
     "at once": (AtOnce, PAIR, "rotation of query and key"),
     "by angles": (ByAngles, ANGLES, "query and key norm, rotation"),
     "by angles, a part": (ByAngles, ANGLES[:, : HEAD_DIM // 2], "query and key norm, rotation"),
+    "query alone": (QueryAlone, PAIR, "query and key norm, rotation"),
+    "query alone, first": (QueryAloneFirst, PAIR, "query and key norm, rotation"),
     "across heads": (AcrossHeads, COMPLEX, "query and key norm, rotation"),
 }
 
@@ -308,8 +342,14 @@ def test_a_call_without_tables_is_not_rotated() -> None:
 
 @pytest.mark.parametrize(
     ("processor", "like"),
-    [(ByOtherRows, "rows of axes"), (InPartOfAnother, "in part"), (InPartViewed, "in part"), (BehindText, "alone")],
-    ids=["indices of another axis", "a part of another", "viewed", "behind a text"],
+    [
+        (ByOtherRows, "rows of axes"),
+        (InPartOfAnother, "in part"),
+        (InPartViewed, "in part"),
+        (BehindText, "alone"),
+        (QueryByKey, "alone"),
+    ],
+    ids=["indices of another axis", "a part of another", "viewed", "behind a text", "by the keys"],
 )
 def test_what_only_looks_like_a_rotation_stays_as_it_is_written(processor: Any, like: str) -> None:
     torch.manual_seed(0)

@@ -62,6 +62,22 @@ MODELS: dict[str, tuple[Denoiser, str, str, float]] = {
         ),
         "transformer_blocks.0.attn1", "query and key norm, two streams", 1.0,
     ),
+    "hunyuan_dit": (
+        Denoiser(
+            "HunyuanDiT2DModel", "",
+            _step(
+                hidden_states=(2, 4, 32, 32), timestep=torch.full((2,), 500.0).bfloat16(),
+                encoder_hidden_states=(2, 13, 64), text_embedding_mask=torch.ones(2, 13),
+                encoder_hidden_states_t5=(2, 9, 64), text_embedding_mask_t5=torch.ones(2, 9),
+                image_rotary_emb=lambda randn: cosines_and_sines(randn, 256, 64, neighbours=True),
+            ),
+            {"num_attention_heads": 2, "attention_head_dim": 64, "in_channels": 4, "patch_size": 2, "sample_size": 32,
+             "hidden_size": 128, "mlp_ratio": 2.0, "use_style_cond_and_image_meta_size": False, "text_len": 13,
+             "cross_attention_dim": 64, "cross_attention_dim_t5": 64, "text_len_t5": 9},
+            {"num_layers": 2},
+        ),
+        "blocks.0.attn2", "query and key norm, rotation", 1.0,
+    ),
     "lumina2": (
         Denoiser(
             "Lumina2Transformer2DModel", "",
