@@ -351,7 +351,7 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
     targets = [*one.targets, *other.targets]
     if len(targets) != 2 or not all(isinstance(target, ast.Name) for target in targets):
         return None
-    calls = []
+    calls: list[ast.expr] = []
     if kind == ROTATED_IN_PART and is_cast(one.value) != is_cast(other.value):
         return None  # what is cast back later is not what the other is
     for value in (one.value, other.value):

@@ -197,8 +197,9 @@ def call_qk_norm_rope(
         given = [[in_float32(table) if narrow else table for table in of] for of in given]
         pairs = [form.of([on_device(table, q.device) for table in of]) for of in given]
         pairs = pairs if len(pairs) == 2 else 2 * pairs
-        if pairs[0][0] is not None and pairs[1][0] is None:  # queries alone are rotated
-            pairs[1] = once_in_call(_no_rotation, pairs[0][0])
+        rotates = pairs[0][0]
+        if rotates is not None and pairs[1][0] is None:  # queries alone; views of tables are others in each block
+            pairs[1] = once_in_call(_no_rotation, given[0][0], rotates.shape[-1], rotates.dtype, q.device)
         if "q_table0" in operands and dim is not None:  # of all streams
             pairs = [(part_of(cos, q, dim, start), part_of(sin, q, dim, start)) for cos, sin in pairs]
             start += q.shape[dim]
@@ -264,9 +265,9 @@ def _tokens_first(table: Tensor | None) -> Tensor | None:
     return None if table is None else permuted(table, (0, 2, 1, 3))
 
 
-def _no_rotation(cos: Tensor) -> Tables:
-    """Cosines and sines as wide as others that leave everything as it is."""
-    return cos.new_ones(cos.shape[-1:]), cos.new_zeros(cos.shape[-1:])
+def _no_rotation(like: Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> Tables:
+    """Cosines and sines for what stays as it is beside what other tables rotate."""
+    return torch.ones(columns, dtype=dtype, device=device), torch.zeros(columns, dtype=dtype, device=device)
 
 
 def _is_table_of_q(name: str) -> bool:

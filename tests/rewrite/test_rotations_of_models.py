@@ -216,6 +216,17 @@ def test_tables_are_made_once_in_a_call_of_a_model(name: str, monkeypatch: pytes
     assert len(made) == 2
 
 
+def test_tables_of_keys_that_are_not_rotated_are_made_once_in_a_call() -> None:
+    module, given = attention("hunyuan_dit")
+    rewritten(module)
+    with one_model_call():
+        for _ in range(3):
+            results(module, given)
+        with TorchOps() as seen:
+            results(module, given)
+    assert not {"aten::ones", "aten::zeros"} & {*seen.names}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cogview4"])
 def test_tables_on_the_cpu_rotate_queries_on_a_gpu(name: str, device: str) -> None:
