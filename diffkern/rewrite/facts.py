@@ -303,7 +303,7 @@ def plain_attribute(module: nn.Module | None, name: str) -> object:
             value = state[registry][name]
             # Of a container, truth is its length.
             return None if value is None else (PRESENT if not hasattr(type(value), "__len__") else UNKNOWN)
-    value = state.get(name, UNKNOWN)
+    value = state[name] if name in state else getattr(type(module), name, UNKNOWN)
     return value if value is None or type(value) in (bool, int, float, str) else UNKNOWN
 
 

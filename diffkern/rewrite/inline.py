@@ -16,6 +16,7 @@ from typing import Any
 
 from diffkern.rewrite.expressions import ROTATES, is_view
 from diffkern.rewrite.facts import PRESENT, Facts, Path
+from diffkern.rewrite.query_key import concatenated
 from diffkern.rewrite.source import Source
 from diffkern.rewrite.straight import (
     FORBIDDEN,
@@ -63,6 +64,38 @@ def inline_helpers(
     inliner = _Inliner(tree, function, facts, only, at_calls)
     inliner.block(tree.body)
     return inliner.helpers, list(inliner.without)
+
+
+def inline_projections(tree: ast.FunctionDef, function: FunctionType, facts: Facts) -> Helpers:
+    """Takes helpers into a processor that call the layers whose results it concatenates, and returns them.
+
+    ``q, k, v, text_q, text_k, text_v = _get_qkv_projections(attn, image, text)`` becomes the statements of the helper
+    for such a module, and then those of the one that it hands this on to.
+    """
+    helpers: Helpers = {}
+    while names := _projecting(tree, facts.receiver) - helpers.keys():
+        inliner = _Inliner(tree, function, facts, names, at_calls=False, projects=True)
+        inliner.block(tree.body)
+        if not inliner.helpers:
+            break
+        helpers |= inliner.helpers
+    return helpers
+
+
+def _projecting(tree: ast.FunctionDef, receiver: str) -> set[str]:
+    """The functions that get the module first, and one of whose results is a part of a concatenation."""
+    parts = [part for node in ast.walk(tree) if isinstance(node, ast.Call) for part in (concatenated(node) or ([],))[0]]
+    joined = {node.id for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)}
+    found = set()
+    for node in ast.walk(tree):
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        call = node.value if isinstance(node, ast.Assign) else None
+        if not isinstance(target, ast.Tuple) or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            continue
+        results = {name for element in target.elts for name in stored_by(element)}
+        if call.args and ast.unparse(call.args[0]) == receiver and results & joined:
+            found.add(call.func.id)
+    return found
 
 
 def inline_nested(tree: ast.FunctionDef) -> None:
@@ -116,9 +149,16 @@ def helper_of(node: ast.AST) -> str | None:
 
 class _Inliner:
     def __init__(
-        self, tree: ast.FunctionDef, function: FunctionType, facts: Facts, only: set[str] | None, at_calls: bool
+        self,
+        tree: ast.FunctionDef,
+        function: FunctionType,
+        facts: Facts,
+        only: set[str] | None,
+        at_calls: bool,
+        projects: bool = False,
     ) -> None:
         self._function, self._facts, self._only, self._at_calls = function, facts, only, at_calls
+        self._projects = projects
         self._trees: dict[FunctionType, ast.FunctionDef | None] = {}
         self._count = 0
         names = [argument.arg for argument in tree.args.args]
@@ -240,6 +280,10 @@ class _Inliner:
                 return None
             fold_rebound(body)
             return body
+        if self._projects:
+            body, own = copy.deepcopy(tree), self._facts.receiver
+            decide_branches(body, self._facts if ast.unparse(arguments.get(own, tree.args)) == own else None, given)
+            return body if is_straight(body) else None
         optional = {
             parameter: value.id
             for parameter, value in arguments.items()

@@ -149,7 +149,9 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
     if taken & {SITES, *NAMES}:
         return "it is rewritten already"
     is_processor = tree.args.args[0].arg != facts.receiver
+    projections: inline.Helpers = {}
     if is_processor:
+        projections = inline.inline_projections(tree, function, facts)
         decide_branches(tree, facts)
         split_by_arguments(tree, facts)
         separate_slices(tree)
@@ -190,7 +192,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
     names = (*function.__code__.co_freevars, *NAMES, *twins)
     code = compiled(tree, function, names, _imported_in_file(function))
     assert code is not None
-    functions = {**helpers, **planner.replaced}
+    functions = {**projections, **helpers, **planner.replaced}
     return Plan(tuple(planner.sites), code, text, facts, functions, tuple(planner.refused))
 
 

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_processor import JointAttnProcessor2_0
+from diffusers.models.transformers import transformer_flux
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from diffkern.rewrite import rooms
 from diffkern.rewrite.rooms import StreamSite
 from tests.rewrite.test_heads import arguments, attention, rewritten, run
-from tests.rewrite.test_processors import joint_attention
+from tests.rewrite.test_processors import arguments as arguments_of_flux
+from tests.rewrite.test_processors import attention as attention_of_flux
+from tests.rewrite.test_processors import joint_attention, wan_attention
 
 LINEAR = "linear of a stream"
 
@@ -56,6 +59,55 @@ def test_values_are_computed_where_their_concatenation_would_copy_them(kind: str
     for _ in range(3):
         assert_close(results(module, given), stock)
     assert "aten::cat" not in launches(module, given) and not rooms._made
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_values_of_a_layer_that_a_helper_calls_are_computed_where_they_are_joined(batch: int) -> None:
+    module, given = attention_of_flux(torch.float32), sample(arguments_of_flux(torch.float32), batch)
+    stock = results(module, given)
+    found = rewritten(module)
+    for _ in range(3):
+        assert_close(results(module, given), stock)
+    assert "aten::cat" not in launches(module, given) and not rooms._made
+    (site,) = [site for site in found.sites if isinstance(site, StreamSite)]
+    assert site.rows_around == (given["encoder_hidden_states"].shape[1], 0) and site.fused_calls == 4
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert_close(list(compiled(**given)), stock)
+
+
+def test_projections_that_are_fused_later_are_those_of_the_module() -> None:
+    module, given = attention_of_flux(torch.float32), arguments_of_flux(torch.float32)
+    stock = results(module, given)
+    rewritten(module)
+    results(module, given)
+    module.fuse_projections()
+    for one in (module.to_qkv, module.to_added_qkv):
+        one.weight.data.mul_(2)
+    fused = results(module, given)
+    assert not torch.equal(fused[0], stock[0])
+    other = attention_of_flux(torch.float32)
+    other.load_state_dict({name: x for name, x in module.state_dict().items() if "qkv" not in name})
+    other.fuse_projections()
+    for one in (other.to_qkv, other.to_added_qkv):
+        one.weight.data.mul_(2)
+    assert_close(fused, results(other, given))
+
+
+@pytest.mark.parametrize("name", ["_get_qkv_projections", "_get_projections"])
+def test_a_helper_that_is_replaced_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, given = attention_of_flux(torch.float32), arguments_of_flux(torch.float32)
+    rewritten(module)
+    for _ in range(2):
+        results(module, given)
+    helper = getattr(transformer_flux, name)
+    monkeypatch.setattr(transformer_flux, name, lambda *args: tuple([2 * x for x in helper(*args)]))
+    assert_close(results(module, given), results(attention_of_flux(torch.float32), given))
+
+
+def test_a_helper_whose_results_are_not_joined_stays_a_call() -> None:
+    module, _ = wan_attention()
+    assert "_get_qkv_projections(" in rewritten(module).source()
 
 
 def test_queries_keys_and_values_of_two_samples_take_one_copy_of_the_text_each() -> None:
