@@ -15,6 +15,10 @@ constexpr RowConfig kRowConfigs[] = {{8, 1, 128, 4},  {8, 2, 128, 2},  {16, 2, 1
                                      {32, 2, 128, 2}, {32, 4, 128, 1}, {32, 8, 128, 1}};
 #endif
 
+// The configuration of slices of the channels, and how many a grid has at most.
+constexpr int kSliceConfig = 3;
+constexpr int64_t kMostSlices = 65535;
+
 // The tile of the kernel for everything else, and the threads of a block.
 constexpr int kTilePositions = 64;
 constexpr int kTileChannels = 32;

@@ -1,7 +1,8 @@
 // CUDA and HIP kernels for add_norm_silu_pad.
 //
 //  row kernel:  channels of a position are neighbours in memory. A few lanes read all channels of some positions once,
-//               in packets, and keep their sums in registers.
+//               in packets, and keep their sums in registers. Without a norm nothing is summed over the channels, and
+//               a block may take a slice of them: of any number.
 //  tile kernel: any alignment, order and number of channels. It reads and writes each in the order of its own memory,
 //               by way of tiles in shared memory; for a norm it reads twice.
 #include <iterator>
@@ -35,7 +36,7 @@ __device__ __forceinline__ float2 modulation_of(const AddNormSiluPadParams& p, i
 // --- row kernel ----------------------------------------------------------------------------------------
 
 // threadIdx.x: lane along the channels; threadIdx.y: position, or kRows positions blockDim.y apart.
-// blockIdx.x: tile of positions of a sample.
+// blockIdx.x: tile of positions of a sample; blockIdx.y: slice of kChannels channels, of which a norm has one.
 template <typename T, bool kResidual, int kLanes, int kPackets, int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads) row_kernel(const AddNormSiluPadParams p, const uint32_t tiles) {
   constexpr int kCount = kPacketSize<T>;
@@ -45,15 +46,17 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const AddNormSiluPadParam
 
   const uint32_t sample = blockIdx.x / tiles;
   const int64_t first = static_cast<int64_t>(blockIdx.x - sample * tiles) * (blockDim.y * kRows) + threadIdx.y;
+  const int from = blockIdx.y * kChannels;
+  const int channels = min(static_cast<int>(p.shape.channels) - from, kChannels);
   const Target target = target_of(p, sample);
-  const T* x = static_cast<const T*>(p.x) + sample_offset(p.shape, p.x_steps, sample);
+  const T* x = static_cast<const T*>(p.x) + sample_offset(p.shape, p.x_steps, sample) + from;
   const T* residual = static_cast<const T*>(p.residual);
-  if constexpr (kResidual) residual += sample_offset(p.shape, p.residual_steps, sample);
-  T* out = static_cast<T*>(p.out) + target.offset;
+  if constexpr (kResidual) residual += sample_offset(p.shape, p.residual_steps, sample) + from;
+  T* out = static_cast<T*>(p.out) + target.offset + from;
   const bool biased = p.bias != nullptr;
   const bool modulated = p.scale != nullptr || p.shift != nullptr;
   // All threads go through all steps, since shuffles need whole waves; those past the end touch no memory.
-  const int packets = static_cast<int>(p.shape.channels) / kCount;
+  const int packets = channels / kCount;
   const auto each_packet = [&](int r, auto&& body) {
     const int64_t position = first + r * blockDim.y;
     if (position >= p.shape.positions) return;
@@ -74,9 +77,9 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const AddNormSiluPadParam
     });
   }
   if (biased || modulated) {
-    for (int c = threadIdx.y * kLanes + threadIdx.x; c < static_cast<int>(p.shape.channels); c += kThreads) {
-      if (biased) biases[c] = bias_of(p, c);
-      if (modulated) modulations[c] = modulation_of(p, target.batch, c);
+    for (int c = threadIdx.y * kLanes + threadIdx.x; c < channels; c += kThreads) {
+      if (biased) biases[c] = bias_of(p, from + c);
+      if (modulated) modulations[c] = modulation_of(p, target.batch, from + c);
     }
     __syncthreads();
   }
@@ -229,23 +232,39 @@ Grid grid_for(const AddNormSiluPadParams& p, int64_t positions_per_block) {
 }
 
 template <typename T, bool kResidual, int kIndex>
+void launch_rows(const AddNormSiluPadParams& p, unsigned slices, GpuStream stream) {
+  constexpr RowConfig config = kRowConfigs[kIndex];
+  constexpr int kPositions = config.threads / config.lanes;
+  const Grid grid = grid_for(p, kPositions * config.rows);
+  row_kernel<T, kResidual, config.lanes, config.packets, config.threads, config.rows>
+      <<<dim3(grid.blocks, slices), dim3(config.lanes, kPositions), 0, stream>>>(p, grid.tiles);
+}
+
+template <typename T, bool kResidual, int kIndex>
 bool try_rows(const AddNormSiluPadParams& p, GpuStream stream) {
 #if defined(DIFFKERN_BENCH)
   if (const char* chosen = std::getenv("DIFFKERN_ROW_CONFIG"); chosen && std::atoi(chosen) != kIndex) return false;
 #endif
-  constexpr RowConfig config = kRowConfigs[kIndex];
-  if (!config.fits(p.shape.channels / kPacketSize<T>)) return false;
-  constexpr int kPositions = config.threads / config.lanes;
-  const Grid grid = grid_for(p, kPositions * config.rows);
-  row_kernel<T, kResidual, config.lanes, config.packets, config.threads, config.rows>
-      <<<grid.blocks, dim3(config.lanes, kPositions), 0, stream>>>(p, grid.tiles);
+  if (!kRowConfigs[kIndex].fits(p.shape.channels / kPacketSize<T>)) return false;
+  launch_rows<T, kResidual, kIndex>(p, 1, stream);
   return true;
 }
 
-// Takes the first configuration that holds all channels; false if none does.
+// Without a norm: slices of the channels, where there are more than any configuration holds.
+template <typename T, bool kResidual>
+bool try_slices(const AddNormSiluPadParams& p, GpuStream stream) {
+  constexpr RowConfig config = kRowConfigs[kSliceConfig];
+  constexpr int64_t kChannels = config.lanes * config.packets * kPacketSize<T>;
+  const int64_t slices = (p.shape.channels + kChannels - 1) / kChannels;
+  if (p.norm || slices > kMostSlices) return false;
+  launch_rows<T, kResidual, kSliceConfig>(p, static_cast<unsigned>(slices), stream);
+  return true;
+}
+
+// Takes the first configuration that holds all channels, or slices of them; false if a norm needs more than any holds.
 template <typename T, bool kResidual, int... kIndices>
 bool try_all_rows(const AddNormSiluPadParams& p, std::integer_sequence<int, kIndices...>, GpuStream stream) {
-  return (try_rows<T, kResidual, kIndices>(p, stream) || ...);
+  return (try_rows<T, kResidual, kIndices>(p, stream) || ...) || try_slices<T, kResidual>(p, stream);
 }
 
 bool in_packets(const AddNormSiluPadParams& p, const void* data, Dtype dtype, const Steps& steps) {

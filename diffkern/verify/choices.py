@@ -25,8 +25,8 @@ from diffkern import __version__
 #: Environment variable that names the folder, in place of the user's cache; 0 keeps nothing.
 VARIABLE = "DIFFKERN_CHOICES"
 
-#: In the names of the files: raised when times are taken in another way, so that no choice of the old one is used.
-_TIMING = 2
+#: In the names of the files: raised when times are taken in another way, or of other kernels: no old choice is used.
+_TIMING = 3
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()

@@ -153,6 +153,17 @@ def test_every_number_of_channels_of_the_autoencoders(channels: int, layout: str
             _check(x, bias, x, provider=provider, pad=(2, 0), memory_format=memory_format)
 
 
+@pytest.mark.parametrize("channels", [2056, 5000, 13440])
+def test_without_a_norm_channels_may_be_of_any_number(channels: int, provider: str, device: str) -> None:
+    """Kernels that hold all channels of a position for its norm take slices of them, as of Sana's feed-forwards."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = video("channels_last", (2, channels, 2, 3, 5), dtype, device)
+        bias, residual = _random((channels,), dtype, device, 1), video("channels_last", x.shape, dtype, device, 2)
+        scale = _random((2, channels), dtype, device, 3)
+        for operands in ((bias,), (bias, residual), (None, residual, scale, scale)):
+            _check(x, *operands, norm=None, pad=(1, 0), memory_format=_FORMATS[1], provider=provider)
+
+
 def test_zero_size_inputs(provider: str, device: str) -> None:
     for shape in ((0, 8, 2, 3, 4), (2, 8, 0, 3, 4), (2, 8, 3, 0, 4)):
         x = torch.empty(shape, device=device, requires_grad=True)

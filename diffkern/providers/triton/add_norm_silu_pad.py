@@ -10,8 +10,9 @@ from diffkern.providers.triton.launching import device_guard, for_rows
 from diffkern.providers.triton.rows import stride_of, strides_of
 from diffkern.providers.triton.tiles import power_of_two, warps_for
 
-#: For four warps, where the channels are few enough.
+#: For four warps, where the channels are few enough, or nothing is summed over them: then a program takes a slice.
 _TILE_ELEMENTS = 4096
+_MOST_OF_A_SLICE = 1024
 #: Positions of a tile where they, and not the channels, are neighbours in memory: 32 bytes of a half dtype.
 _FEWEST_NEIGHBOURS = 16
 
@@ -34,12 +35,13 @@ def add_norm_silu_pad(
     x = _with_rows(x)
     residual = None if residual is None else _with_rows(residual)
     columns = max(power_of_two(channels), 16)
+    columns = columns if norm else min(columns, _MOST_OF_A_SLICE)
     positions = max(_TILE_ELEMENTS // columns, 1)
     if not channels_last or x.stride(1) > 1:
         positions = max(positions, _FEWEST_NEIGHBOURS)
     tiles = -(-height * width // positions)
     with device_guard(x.device):
-        for_rows(add_norm_silu_pad_kernel, channels)[(batch * out_frames * tiles,)](
+        for_rows(add_norm_silu_pad_kernel, channels)[(batch * out_frames * tiles, -(-channels // columns))](
             x, bias, residual, scale, shift, y,
             channels, height * width, tiles, frames, out_frames, front,
             *_strides(x), *((0, 0, 0, 0) if residual is None else _strides(residual)), *_strides(y),

@@ -1,7 +1,8 @@
 """The Triton kernel of add_norm_silu_pad. Imported at first use, since this needs Triton.
 
-A program computes all channels of ``POSITIONS`` positions of one frame of the result. A frame that pads is computed
-like the one it repeats: reading that again costs no more than writing the copy, and saves a second pass.
+A program computes all channels of ``POSITIONS`` positions of one frame of the result; without a norm a slice of them. A
+frame that pads is computed like the one it repeats: reading that again costs no more than writing the copy, and saves a
+second pass.
 
 Offsets are 64-bit, since a stride times an index passes 2^31 in tensors that models really have.
 """
@@ -39,7 +40,7 @@ def add_norm_silu_pad_kernel(
     sample = (program // tiles // out_frames).to(tl.int64)
     frame = tl.minimum(tl.maximum(out_frame - front, 0), frames - 1)
     position = (program % tiles).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
-    channel = tl.arange(0, CHANNELS).to(tl.int64)
+    channel = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
     channel_inside = channel < channels
     inside = (position < positions)[:, None] & channel_inside[None, :]
 
