@@ -4,7 +4,8 @@
 //               in packets, and keep their sums in registers. Without a norm nothing is summed over the channels, and
 //               a block may take a slice of them: of any number.
 //  tile kernel: any alignment, order and number of channels. It reads and writes each in the order of its own memory,
-//               by way of tiles in shared memory; for a norm it reads twice.
+//               by way of tiles in shared memory; for a norm it reads twice. Without one a block takes a slice, too.
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
@@ -202,7 +203,8 @@ __global__ void __launch_bounds__(kTileThreads) tile_kernel(const AddNormSiluPad
     factors[column] = factor_of(p, sum);
   }
   __syncthreads();
-  for (int64_t from = 0; from < p.shape.channels; from += kTileChannels) {
+  // A norm has one block for all channels, and has summed over them by now.
+  for (int64_t from = blockIdx.y * kTileChannels; from < p.shape.channels; from += gridDim.y * kTileChannels) {
     each_element(x_last, from, [&](const Place& place, int64_t c) {
       const float2 modulation = modulation_of(p, target.batch, c);
       const float value = fmaf(sum_at(place, c) * factors[place.position], modulation.x, modulation.y);
@@ -284,7 +286,8 @@ void launch(const AddNormSiluPadParams& p, GpuStream stream) {
     }
   }
   const Grid grid = grid_for(p, kTilePositions);
-  tile_kernel<T><<<grid.blocks, kTileThreads, 0, stream>>>(p, grid.tiles);
+  const int64_t slices = p.norm ? 1 : std::min((p.shape.channels + kTileChannels - 1) / kTileChannels, kMostSlices);
+  tile_kernel<T><<<dim3(grid.blocks, static_cast<unsigned>(slices)), kTileThreads, 0, stream>>>(p, grid.tiles);
 }
 
 }  // namespace

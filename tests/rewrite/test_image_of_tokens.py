@@ -66,9 +66,9 @@ def test_elsewhere_it_is_row_major_as_in_stock(linear: bool) -> None:
     assert run(module, image()).stride() == expected.stride()
     assert torch.equal(run(exact, image()), expected)
     with following_layout():
-        assert run(exact, image().to(memory_format=LAST)).stride() == run(
-            stock, image().to(memory_format=LAST)
-        ).stride()
+        assert (
+            run(exact, image().to(memory_format=LAST)).stride() == run(stock, image().to(memory_format=LAST)).stride()
+        )
 
 
 def test_what_a_hook_may_write_into_has_memory_of_its_own() -> None:
