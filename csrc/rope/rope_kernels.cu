@@ -223,9 +223,9 @@ bool fits_tokens(const RopeParams& p, const RopeOperand& o, int64_t count) {
   return true;
 }
 
-// Whether all heads of a token have the same angles.
+// Whether all heads of a token have the same angles, or none.
 bool heads_share_angles(const RopeParams& p) {
-  return std::all_of(p.operands, p.operands + p.count, [](const RopeOperand& o) { return o.shared(); });
+  return p.tables == RopeTables::kNone || std::all_of(p.operands, p.operands + p.count, [](const RopeOperand& o) { return o.shared(); });
 }
 
 bool has_many_tokens(const RopeParams& p) {

@@ -16,7 +16,7 @@ from diffkern.matching import NormSemantics, apply, declines, full_name, paramet
 from diffkern.providers import KERNEL_DTYPES, Choice, select, use_provider
 from diffkern.verify.contract import EXACT_ELEMENTS, ROWS, SEMANTIC_TOLERANCE
 from diffkern.verify.fusion import OneTensorFusion
-from diffkern.verify.gain import LARGEST_TIMED, reason_to_stay_stock
+from diffkern.verify.gain import reason_to_stay_stock
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.measures import relative_error
 from diffkern.verify.samples import clone_leaf, random_input, sample_shape
@@ -70,8 +70,6 @@ class NormFusion(OneTensorFusion):
 
     @override
     def weigh(self, module: nn.Module, call: Tensor, patched: Callable[..., Any]) -> str | None:
-        if call.numel() * call.element_size() > LARGEST_TIMED:
-            return ""  # time goes into memory traffic, of which the op has no more
         provider = select(self.op, call.device, (call.dtype,), None).provider
         shape = sample_shape(self.semantics, module, 1)
         order = "" if call.is_contiguous() else "strided"  # a model is timed in two layouts

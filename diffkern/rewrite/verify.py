@@ -33,7 +33,7 @@ from diffkern.rewrite.rotation import FORMS, NORMS, columns_of, has_wide_tables
 from diffkern.rewrite.site import BY_SUM, FusedSite, Way
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
-from diffkern.verify.gain import LARGEST_TIMED, Cost, kept_costs, reason_without_gain
+from diffkern.verify.gain import Cost, is_too_large, kept_costs, reason_without_gain
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.isolation import Copy, uncounted
 from diffkern.verify.measures import Measurement, error_beside, relative_error
@@ -95,8 +95,8 @@ class SiteVerifier:
         if requested(site.provider) is not None:
             return ""  # it was asked for
         first = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        if sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)) > LARGEST_TIMED:
-            return ""  # time goes into memory traffic, of which the op has less; copies would take too much
+        if is_too_large(sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)), first.device):
+            return ""
         key = _timed(site, module, first)
         copies = functools.cache(lambda: Copy(leaves).call)  # made only if there is something to time
 

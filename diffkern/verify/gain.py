@@ -16,8 +16,9 @@ from diffkern.verify.isolation import uncounted
 
 #: By how much the fused computation may seem to take longer: clocks are not exact.
 HYSTERESIS = 1.02
-#: Bytes of operands above which nothing is timed: time goes into memory traffic then, of which a fused op has less.
-LARGEST_TIMED = 1 << 28
+#: Bytes of operands above which nothing is timed, unless their copies take a small share of the memory that a GPU has
+#: free: time goes into memory traffic then, of which a fused op has less.
+_LARGEST_TIMED, _SHARE = 1 << 28, 16
 #: Rounds in which each computation has its turn on a GPU, fewer where a call of each takes more than a share of so many
 #: seconds; the fastest counts.
 _ROUNDS, _GPU_BUDGET = 5, 1.0
@@ -66,6 +67,11 @@ class Prepared:
     def __call__(self) -> Any:
         """Computes it, and prepares nothing."""
         return self.compute()
+
+
+def is_too_large(nbytes: int, device: torch.device) -> bool:
+    """Whether operands of so many bytes are not copied to be timed."""
+    return nbytes > _LARGEST_TIMED and (device.type != "cuda" or nbytes * _SHARE > torch.cuda.mem_get_info(device)[0])
 
 
 def kept_costs(computations: Sequence[Callable[[], Any]], device: torch.device, *key: Hashable) -> list[Cost]:
