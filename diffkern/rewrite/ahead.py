@@ -13,7 +13,7 @@ from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.reference import clone_for_verification
-from diffkern.rewrite.rooms import HalvesSite, ImageSite, RepeatedSite, StreamSite
+from diffkern.rewrite.rooms import DividedSite, HalvesSite, ImageSite, RepeatedSite, StreamSite
 from diffkern.rewrite.rotation import streams_of
 from diffkern.rewrite.site import FusedSite
 from diffkern.rewrite.streams import HEADS_FIRST
@@ -25,7 +25,7 @@ _SIZE = 256
 
 Shape = tuple[int, ...]
 #: Sites that compute what is written, on fewer bytes, or are proven on their first call.
-_UNPROVEN = (HalvesSite, ImageSite, MaskedAttentionSite, OnceSite, RepeatedSite, StreamSite, TextSite)
+_UNPROVEN = (DividedSite, HalvesSite, ImageSite, MaskedAttentionSite, OnceSite, RepeatedSite, StreamSite, TextSite)
 
 
 def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

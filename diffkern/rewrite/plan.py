@@ -20,7 +20,7 @@ from diffkern.rewrite.effects import SITES, Effects
 from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
-from diffkern.rewrite.image import ImageOfTokens
+from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.options import drop_options
@@ -36,7 +36,7 @@ from diffkern.rewrite.query_key import (
 )
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.sequential import unroll_sequences
-from diffkern.rewrite.sharing import is_viewed, is_written, needs_own_memory
+from diffkern.rewrite.sharing import is_made_here, is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
 from diffkern.rewrite.streams import Repeated, SideBySide
 from diffkern.rewrite.twins import put_twins
@@ -249,6 +249,9 @@ class _Planner:
                     reason = "it is written into, and would be shared"
                 shares = isinstance(rule.shape, (ImageOfTokens, Repeated, SideBySide))
                 if shares and needs_own_memory(effects, scope.flow, node, match):
+                    reason = ""
+                divides = isinstance(rule.shape, DividedByOne)
+                if divides and not is_made_here(effects, scope.flow, match.operands["x"].node):
                     reason = ""
                 if reason is None:
                     found = self._place(rule, scope, placer, node, match)

@@ -17,13 +17,21 @@ from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.matching.genuine import in_library
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, group_norm_path, settings_of
 from diffkern.rewrite.guard import Guard
-from diffkern.rewrite.image import ImageOfTokens
+from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.rooms import HalvesSite, ImageSite, JoinSite, RepeatedSite, StreamSite, lies_otherwise
+from diffkern.rewrite.rooms import (
+    DividedSite,
+    HalvesSite,
+    ImageSite,
+    JoinSite,
+    RepeatedSite,
+    StreamSite,
+    lies_otherwise,
+)
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
@@ -44,6 +52,7 @@ _SITES: Mapping[type, type[FusedSite]] = {
     LinearOfStream: StreamSite,
     Joined: JoinSite,
     SideBySide: HalvesSite,
+    DividedByOne: DividedSite,
     ImageOfTokens: ImageSite,
     Repeated: RepeatedSite,
 }

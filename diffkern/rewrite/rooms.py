@@ -164,6 +164,18 @@ def _in_channels_last(x: Any, dim: int) -> Tensor | None:
     return x if type(x) is Tensor and follows_layout() and is_last(x) and not x.requires_grad else None
 
 
+def _undivided(x: Any, n: Any, dim: int) -> Tensor | None:
+    """``x / n`` as ``x`` itself, if that is the same."""
+    by_one = type(n) in (int, float) and n == 1 and type(x) is Tensor and x.is_floating_point()
+    return x if by_one and not x.requires_grad else None
+
+
+class DividedSite(_SharingSite):
+    """A division by a setting, which is the dividend itself where that is 1."""
+
+    shared = staticmethod(_undivided)
+
+
 class HalvesSite(_SharingSite, _WrittenOffGpus):
     """A concatenation of two tensors, which is a view of both where they are halves of one."""
 

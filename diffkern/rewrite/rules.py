@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
-from diffkern.rewrite.image import ImageOfTokens
+from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import (
     Activated,
@@ -112,6 +112,7 @@ RULES = (
     Rule("concatenation of streams", "qk_norm_rope", Joined()),
     Rule("concatenation of halves", "qk_norm_rope", SideBySide()),
     Rule("repetition, once", "qk_norm_rope", Repeated()),
+    Rule("division by one", "qk_norm_rope", DividedByOne()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("attention, of the keys that count", "qk_norm_rope", MaskedAttention()),
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),

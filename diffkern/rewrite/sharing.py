@@ -31,6 +31,12 @@ def is_written(effects: Effects, flow: Flow, memory: frozenset[object]) -> bool:
     return any(memory & effects.written(node) for node in stores)
 
 
+def is_made_here(effects: Effects, flow: Flow, node: ast.expr) -> bool:
+    """Whether all that an expression may be is made by the function itself, which writes into none of it."""
+    memory = effects.storage(node)
+    return all(isinstance(root, ast.AST) for root in memory) and not is_written(effects, flow, memory)
+
+
 def needs_own_memory(effects: Effects, flow: Flow, root: ast.expr, match: Match) -> bool:
     """Whether a result may not lie in that of its operands; calls that are not known are trusted not to write."""
     memory = frozenset({root}).union(*[effects.storage(operand.node) for operand in match.operands.values()])

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection
 
 from diffkern.rewrite.expressions import ROTATES
-from diffkern.rewrite.image import is_image_of_tokens
+from diffkern.rewrite.identity import is_image_of_tokens
 
 #: Statements that a helper may consist of, before the one return at its end.
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.If, ast.Expr, ast.Return, ast.Raise, ast.Pass)

@@ -335,8 +335,8 @@ def test_an_injection_times_unless_it_is_strict_or_forbidden(monkeypatch: pytest
 
 def test_large_operands_are_timed_where_a_gpu_has_room_for_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the queries of Wan 14B, 335 MB, on a card of 80 GB and on one of 8 GB that a model fills."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
     for free, too_large in ((40 << 30, False), (2 << 30, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
         assert gain.is_too_large(335 << 20, torch.device("cuda")) == too_large
         assert not gain.is_too_large(100 << 20, torch.device("cuda"))
     assert gain.is_too_large(335 << 20, torch.device("cpu"))

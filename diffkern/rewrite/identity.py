@@ -1,4 +1,4 @@
-"""Tokens that become an image again, as a shape."""
+"""Expressions whose result is their operand itself, by what a setting or a layout is, as shapes."""
 
 from __future__ import annotations
 
@@ -33,3 +33,18 @@ class ImageOfTokens:
         if is_image_of_tokens(node):
             operands = {"x": Operand(node.func.value)}  # type: ignore[attr-defined]
             yield replace(match.step(node), operands=operands, options={"dim": 1})
+
+
+@dataclass(frozen=True)
+class DividedByOne:
+    """``x / attn.rescale_output_factor``, where the setting of the module is 1. The operands are ``x`` and ``n``."""
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        divisor = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else None
+        if not isinstance(divisor, ast.Attribute) or scope.facts.path(scope.flow, divisor.value) != ():
+            return
+        value = scope.facts.value((divisor.attr,))
+        if type(value) in (int, float) and value == 1:
+            operands = {"x": Operand(node.left), "n": Operand(divisor)}  # type: ignore[attr-defined]
+            yield replace(match.step(node), operands=operands, options={"dim": 0})
