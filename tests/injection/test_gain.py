@@ -233,7 +233,8 @@ def test_an_attention_without_a_gain_asks_for_the_signature_of_its_processor_onc
 ) -> None:
     Clock(monkeypatch, fused=3.0, stock=2.0)
     torch.manual_seed(0)
-    attention: Any = Attention(32, heads=2, dim_head=16, qk_norm="rms_norm").requires_grad_(False)
+    attention: Any = Attention(32, heads=2, dim_head=16, qk_norm="rms_norm", rescale_output_factor=2.0)
+    attention.requires_grad_(False)
     x = torch.randn(2, 40, 32)
     with torch.no_grad():
         stock = attention(x)
