@@ -218,7 +218,9 @@ def _drawn(
         return (cos, sin) if tables.in_pair else cos
 
     made = [
-        table(role[1 : role.index("_table")])
+        tokens[0]
+        if "_length" in role
+        else table(role[1 : role.index("_table")])
         if "_table" in role
         else stream(sum(tokens) if whole and role else tokens[int(role[1:] or 0) if role else -1])
         for role in roles

@@ -38,6 +38,7 @@ from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.sequential import unroll_sequences
 from diffkern.rewrite.sharing import is_made_here, is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
+from diffkern.rewrite.stores import name_starts
 from diffkern.rewrite.streams import Repeated, SideBySide
 from diffkern.rewrite.twins import put_twins
 from diffkern.rewrite.variants import (
@@ -155,6 +156,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
         decide_branches(tree, facts)
         split_by_arguments(tree, facts)
         separate_slices(tree)
+        name_starts(tree)
     else:
         inline.inline_nested(tree)
         split_by_flags(tree, facts)

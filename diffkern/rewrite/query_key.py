@@ -7,7 +7,6 @@ one, ``query, key = ...``, whose value the shape matches.
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,13 +15,17 @@ from diffkern.rewrite.expressions import ROTATES, is_cast, norm_call
 from diffkern.rewrite.facts import LAST_DIM
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Operand, Scope, peel, through_views
+from diffkern.rewrite.stores import blocks, without_store
 
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
 #: streams and no rotation; no streams and no norms; ``cat([rotate(x[..., :n], ...), x[..., n:]])``, of a part of heads;
-#: no streams, and keys that are not rotated.
-KINDS = "joined first", "joined last", "rotated", "normed", "rotated alone", "rotated in part", "query rotated"
-JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, ROTATED_ALONE, ROTATED_IN_PART, QUERY_ROTATED = KINDS
+#: no streams, and keys that are not rotated; ``x[:, n:] = rotate(x[:, n:], ...)`` in ``x = cat([norm(a), norm(b)])``.
+KINDS = (
+    "joined first", "joined last", "rotated", "normed", "rotated alone", "rotated in part", "query rotated",
+    "joined, then rotated",
+)  # fmt: skip
+JOINED_FIRST, JOINED_LAST, ROTATED, NORMED, ROTATED_ALONE, ROTATED_IN_PART, QUERY_ROTATED, JOINED_THEN = KINDS
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class QueryKey:
             return found if found is None or name == "q" or _of_query_and_key(scope, found) else None
         if self.kind == ROTATED_ALONE:
             return _rotated_alone(scope, node, match, name)
+        if self.kind == JOINED_THEN:
+            return _rotated_behind(scope, node, match, name)
         if self.kind == ROTATED_IN_PART:
             return _rotated_in_part(scope, node, match, name)
         if self.kind == ROTATED:
@@ -128,6 +133,44 @@ def _joined_streams(
             return None
         found = after
     return found
+
+
+def _rotated_behind(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
+    """The match of ``torch.cat([x[:, :n], rotate(x[:, n:], ...)], dim=1)`` with ``x = torch.cat([norm(a), norm(b)])``.
+
+    What it computes is ``norm(a), rotate(norm(b), ...)`` where ``a`` has the length ``n``, which is an operand.
+    """
+    streams = _concatenated(scope, node, match)
+    if streams is None or len(streams[0]) != 2 or not is_rotation(scope, streams[0][1]):
+        return None
+    (front, turned), match, dim = streams
+    assert isinstance(turned, ast.Call)
+    match, back = _with_tables(scope, turned, match, f"{name}1"), turned.args[0]
+    if not isinstance(front, ast.Subscript) or not isinstance(back, ast.Subscript):
+        return None
+    end, start = _bound(front, dim, "upper"), _bound(back, dim, "lower")
+    joined = _concatenated(scope, front.value, match.step(front))
+    again = None if joined is None else _concatenated(scope, back.value, joined[1].step(back))
+    if joined is None or again is None or again[0] is not joined[0] or len(again[0]) != 2 or again[2] != dim:
+        return None
+    if end is None or start is None or end.id != start.id:
+        return None
+    found: Match | None = replace(again[1], options={**again[1].options, "stream_dim": dim})
+    for i, part in enumerate(joined[0]):
+        found = found and _normed(scope, part, found, f"{name}{i}")
+    return found and replace(found, operands={**found.operands, f"{name}0_length": Operand(end)})
+
+
+def _bound(part: ast.Subscript, dim: int, which: str) -> ast.Name | None:
+    """The variable that bounds a slice along a dimension, which is the only one that is cut; None for other slices."""
+    slices = part.slice.elts if isinstance(part.slice, ast.Tuple) else [part.slice]
+    if not all(isinstance(one, ast.Slice) and one.step is None for one in slices):
+        return None
+    cut = [(at, one) for at, one in enumerate(slices) if one.lower is not None or one.upper is not None]  # type: ignore[attr-defined]
+    if len(cut) != 1 or cut[0][0] != dim or (cut[0][1].lower is None) is not (which == "upper"):  # type: ignore[attr-defined]
+        return None
+    bound = getattr(cut[0][1], which)
+    return bound if isinstance(bound, ast.Name) else None
 
 
 def is_processor(scope: Scope) -> bool:
@@ -303,7 +346,7 @@ def pair_statements(scope: Scope, kind: str) -> bool:
         Whether there are any.
     """
     found = False
-    for block in _blocks(scope.flow.tree):
+    for block in blocks(scope.flow.tree):
         index = 0
         while index + 1 < len(block):
             both = _paired(scope, block[index], block[index + 1], kind)
@@ -316,7 +359,7 @@ def pair_statements(scope: Scope, kind: str) -> bool:
 
 def separate_slices(tree: ast.FunctionDef) -> None:
     """Makes ``a = x[..., :n]`` and ``b = x[..., n:]`` of ``a, b = x[..., :n], x[..., n:]``, which no rule enters."""
-    for block in _blocks(tree):
+    for block in blocks(tree):
         for index in reversed(range(len(block))):
             statement = block[index]
             targets = statement.targets if isinstance(statement, ast.Assign) else []
@@ -333,7 +376,7 @@ def separate_slices(tree: ast.FunctionDef) -> None:
 
 def separate_statements(tree: ast.FunctionDef) -> None:
     """Takes back what :func:`pair_statements` did where no site came of it."""
-    for block in _blocks(tree):
+    for block in blocks(tree):
         for index in reversed(range(len(block))):
             single, value = getattr(block[index], "_single", None), getattr(block[index], "value", None)
             if single is not None and isinstance(value, ast.Tuple):
@@ -342,8 +385,10 @@ def separate_statements(tree: ast.FunctionDef) -> None:
 
 def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assign | None:
     single = [one, other]
-    if kind == JOINED_LAST:
-        one, other = _without_store(one), _without_store(other)
+    if kind in (JOINED_LAST, JOINED_THEN):
+        one, other = without_store(one), without_store(other)
+    if kind == JOINED_THEN and (one is single[0] or other is single[1]):
+        return None
     if not isinstance(one, ast.Assign) or not isinstance(other, ast.Assign):
         return None
     if kind == QUERY_ROTATED and _is_norm(scope, one.value):
@@ -373,50 +418,11 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
     return ast.fix_missing_locations(ast.copy_location(both, one))
 
 
-def _without_store(statement: ast.stmt) -> ast.stmt:
-    """``x[:, t:] = f(x[:, t:], ...)`` as ``x = torch.cat([x[:, :t], f(x[:, t:], ...)], dim=1)``; others as they are."""
-    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-    value = getattr(statement, "value", None)
-    if (
-        not isinstance(target, ast.Subscript)
-        or not isinstance(target.value, ast.Name)
-        or not isinstance(value, ast.Call)
-    ):
-        return statement
-    if not value.args or ast.unparse(value.args[0]) != ast.unparse(target):
-        return statement
-    slices = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
-    if not all(isinstance(part, ast.Slice) and part.step is None and part.upper is None for part in slices):
-        return statement
-    bounded = [dim for dim, part in enumerate(slices) if part.lower is not None]  # type: ignore[attr-defined]
-    if len(bounded) != 1 or not isinstance(slices[bounded[0]].lower, ast.Name):  # type: ignore[attr-defined]
-        return statement
-    front = copy.deepcopy(value.args[0])
-    place = front.slice.elts[bounded[0]] if isinstance(target.slice, ast.Tuple) else front.slice  # type: ignore[attr-defined]
-    place.lower, place.upper = None, place.lower
-    joined = ast.parse(f"{target.value.id} = torch.cat([0, 0], dim={bounded[0]})").body[0]
-    joined.value.args[0].elts = [front, value]  # type: ignore[attr-defined]
-    for node in ast.walk(joined):
-        if not hasattr(node, "lineno") or node.lineno == 1:
-            ast.copy_location(node, statement)
-    return ast.fix_missing_locations(joined)
-
-
 def _is_of(scope: Scope, node: ast.expr, kind: str) -> bool:
-    if kind in (JOINED_LAST, ROTATED_IN_PART):
+    if kind in (JOINED_LAST, JOINED_THEN, ROTATED_IN_PART):
         return _concatenated(scope, node, Match()) is not None
     return _is_norm(scope, node) if kind == NORMED else is_rotation(scope, node)
 
 
 def _is_norm(scope: Scope, node: ast.expr) -> bool:
     return norm_call(scope, node, LAST_DIM) is not None
-
-
-def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(node, name, None)
-        if isinstance(block, list):
-            yield block
-            for statement in list(block):
-                if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-                    yield from _blocks(statement)

@@ -55,6 +55,8 @@ TABLES: Mapping[str, Callable[[list[Tensor]], Tables]] = {
 }
 #: Those that may have a column for each element that is rotated, of which a head may have more.
 _FULL = ("cosines and sines", ANGLES)
+#: The operands in front of what is rotated.
+_FRONT = ("q0", "k0")
 #: 2x2 matrices that need not rotate, whose tables are kept for the other sites of one call of the model.
 ANY_MATRICES = "any 2x2 matrices"
 #: Cosines and sines of each axis, and then which row of them a token has; a part of each head belongs to an axis.
@@ -150,7 +152,8 @@ def has_wide_tables(operands: Mapping[str, Any]) -> bool:
     tables += [
         table for i in range(streams_of(operands)) for side in "qk" for table in tables_of(operands, f"{side}{i}")
     ]
-    half = [x.dtype in (torch.float16, torch.bfloat16) for name, x in operands.items() if "_table" not in name]
+    tensors = [x for name, x in operands.items() if "_table" not in name and isinstance(x, Tensor)]
+    half = [x.dtype in (torch.float16, torch.bfloat16) for x in tensors]
     return all(half) and any([table.dtype in (torch.float64, torch.complex128) for table in tables])
 
 
@@ -187,6 +190,8 @@ def call_qk_norm_rope(
     if "k0" not in operands:
         return concatenate(list(operands.values()), dim, in_order)
     options["pairing"], narrow = form.pairing, options.pop("tables_in_float32", False)
+    if any([operands.get(f"{x}_length", operands[x].shape[dim or 0]) != operands[x].shape[dim or 0] for x in _FRONT]):
+        raise ValueError("what is rotated does not begin behind the first stream")
     queries, keys, tables, start = [], [], [], 0
     norms: list[dict[str, Any]] = []
     shared = all([value is operands.get(f"k{name[1:]}") for name, value in operands.items() if _is_table_of_q(name)])

@@ -32,6 +32,7 @@ from diffkern.rewrite.padding import Padded, RepeatedFrames
 from diffkern.rewrite.query_key import (
     JOINED_FIRST,
     JOINED_LAST,
+    JOINED_THEN,
     NORMED,
     QUERY_ROTATED,
     ROTATED,
@@ -101,6 +102,7 @@ def _activated(over: str) -> Shape:
 RULES = (
     Rule("query and key norm, rotation", "qk_norm_rope", RotatedTogether()),
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_FIRST)),
+    Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_THEN)),
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_LAST)),
     Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(ROTATED)),
     Rule("query and key norm, rotation", "qk_norm_rope", QueryKey(QUERY_ROTATED)),

@@ -44,7 +44,7 @@ Recorder = Callable[[nn.Module, Measurement], None]
 #: Why a match is none: the shape alone says nothing of what a function of the model computes.
 DISAGREES = "in float64 its op does not compute what the source says"
 #: Operands that are no tensors: how much is padded, and how.
-_SETTINGS = frozenset({"padding", "mode", "front", "back"})
+_SETTINGS = frozenset({"padding", "mode", "front", "back", "q0_length", "k0_length"})
 #: Relative error up to which two float64 results compute the same.
 AGREEMENT = 1e-10
 

@@ -18,7 +18,6 @@ _NO_ROTATION = re.compile("embed$|embedder|get_|store_")
 #: Why functions that rotate have no rotation that is fused, and what the proof refuses of what looks like one.
 REASONS = {
     "AnimaTextConditionerAttnProcessor": "tables of the keys are unpacked between the two rotations",
-    "EasyAnimateAttnProcessor2_0": "streams are joined first, and a part of the join is rotated",
     "FluxIPAdapterAttnProcessor": "a processor that is a module runs its own call",
     "WanAnimate2AttnProcessor": "it rotates each sample by the sizes of its own grid",
 }

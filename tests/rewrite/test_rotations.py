@@ -235,6 +235,22 @@ class QueryAloneFirst:
         return torch.stack([query, key])
 
 
+class BehindJoinedText:
+    """Joins a text of some tokens with all, and rotates what is behind a number of tokens in place."""
+
+    def __call__(self, attn: Any, x: Tensor, table: Any) -> Tensor:
+        pair, text, start = table[0], x[:, : table[1]], table[2]
+        query = attn.norm_q(attn.to_q(x).unflatten(2, (HEADS, -1)).transpose(1, 2))
+        key = attn.norm_k(attn.to_k(x).unflatten(2, (HEADS, -1)).transpose(1, 2))
+        query_of_text = attn.norm_q(attn.to_q(text).unflatten(2, (HEADS, -1)).transpose(1, 2))
+        key_of_text = attn.norm_k(attn.to_k(text).unflatten(2, (HEADS, -1)).transpose(1, 2))
+        query = torch.cat([query_of_text, query], dim=2)
+        key = torch.cat([key_of_text, key], dim=2)
+        query[:, :, start:] = apply_rotary(query[:, :, start:], pair)
+        key[:, :, start:] = apply_rotary(key[:, :, start:], pair)
+        return torch.stack([query, key])
+
+
 class QueryByKey:
     """Rotates queries by what the norm of the keys returns."""
 
@@ -397,6 +413,24 @@ def test_a_table_of_all_samples_and_tables_of_each_have_a_proof_each() -> None:
     module(x, pair)
     torch.testing.assert_close(module(x, each), stock, rtol=2e-2, atol=2e-2)
     assert [(site.fused_calls, len(site.ways)) for site in found.sites] == [(2, 2)]
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_what_begins_elsewhere_than_behind_a_joined_text_is_not_rotated_as_if_it_did(numerics: str) -> None:
+    """That as many tokens as samples are no longer all of the text, no signature says, nor tables of one row."""
+    torch.manual_seed(0)
+    module = Attention(BehindJoinedText()).bfloat16().requires_grad_(False)
+    x, row = arguments("alone")[0], tuple([table[-1:] for table in PAIR])
+    both = [(row, 2, 2), (row, 3, 2)]
+    stock, found = [module(x, table) for table in both], Rewriter(numerics).rewrite(module)
+    assert isinstance(found, Rewritten)
+    module.forward = found.function.__get__(module)  # type: ignore[method-assign]
+    bound = 0.0 if numerics == "exact" else 2e-2
+    for table, expected in zip(both, stock, strict=True):
+        torch.testing.assert_close(module(x, table), expected, rtol=bound, atol=bound)
+    rotated = found.sites[0]
+    assert rotated.plan.rule.name == "query and key norm, two streams" and not rotated.reasons
+    assert (rotated.fused_calls, rotated.original_calls, len(rotated.ways)) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("graph", [True, False])

@@ -35,6 +35,17 @@ def _step(**given: Any) -> Callable[[Callable[..., Tensor]], Mapping[str, Any]]:
     }
 
 
+#: EasyAnimate with blocks that have projections of the text, or without.
+_EASYANIMATE = {
+    mmdit: Denoiser(
+        "EasyAnimateTransformer3DModel", "",
+        _step(hidden_states=(2, 16, 2, 32, 32), encoder_hidden_states=(2, 16, 64), timestep=torch.full((2,), 500)),
+        {"num_attention_heads": 2, "attention_head_dim": 64, "text_embed_dim": 64, "in_channels": 16,
+         "out_channels": 16, "patch_size": 2, "add_norm_text_encoder": True, "mmdit_layers": mmdit},
+        {"num_layers": 1},
+    )
+    for mmdit in (1, 0)
+}  # fmt: skip
 #: A model with one layer, the module whose processor rotates, the rule that finds it there, and how many columns tables
 #: have for each element of a head.
 MODELS: dict[str, tuple[Denoiser, str, str, float]] = {
@@ -62,6 +73,8 @@ MODELS: dict[str, tuple[Denoiser, str, str, float]] = {
         ),
         "transformer_blocks.0.attn1", "query and key norm, two streams", 1.0,
     ),
+    "easyanimate": (_EASYANIMATE[1], "transformer_blocks.0.attn1", "query and key norm, two streams", 1.0),
+    "easyanimate, joined": (_EASYANIMATE[0], "transformer_blocks.0.attn1", "query and key norm, two streams", 1.0),
     "hunyuan_dit": (
         Denoiser(
             "HunyuanDiT2DModel", "",
@@ -228,7 +241,7 @@ def test_tables_of_keys_that_are_not_rotated_are_made_once_in_a_call() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cogview4"])
+@pytest.mark.parametrize("name", ["cogview4", "easyanimate", "easyanimate, joined"])
 def test_tables_on_the_cpu_rotate_queries_on_a_gpu(name: str, device: str) -> None:
     module, given = attention(name)
     module.to(device)
