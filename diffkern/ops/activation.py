@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
+from diffkern.ops.norm_gradients import needs_grad
 from diffkern.ops.registration import Op
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.activation import FUNCTIONS, apply, apply_backward
@@ -33,6 +34,14 @@ CONTRACT = (
         "two operands in any mix",
         "float32",
         "the activation to the dtype of the gate, the product to the promoted dtype",
+    ),
+    ContractRow("channel_glu", "plain", "two operands in any mix", "float32", "once, to the dtype of the input"),
+    ContractRow(
+        "channel_glu",
+        "round_each",
+        "two operands in any mix",
+        "float32",
+        "the sums, the activation and the product, to the dtype of the input",
     ),
 )
 
@@ -109,6 +118,40 @@ def glu(
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     y: Tensor = _glu.call((value, gate), (activation, round_activation), provider)
+    return y
+
+
+def channel_glu(
+    x: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    *,
+    round_each: bool = False,
+    provider: str | None = None,
+) -> Tensor:
+    r"""Gated linear unit of the two halves of the channels, behind a convolution whose bias is added with it.
+
+    .. math:: y_c = (x_c + b_c) \cdot a(x_{C + c} + b_{C + c})
+
+    Args:
+        x: Input of shape ``[B, 2C, ...]``, any strides; float32, float16, bfloat16 or float64.
+        bias: ``b`` of shape ``[2C]``, or None.
+        activation: ``a``, as in :func:`glu`.
+        round_each: Rounds each sum, and ``a`` of it, to the dtype of ``x``, as a chain of PyTorch ops does.
+        provider: ``"triton"`` or ``"eager"``; None chooses the first that can.
+
+    Returns:
+        A new tensor ``[B, C, ...]`` of the dtype of ``x``, laid out densely in the order of ``x``. Differentiable in
+        both.
+
+    Raises:
+        TypeError: an operand is not floating point.
+        ValueError: the channels are odd, the bias has not one value for each, or the activation is unknown.
+        diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
+
+    Source: Cai et al., "EfficientViT", 2023, whose MBConv has it in the place of its second activation; Sana.
+    """
+    y: Tensor = _channel_glu.call((x, bias), (activation, round_each), provider)
     return y
 
 
@@ -244,3 +287,45 @@ def _glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _glu = Op("glu", _glu_prepare, _glu_fake, _glu_setup_context, _glu_backward)
+
+
+# --- channel_glu as a torch op -------------------------------------------------------------------------
+
+
+def _channel_glu_prepare(x: Tensor, bias: Tensor | None, activation: str, round_each: bool) -> tuple[Any, ...]:
+    if not (x.is_floating_point() and (bias is None or bias.is_floating_point())):
+        raise TypeError(f"a gated unit needs floating point operands, got {x.dtype}")
+    if activation not in FUNCTIONS:
+        raise ValueError(f"unknown activation {activation!r}: choose one of {', '.join(FUNCTIONS)}")
+    if x.ndim < 2 or x.shape[1] % 2:
+        raise ValueError(f"the input must have shape [B, 2C, ...], got {tuple(x.shape)}")
+    if bias is not None and bias.shape != x.shape[1:2]:
+        raise ValueError(f"the bias has shape {tuple(bias.shape)}, but the input has {x.shape[1]} channels")
+    return x, bias, activation, round_each
+
+
+def _channel_glu_fake(x: Tensor, **options: Any) -> Tensor:
+    return torch.empty_like(x.chunk(2, 1)[0])
+
+
+def _channel_glu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, ctx.function, *_ = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _channel_glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Backward of the unrounded formula; the sums and the activation are computed again rather than kept."""
+    x, bias = ctx.saved_tensors
+    dtype = compute_dtype(x, bias)
+    wide = x.to(dtype) if bias is None else x.to(dtype) + bias.to(dtype).view(-1, *(1,) * (x.ndim - 2))
+    (value, gate), grad = wide.chunk(2, 1), grad.to(dtype)
+    halves = grad * apply(gate, ctx.function), apply_backward(grad * value, gate, ctx.function)
+    grads = torch.cat(halves, 1)
+    needs_x, needs_bias = needs_grad(ctx, 2)
+    grad_bias = grads.sum([d for d in range(x.ndim) if d != 1]).to(bias.dtype) if needs_bias else None
+    return grads.to(x.dtype) if needs_x else None, grad_bias, None, None, None
+
+
+_channel_glu = Op(
+    "channel_glu", _channel_glu_prepare, _channel_glu_fake, _channel_glu_setup_context, _channel_glu_backward
+)

@@ -19,6 +19,7 @@ FAMILIES = (
     "joint_qk_norm_rope",
     "activation",
     "linear",
+    "linear_attention",
     "group_norm",
     "add_norm_silu_pad",
     "fp8",

@@ -34,11 +34,15 @@ from diffkern.providers.signatures import SIGNATURES, arguments, schema
 
 #: What a linear layer has to fuse, torch itself fuses; and rows of fp8 are for NVIDIA's GPUs alone.
 _OF_TORCH, _OF_NVIDIA = "linear_", "_fp8"
+#: What Triton alone has a kernel for.
+_OF_TRITON = frozenset({"channel_glu", "linear_attention"})
 #: The ops of a build.
 _OPS = tuple(
     op
     for op in SIGNATURES
-    if not op.startswith(_OF_TORCH) and not (op.endswith(_OF_NVIDIA) and torch.version.hip is not None)
+    if op not in _OF_TRITON
+    and not op.startswith(_OF_TORCH)
+    and not (op.endswith(_OF_NVIDIA) and torch.version.hip is not None)
 )
 
 

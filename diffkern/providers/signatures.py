@@ -33,6 +33,7 @@ SIGNATURES: Mapping[str, str] = {
         "(Tensor x, Tensor? bias, Tensor? residual, Tensor? scale, Tensor? shift, float eps, bool norm, bool silu, "
         "int front, int back, bool channels_last) -> Tensor"
     ),
+    "channel_glu": '(Tensor x, Tensor? bias=None, str function="silu", bool round_each=False) -> Tensor',
     "channel_rms_norm_silu": (
         "(Tensor x, Tensor? weight=None, Tensor? bias=None, Tensor? scale=None, Tensor? shift=None, float eps=1e-6, "
         "bool clamp_eps=False, bool silu=True, ScalarType? round_dtype=None) -> Tensor"
@@ -60,6 +61,10 @@ SIGNATURES: Mapping[str, str] = {
     "layer_norm": (
         "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, ScalarType? out_dtype=None, "
         "bool preserve_strides=False) -> Tensor"
+    ),
+    "linear_attention": (
+        "(Tensor q, Tensor k, Tensor v, Tensor? q_rotated=None, Tensor? k_rotated=None, float eps=1e-15, "
+        "bool relu=True) -> Tensor"
     ),
     "linear_fp8": (
         "(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) -> Tensor"

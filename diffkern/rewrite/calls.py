@@ -63,6 +63,24 @@ def _glu(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way,
     return ops.glu(**operands, **way.options, provider=provider)
 
 
+def _channel_glu(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    x, bias = _convolved(site, module, operands["x"])
+    if bias is None:
+        value, gate = x.chunk(2, 1)
+        activation, rounds = way.options["activation"], way.options["round_each"]
+        return ops.glu(value, gate, activation, round_activation=rounds, provider=provider)
+    return ops.channel_glu(x, bias, **way.options, provider=provider)
+
+
+def _linear_attention(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+) -> Tensor:
+    heads = {name: x if x.ndim == 4 else x.unflatten(-1, (module.heads, -1)) for name, x in operands.items()}
+    return ops.linear_attention(**heads, **way.options, provider=provider).flatten(2)
+
+
 def _linear_gelu(
     site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
 ) -> Tensor:
@@ -203,6 +221,8 @@ CALLS: Mapping[str, Any] = {
     "gate_residual": _gate_residual,
     "gate_residual_norm_modulate": _gate_residual_norm_modulate,
     "glu": _glu,
+    "channel_glu": _channel_glu,
+    "linear_attention": _linear_attention,
     "linear_gelu": _linear_gelu,
     "qk_norm_rope": call_qk_norm_rope,
     "group_norm_silu": _group_norm_silu,

@@ -268,13 +268,18 @@ class Flow:
 
     def _nested(self, node: ast.AST, env: Env | None = None) -> None:
         """A scope of its own: what it reads of the locals is read now if ``env`` is given, else some time later."""
+        own: set[ast.AST] = set()  # loads of its own parameters
+        if isinstance(node, ast.FunctionDef):
+            parameters = {child.arg for child in ast.walk(node.args) if isinstance(child, ast.arg)}
+            inside = [child for statement in node.body for child in ast.walk(statement)]
+            own = {child for child in inside if isinstance(child, ast.Name) and child.id in parameters}
         for child in ast.walk(node):
             if isinstance(child, ast.expr):
                 self.guarded.add(child)
                 self.statement[child] = self._stack[-1]
             if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load):
                 if env is None:
-                    self._captured.add(child.id)
+                    self._captured.update(() if child in own else [child.id])
                 elif env.get(child.id):
                     self.definitions[child] = self.definitions.get(child, frozenset()) | env[child.id]
             elif isinstance(child, ast.Nonlocal):

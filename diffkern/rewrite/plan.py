@@ -20,7 +20,9 @@ from diffkern.rewrite.effects import SITES, Effects
 from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.halves import separate_halves
 from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
+from diffkern.rewrite.linear_attention import separate_casts
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.options import drop_options
@@ -157,6 +159,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
         split_by_arguments(tree, facts)
         separate_slices(tree)
         name_starts(tree)
+        separate_casts(tree)
     else:
         inline.inline_nested(tree)
         split_by_flags(tree, facts)
@@ -172,6 +175,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
         if not is_processor:
             split_by_arguments(tree, facts)
             drop_unit_divisors(tree, facts)
+        separate_halves(tree, facts)
         activate_in_branches(tree, facts)
         norms_into_branches(tree, facts)
         planner = _Planner(source, facts)

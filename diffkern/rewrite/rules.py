@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
+from diffkern.rewrite.halves import HalfOfChannels
 from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
+from diffkern.rewrite.linear_attention import LinearAttention
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import (
     Activated,
@@ -58,6 +60,8 @@ class Rule:
         shape: What to look for.
         keeps: Whether the op returns the new residual, too, before the result.
         options: Arguments of the op that the shape implies, unless the match found others.
+        is_left_to_compiler: Whether a graph of ``torch.compile`` holds the expression as it is written, unless a
+            provider is named: Inductor fuses it as well, and with what stands around it.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Rule:
     shape: Shape
     keeps: bool = False
     options: Mapping[str, object] = field(default_factory=dict)
+    is_left_to_compiler: bool = False
 
 
 def _modulated(base: Shape, factor: Shape) -> Shape:
@@ -99,7 +104,14 @@ def _activated(over: str) -> Shape:
     return Activated("norm", _SILU, Either((_modulated(norm, _SCALE), norm)))
 
 
+#: ``a * silu(b)`` of the two halves of what a convolution gives.
+_CONVOLVED_GLU = Product(
+    Activated("gate", _GLU, HalfOfChannels(1, _CONVOLVED)),
+    HalfOfChannels(0, _CONVOLVED),
+)
+
 RULES = (
+    Rule("linear attention", "linear_attention", LinearAttention(), is_left_to_compiler=True),
     Rule("query and key norm, rotation", "qk_norm_rope", RotatedTogether()),
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_FIRST)),
     Rule("query and key norm, two streams", "qk_norm_rope", QueryKey(JOINED_THEN)),
@@ -119,8 +131,13 @@ RULES = (
     Rule("attention, of the keys that count", "qk_norm_rope", MaskedAttention()),
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
     Rule("convolution, norm, SiLU", "group_norm_silu", Activated("norm", _SILU, Norm(_CONVOLVED, over=GROUPS))),
-    Rule("convolution, residual", "add_norm_silu_pad", Sum(Leaf("residual"), _CONVOLVED)),
     Rule("image of tokens", "add_norm_silu_pad", ImageOfTokens()),
+    Rule(
+        "convolution, residual",
+        "add_norm_silu_pad",
+        Sum(Leaf("residual"), _CONVOLVED),
+        is_left_to_compiler=True,
+    ),
     Rule("padding", "add_norm_silu_pad", Padded()),
     Rule("padding of frames", "add_norm_silu_pad", RepeatedFrames()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _embedded(Leaf("x"))),
@@ -142,8 +159,14 @@ RULES = (
     Rule("modulation", "norm_modulate", _modulated(Leaf("x"), _SCALE), options={"norm": None}),
     Rule("gated residual", "gate_residual", _GATED),
     Rule("gated residual, in place", "gate_residual", AddedInPlace(Product(Leaf("gate"), Leaf("x")))),
+    Rule("convolution, gated linear unit", "channel_glu", _CONVOLVED_GLU, is_left_to_compiler=True),
     Rule("gated linear unit", "glu", Product(Activated("gate", _GLU), Leaf("value"))),
-    Rule("convolution, SiLU", "add_norm_silu_pad", Activated("convolution", _SILU, _CONVOLVED)),
+    Rule(
+        "convolution, SiLU",
+        "add_norm_silu_pad",
+        Activated("convolution", _SILU, _CONVOLVED),
+        is_left_to_compiler=True,
+    ),
     Rule("rotation", "rope", Rotation()),
     Rule("group norm", "group_norm_silu", Norm(Leaf("x"), over=GROUPS)),
     Rule("linear, GELU", "linear_gelu", Activated("linear", frozenset({"gelu_tanh"}), Linear(Leaf("x")))),

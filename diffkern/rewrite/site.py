@@ -184,6 +184,8 @@ class FusedSite:
             if result is not OTHER:
                 return result
         size, compiling = None, torch.compiler.is_compiling()
+        if compiling and self.plan.rule.is_left_to_compiler and self.provider is None:
+            return self.original(module, *leaves)
         if self.on_new_size is not None and not compiling:
             x = leaves[self.sized]
             if type(x) in PLAIN:

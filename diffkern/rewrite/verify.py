@@ -419,7 +419,7 @@ def _options_of_op(site: FusedSite, found: dict[str, object]) -> dict[str, Any] 
     """Findings of the match as arguments of the op; None if it cannot compute them."""
     options = dict(found)
     op = site.plan.rule.op
-    if op == "glu":
+    if op in ("glu", "channel_glu"):
         options["activation"] = options.pop("gate_activation")
         return options if options["activation"] in FUNCTIONS else None
     if op == "linear_gelu":
@@ -443,7 +443,9 @@ def _dtype_options(
         return options
     if op == "glu":
         return {**options, "round_activation": rounding == "each"}
-    if op in ("linear_gelu", "group_norm_silu"):
+    if op == "channel_glu":
+        return {**options, "round_each": rounding == "each"}
+    if op in ("linear_attention", "linear_gelu", "group_norm_silu"):
         return options
     if op == "channel_rms_norm_silu":
         return {**options, "round_dtype": dtypes[0] if rounding == "each" else None}

@@ -241,6 +241,14 @@ def channel_rms_norm_silu(d: Draw) -> Case:
     return Case("channel_rms_norm_silu", operands, options, rounds is not None)
 
 
+def channel_glu(d: Draw) -> Case:
+    dtype, values = _start(d)
+    shape = _image(d, 2 * d.one_of(1, 3, 8, 20, 64, 1032), d.one_of((1,), (2,), (3,)))
+    operands = {"x": d.tensor(shape, dtype, values), "bias": d.maybe(d.tensor([shape[1]], d.other(dtype)))}
+    rounds = d.chance(0.3)
+    return Case("channel_glu", operands, {"activation": d.one_of(*FUNCTIONS), "round_each": rounds}, rounds)
+
+
 def add_norm_silu_pad(d: Draw) -> Case:
     dtype, values = _start(d)
     channels = d.one_of(1, 3, 8, 16, 24, 64, 96, 128)
@@ -255,6 +263,18 @@ def add_norm_silu_pad(d: Draw) -> Case:
         "memory_format": d.one_of(torch.contiguous_format, torch.channels_last_3d),
     }  # fmt: skip
     return Case("add_norm_silu_pad", operands, options)
+
+
+def linear_attention(d: Draw) -> Case:
+    dtype, values = d.dtype(), Values(d.one_of(0.3, 1.0))
+    batch, tokens, seen, heads = d.one_of(1, 2), d.one_of(1, 3, 16, 33), d.one_of(1, 3, 16, 33), d.one_of(1, 3)
+    size = d.one_of(1, 4, 12, 32, 40)
+    q, k = [batch, tokens, heads, size], [batch, seen, heads, size]
+    operands: dict[str, Operand] = {"q": d.tensor(q, dtype, values)}
+    operands |= {name: d.tensor(k, d.other(dtype), values) for name in ("k", "v")}
+    if d.everything or d.chance(0.4):
+        operands |= {"q_rotated": d.tensor(q, d.other(dtype), values), "k_rotated": d.tensor(k, d.other(dtype), values)}
+    return Case("linear_attention", operands, {"eps": 1.0})
 
 
 def linear_gelu(d: Draw) -> Case:
@@ -506,10 +526,10 @@ def linear_fp8(d: Draw) -> Case:
 GENERATORS: dict[str, Callable[[Draw], Case]] = {
     generator.__name__: generator
     for generator in (
-        activation_fp8, add_norm_silu_pad, channel_rms_norm_silu, expand_axes, gate_residual,
+        activation_fp8, add_norm_silu_pad, channel_glu, channel_rms_norm_silu, expand_axes, gate_residual,
         gate_residual_norm_modulate, gate_residual_norm_modulate_and_fp8, gate_residual_norm_modulate_fp8, geglu,
-        gelu, glu, group_norm_silu, joint_qk_norm_rope, layer_norm, linear_fp8, linear_gelu, norm_modulate,
-        norm_modulate_and_fp8, norm_modulate_fp8,
+        gelu, glu, group_norm_silu, joint_qk_norm_rope, layer_norm, linear_attention, linear_fp8, linear_gelu,
+        norm_modulate, norm_modulate_and_fp8, norm_modulate_fp8,
         qk_norm_rope, quick_gelu, rms_norm, rope, rope_3d, silu, swiglu,
     )
 }  # fmt: skip

@@ -169,6 +169,22 @@ def add_norm_silu_pad(
     return (torch.cat([y[:, :, :1]] * pad[0] + [y] + [y[:, :, -1:]] * pad[1], 2),)
 
 
+def channel_glu(x: Tensor, bias: Tensor | None, activation: str, **_: Any) -> tuple[Tensor, ...]:
+    value, gate = _affine(x, None, _along(x, bias, 1)).chunk(2, 1)
+    return (value * _activated(gate, activation),)
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, eps: float, q_rotated: Tensor | None = None, k_rotated: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    q, k = q.clamp(min=0), k.clamp(min=0)
+    weights = torch.einsum(
+        "bnhd,bmhd->bhnm", q if q_rotated is None else q_rotated, k if k_rotated is None else k_rotated
+    )
+    sums = torch.einsum("bnhd,bmhd->bnh", q, k)[..., None] + eps
+    return (torch.einsum("bhnm,bmhe->bnhe", weights, v) / sums,)
+
+
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, ...]:
     return (_activated(_affine(x @ weight.t(), None, bias), _gelu_name(approximate)),)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo
+from diffusers.models.transformers.sana_transformer import GLUMBConv
 from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
@@ -83,6 +84,30 @@ def test_a_norm_over_rows_is_left_to_the_compiler_unless_a_provider_is_named(nor
         if providers is None:
             assert torch.equal(result, stock)
     assert not ops[True] and ops[False]
+
+
+def test_what_stands_behind_a_convolution_is_left_to_the_compiler_unless_a_provider_is_named() -> None:
+    torch.manual_seed(0)
+    block = GLUMBConv(8, 8, 2.5, None, False).requires_grad_(False).eval()
+    x, ops = torch.randn(2, 8, 6, 6), {}
+    stock = block(x)
+    for providers in (None, {"*": "eager"}):
+        targets: list[str] = []
+
+        def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor], seen: list[str] = targets) -> object:
+            seen += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+            return graph.forward
+
+        torch._dynamo.reset()
+        inject_optimized_kernels(block, config=providers)
+        block(x)  # proven
+        result = torch.compile(block, backend=backend, fullgraph=True)(x)
+        torch.testing.assert_close(result, stock, rtol=1e-5, atol=1e-6)
+        ops[providers is None] = [target for target in targets if "diffkern" in target]
+        assert restore(block) == 1
+        if providers is None:
+            assert torch.equal(result, stock)
+    assert not ops[True] and len(ops[False]) == 2
 
 
 def in_bfloat16(arguments: dict[str, object]) -> dict[str, object]:

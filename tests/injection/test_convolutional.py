@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kandinsky6_sr import Kandinsky6SRResnetBlock3D
 from diffusers.models.autoencoders.autoencoder_kl_mochi import MochiChunkedGroupNorm3D
 from diffusers.models.autoencoders.autoencoder_oobleck import Snake1d
@@ -250,6 +251,83 @@ def test_the_bias_of_a_convolution_is_added_with_the_silu_behind_it(
     conv.register_forward_hook(lambda module, args, output: 3 * output)
     torch.testing.assert_close(block(x), GLUMBConv.forward(block, x), rtol=1e-5, atol=1e-5)
     assert relative_error(block(x), stock) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_bias_of_a_convolution_is_added_with_the_gated_unit_of_its_halves(
+    channels_last: bool, numerics: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "bias_is_apart", lambda x: True)  # as on a GPU
+    own = nn.Conv2d._conv_forward
+
+    def apart(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = own(conv, x, weight, None)
+        return y if bias is None else y + bias.view(-1, 1, 1)
+
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", apart)
+    torch.manual_seed(0)
+    block = GLUMBConv(8, 8, 2.5, None, False).requires_grad_(False).eval()
+    exact, block = copy.deepcopy(block).to(dtype).double(), block.to(dtype)
+    x = _drawn(2, 6, 10, 8).permute(0, 3, 1, 2).to(dtype)
+    x = x if channels_last else x.contiguous()
+    stock = block(x)
+    report = inject_optimized_kernels(block, numerics=numerics, config=EVERYWHERE)
+    fused, reference = block(x), exact(x.double())
+    assert "conv_depth" not in report.source("")
+    assert fused.stride() == stock.stride()
+    assert relative_error(fused, reference) <= 1.05 * relative_error(stock, reference) + 1e-6
+    (counts,) = report.calls().values()
+    assert counts["stock"] == 0 or numerics == "exact"
+    assert numerics != "exact" or torch.equal(fused, stock)
+    block.conv_depth.register_forward_hook(lambda module, args, output: 3 * output)
+    assert relative_error(block(x), GLUMBConv.forward(block, x)) < 1e-2
+    assert relative_error(block(x), stock) > 1e-1
+
+
+def test_halves_of_which_one_is_read_again_and_halves_of_other_dimensions_are_no_gated_unit_of_a_convolution() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    class Again(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)
+            a, b = torch.chunk(x, 2, dim=1)
+            y = a * F.silu(b)
+            return y + a
+
+    class Rows(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)
+            a, b = x.chunk(2, dim=2)
+            return a * F.silu(b)
+
+    class Swapped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)
+            a, b = x.chunk(2, 1)
+            return F.silu(a) * b
+
+    class Two(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)
+            a, _ = x.chunk(2, 1)
+            x = self.conv(x)
+            _, b = x.chunk(2, 1)
+            return a * F.silu(b)
+
+    x = _drawn(2, 4, 6, 6)
+    for cls in (Again, Rows, Swapped, Two):
+        block = cls().requires_grad_(False)
+        expected = block(x)
+        report = inject_optimized_kernels(block, config=EVERYWHERE)
+        torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-6)
+        assert "self.conv(" in report.source("")
+        (counts,) = report.calls().values()
+        assert (counts["fused"] > 0, counts["stock"]) == (True, 0)
 
 
 def test_a_convolution_of_many_channels_is_proven_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

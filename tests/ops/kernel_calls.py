@@ -57,6 +57,7 @@ CALLS: dict[str, Call] = {
     "add_norm_silu_pad": lambda f, b, d: f(_image(b, d)[..., None], *[None] * 4, 1e-6, True, True, 1, 2, False),
     "activation": lambda f, b, d: f(_tokens(b, d), "silu"),
     "activation_fp8": lambda f, b, d: f(_tokens(b, d), _tokens(b, d), "silu"),
+    "channel_glu": lambda f, b, d: f(_image(b, d), torch.linspace(-1, 1, 32, device=d), "silu", False),
     "channel_rms_norm_silu": lambda f, b, d: f(_image(b, d), None, None, None, None, 1e-6, False, True, None),
     "gate_residual": lambda f, b, d: f(_tokens(b, d), _tokens(b, d), _modulation(b, d), 0, False, None),
     "gate_residual_norm_modulate": lambda f, b, d: f(
@@ -70,6 +71,7 @@ CALLS: dict[str, Call] = {
     "group_norm_silu": lambda f, b, d: f(_image(b, d), 4, None, None, None, 1e-5, True, False, False),
     "joint_qk_norm_rope": _normalise_and_join,
     "layer_norm": lambda f, b, d: f(_tokens(b, d), None, None, 1e-5, None, False),
+    "linear_attention": lambda f, b, d: f(*[_heads(b, d)] * 3, None, None, 1e-15, True),
     "norm_modulate": lambda f, b, d: f(
         _tokens(b, d), _modulation(b, d), _modulation(b, d), None, None, 1e-6, 1, 1.0, False, None
     ),

@@ -1,4 +1,4 @@
-"""The Triton kernels of activations and group norms, compiled for GPUs that this machine need not have."""
+"""The Triton kernels of activations, group norms and linear attention, compiled for GPUs that need not be here."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def _call_activation(activation: ModuleType) -> None:
     value, gate = x.chunk(2, -1)
     activation.glu(value, gate, "gelu", True)
     activation.glu(value, gate.float(), "silu", False)
+    bias = torch.empty(256, dtype=torch.bfloat16)
+    for image in (_channels_last(1, 256, 64, 64), torch.empty(1, 256, 64, 64, dtype=torch.bfloat16)):
+        activation.channel_glu(image, bias, "silu", False)
+    activation.channel_glu(image, None, "gelu", True)
 
 
 def _call_group_norm(group_norm: ModuleType) -> None:
@@ -56,17 +60,25 @@ def _call_channel_rms(norm: ModuleType) -> None:
     norm.channel_rms_norm_silu(torch.empty(1, 2048, 5, 7), None, None, None, None, 1e-6, False, True, None)
 
 
+def _call_linear_attention(linear_attention: ModuleType) -> None:
+    q, k, v = torch.empty(1, 64, 3 * 4 * 112, dtype=torch.bfloat16).view(1, 64, 3, 4, 112).unbind(2)
+    linear_attention.linear_attention(q, k, v, k, q, 1e-15, False)
+    wide = torch.empty(2, 64, 4, 32, dtype=torch.bfloat16)
+    linear_attention.linear_attention(wide, wide, wide, None, None, 1e-15, True)
+
+
 @pytest.fixture
 def launches(
     triton: ModuleType, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> list[Launch]:
     """All launches of the calls above, which compute nothing here."""
-    from diffkern.providers.triton import activation, group_norm, norm
+    from diffkern.providers.triton import activation, group_norm, linear_attention, norm
 
-    recorded = record_launches(monkeypatch, tmp_path_factory, activation, group_norm, norm)
+    recorded = record_launches(monkeypatch, tmp_path_factory, activation, group_norm, linear_attention, norm)
     _call_activation(activation)
     _call_group_norm(group_norm)
     _call_channel_rms(norm)
+    _call_linear_attention(linear_attention)
     return recorded
 
 
@@ -80,7 +92,7 @@ def test_every_launch_compiles_for_both_vendors(target: Target, launches: list[L
 @pytest.mark.parametrize("target", OTHER_TARGETS, ids=name_of)
 def test_every_kernel_compiles_for_every_architecture(target: Target, launches: list[Launch]) -> None:
     first = {launch[0].__name__: launch for launch in reversed(launches)}
-    assert len(first) == 4
+    assert len(first) == 7
     for launch in first.values():
         assert compiles(launch, target)
 

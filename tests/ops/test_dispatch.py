@@ -60,10 +60,12 @@ CALLS: dict[str, Callable[..., Result]] = {
     "gelu": lambda t: ops.gelu(t(X), "tanh"),
     "glu": lambda t: ops.geglu(t(X)),
     "group_norm_silu": lambda t: ops.group_norm_silu(t(IMAGE), 4, t(WEIGHT), t(WEIGHT)),
+    "channel_glu": lambda t: ops.channel_glu(t(IMAGE), t(WEIGHT)),
     "channel_rms_norm_silu": lambda t: ops.channel_rms_norm_silu(
         t(IMAGE), t(WEIGHT), scale=t(SCALE[:, 0, :, None, None])
     ),
     "add_norm_silu_pad": lambda t: ops.add_norm_silu_pad(t(VIDEO), t(WEIGHT), pad=(1, 0)),
+    "linear_attention": lambda t: ops.linear_attention(t(HEADS), t(HEADS), t(HEADS)),
     "linear_gelu": lambda t: ops.linear_gelu(t(X), t(_WIDE), t(_WIDE[:, 0].contiguous())),
     "rope": lambda t: ops.rope(t(HEADS), t(COS), t(SIN)),
     "rope of some tokens": lambda t: ops.rope(t(HEADS), t(COS[:4]), t(SIN[:4]), tokens=(1, 4), seq_dim=-3),

@@ -19,7 +19,7 @@ from diffkern.providers.triton.launching import device_guard
 from tests.ops.kernel_calls import CALLS
 
 CPU = torch.device("cpu")
-MODULES = ("activation", "add_norm_silu_pad", "fp8", "group_norm", "norm", "rope")
+MODULES = ("activation", "add_norm_silu_pad", "fp8", "group_norm", "linear_attention", "norm", "rope")
 
 
 class _Launches:
@@ -57,8 +57,9 @@ def test_every_triton_op_is_called() -> None:
 @pytest.mark.parametrize("op", sorted(PROVIDER.support))
 def test_every_launch_is_guarded_by_the_device_of_its_tensors(op: str, launches: _Launches) -> None:
     CALLS[op](PROVIDER.kernel(op, CPU), 2, "cpu")
-    # Statistics and values; text and image.
-    assert launches.at_launch == [[CPU]] * (2 if op in ("group_norm_silu", "joint_qk_norm_rope") else 1)
+    # Statistics and values; text and image; before and behind products.
+    two = op in ("group_norm_silu", "joint_qk_norm_rope", "linear_attention")
+    assert launches.at_launch == [[CPU]] * (2 if two else 1)
 
 
 @pytest.mark.parametrize("op", sorted(PROVIDER.support))

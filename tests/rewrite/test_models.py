@@ -26,7 +26,7 @@ FUSED = {
     "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _NORMED, *_STREAMS},  # noqa: E501
     "qwenimage": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, *_STREAMS},  # noqa: E501
     "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, _HALVES, *_STREAMS},  # noqa: E501
-    "sana": {"convolution, SiLU", "gated residual", "gated linear unit", "linear, GELU", "norm, modulation", "residual, norm, modulation"},  # noqa: E501
+    "sana": {"convolution, SiLU", "convolution, gated linear unit", "gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},  # noqa: E501
     "pixart": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},
 }  # fmt: skip
 

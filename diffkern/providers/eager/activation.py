@@ -28,6 +28,17 @@ def glu(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> T
     return laid_out_like(value, (value * apply(gate, function)).to(out_dtype))
 
 
+def channel_glu(x: Tensor, bias: Tensor | None, function: str, round_each: bool) -> Tensor:
+    """Computes :func:`diffkern.ops.channel_glu`."""
+    dtype = x.dtype if round_each else compute_dtype(x, bias)
+    y = x.to(dtype)
+    if bias is not None:
+        y = (y + bias.to(compute_dtype(x, bias)).view(-1, *(1,) * (x.ndim - 2))).to(dtype)
+    value, gate = y.chunk(2, 1)
+    like, _ = x.chunk(2, 1)
+    return laid_out_like(like, (value * apply(gate, function)).to(x.dtype))
+
+
 def apply(x: Tensor, function: str) -> Tensor:
     """The activation of that name: float32 arithmetic for half inputs, rounded once to the dtype of ``x``."""
     if function == "silu":

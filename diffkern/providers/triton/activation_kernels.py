@@ -69,3 +69,26 @@ def activation_kernel(
             y = y.to(g_ptr.dtype.element_ty).to(tl.float32)
         y = value * y
     tl.store(y_ptr + _offsets(col, row, outer, y0, y1, y2), y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def channel_glu_kernel(
+    v_ptr, g_ptr, v_bias_ptr, g_bias_ptr, y_ptr,
+    channels, positions, col_tiles, row_tiles, y_c, y0, y1, x_c, x0, x1, b_stride,
+    FUNCTION: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """See ``diffkern.ops.channel_glu``: the columns are channels, the rows positions in two loops."""
+    col, row, outer, inside = _locate(channels, positions, col_tiles, row_tiles, ROWS, COLS)
+    offsets = _offsets(col, row, outer, x_c, x0, x1)
+    value = tl.load(v_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(g_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    if v_bias_ptr is not None:
+        value += tl.load(v_bias_ptr + col * b_stride, mask=col < channels, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(g_bias_ptr + col * b_stride, mask=col < channels, other=0.0).to(tl.float32)[None, :]
+        if ROUND:
+            value = value.to(y_ptr.dtype.element_ty).to(tl.float32)
+            gate = gate.to(y_ptr.dtype.element_ty).to(tl.float32)
+    gate = activate(gate, FUNCTION)
+    if ROUND:
+        gate = gate.to(y_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(y_ptr + _offsets(col, row, outer, y_c, y0, y1), (value * gate).to(y_ptr.dtype.element_ty), mask=inside)

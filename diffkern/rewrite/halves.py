@@ -1,0 +1,79 @@
+"""Halves of the channels that a convolution gives, as a shape: ``a, b = conv(x).chunk(2, dim=1)``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diffkern.rewrite.facts import Facts
+from diffkern.rewrite.flow import Flow
+
+if TYPE_CHECKING:
+    from diffkern.rewrite.match import Match, Scope, Shape
+
+#: Variables for both halves, see :func:`separate_halves`.
+_BOTH = "_h{}_halves"
+
+
+@dataclass(frozen=True)
+class HalfOfChannels:
+    """``both[index]`` of ``both = torch.chunk(x, 2, dim=1)``, the other half of which has the same ``x``."""
+
+    index: int
+    of: Shape
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        from diffkern.rewrite.match import peel
+
+        node, match = peel(scope, node, match)
+        if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Constant):
+            return
+        if type(node.slice.value) is not int or node.slice.value != self.index:
+            return
+        chunk, match = peel(scope, node.value, match.step(node))
+        x = _halved(chunk)
+        for found in () if x is None else self.of.match(scope, x, match.step(chunk)):
+            other = match.operands.get("x")
+            if other is None or other.node is found.operands["x"].node:
+                yield found
+
+
+def separate_halves(tree: ast.FunctionDef, facts: Facts) -> None:
+    """Makes ``both = x.chunk(2, dim=1)``, ``a = both[0]`` and ``b = both[1]`` of ``a, b = x.chunk(2, dim=1)``.
+
+    Only where ``x`` is what a convolution gives, so that a rule may read through both assignments.
+    """
+    flow, made = Flow(tree), 0
+    for statement, place in [*flow.places.items()] if flow.decline is None else ():
+        pair = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        x = _halved(statement.value) if isinstance(pair, ast.Tuple) else None  # type: ignore[attr-defined]
+        definition = None if x is None else flow.single(x)
+        call = None if definition is None else definition.value
+        path = facts.path(flow, call.func) if isinstance(call, ast.Call) else None
+        if path is None or not facts.is_convolution(path):
+            continue
+        assert isinstance(statement, ast.Assign) and isinstance(pair, ast.Tuple)
+        if len(pair.elts) != 2 or not all(isinstance(half, ast.Name) for half in pair.elts):
+            continue
+        both = _BOTH.format(made)
+        halves = [ast.Subscript(ast.Name(both, ast.Load()), ast.Constant(i), ast.Load()) for i in range(2)]
+        new = [ast.Assign([ast.Name(both, ast.Store())], statement.value)]
+        new += [ast.Assign([half], value) for half, value in zip(pair.elts, halves, strict=True)]
+        at = next(i for i, other in enumerate(place.block) if other is statement)
+        place.block[at : at + 1] = [ast.fix_missing_locations(ast.copy_location(one, statement)) for one in new]
+        made += 1
+
+
+def _halved(node: ast.expr) -> ast.expr | None:
+    """The tensor in ``torch.chunk(x, 2, dim=1)`` and ``x.chunk(2, dim=1)``."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "chunk":
+        return None
+    base = node.func.value
+    arguments = node.args if isinstance(base, ast.Name) and base.id == "torch" else [base, *node.args]
+    dims = {word.arg: word.value for word in node.keywords}
+    x, *rest = [*arguments, *[dims.pop(name) for name in ("chunks", "dim") if name in dims]]
+    known = [value.value for value in rest if isinstance(value, ast.Constant)]
+    return x if not dims and len(rest) == 2 and known == [2, 1] else None
