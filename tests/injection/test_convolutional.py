@@ -313,10 +313,11 @@ def test_halves_of_which_one_is_read_again_and_halves_of_other_dimensions_are_no
 
     class Two(Block):
         def forward(self, x: Tensor) -> Tensor:
+            other = 2 * x
             x = self.conv(x)
             a, _ = x.chunk(2, 1)
-            x = self.conv(x)
-            _, b = x.chunk(2, 1)
+            other = self.conv(other)
+            _, b = other.chunk(2, 1)
             return a * F.silu(b)
 
     x = _drawn(2, 4, 6, 6)
