@@ -10,7 +10,7 @@ enum class NormKind : int32_t { kNone, kRms, kLayer };
 enum class GateActivation : int32_t { kNone, kTanh, kSigmoid };
 
 // The operands that have a map of their own from rows to memory.
-enum MappedOperand : int { kOut, kX, kResidual, kGate, kScale, kShift, kMappedOperands };
+enum MappedOperand : int { kOut, kNew, kX, kResidual, kGate, kScale, kShift, kMappedOperands };
 
 // A tensor as the kernels read it.
 struct Operand {
@@ -34,8 +34,8 @@ struct ModulateParams {
   Operand shift;
   Operand weight;  // no map: the same for all rows
   Operand bias;
-  void* new_residual;  // like out: contiguous
-  void* out;
+  void* new_residual;  // contiguous, by kNew
+  void* out;           // its rows are contiguous, and each sample may have others around them
   uint8_t* rows8;     // out as rows of e4m3, in its place or beside it; on NVIDIA's GPUs
   float* row_scales;  // and the scale of each
   Dtype new_dtype;

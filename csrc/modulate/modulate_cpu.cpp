@@ -65,7 +65,7 @@ const float* load_input(const ModulateParams& p, const Offsets& row, int64_t at,
     gate = gates;
   }
   const float* residual = floats(p.residual, row.of[kResidual], at, n, others);
-  float* values = room(p.new_residual, p.new_dtype, row.of[kOut] + at, 1, buffer);
+  float* values = room(p.new_residual, p.new_dtype, row.of[kNew] + at, 1, buffer);
   if (p.round_each) {
     each(n, [&](int i) { values[i] = x[i] * gate[i]; });
     round_to(p.gated_round, values, n);
@@ -74,7 +74,7 @@ const float* load_input(const ModulateParams& p, const Offsets& row, int64_t at,
   } else {
     each(n, [&](int i) { values[i] = residual[i] + x[i] * gate[i]; });
   }
-  store(values, n, p.new_residual, p.new_dtype, row.of[kOut] + at, 1);
+  store(values, n, p.new_residual, p.new_dtype, row.of[kNew] + at, 1);
   round_to(p.new_dtype, values, n);
   return values;
 }
@@ -132,7 +132,7 @@ void modulate_row(const ModulateParams& p, const Offsets& row) {
 
   // From the second pass on the new residual is there to be read.
   const Operand input = p.residual.data == nullptr ? p.x : Operand{p.new_residual, p.new_dtype, 1, false};
-  const int64_t input_row = p.residual.data == nullptr ? row.of[kX] : row.of[kOut];
+  const int64_t input_row = p.residual.data == nullptr ? row.of[kX] : row.of[kNew];
   const double size = static_cast<double>(p.size);
   Sums sums;
   if (p.norm == NormKind::kRms) {

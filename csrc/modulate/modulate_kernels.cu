@@ -81,7 +81,7 @@ Dtype modulation_dtype(const ModulateParams& p) {
 // Elements in a packet of each operand.
 std::array<int64_t, kMappedOperands> packet_counts(Dtype dtype, Dtype modulation) {
   std::array<int64_t, kMappedOperands> counts;
-  counts[kOut] = counts[kX] = counts[kResidual] = packet_count(dtype);
+  counts[kOut] = counts[kNew] = counts[kX] = counts[kResidual] = packet_count(dtype);
   counts[kGate] = counts[kScale] = counts[kShift] = packet_count(modulation);
   return counts;
 }

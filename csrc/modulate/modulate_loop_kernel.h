@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_input(const ModulateParams& p, const Offset
 #pragma unroll
   for (int j = 0; j < kCount; ++j) values[j] = exact_add(others[j], values[j]);
   round_to<kCount>(p.sum_round, values);
-  store_elements<kCount>(values, p.new_residual, p.new_dtype, row.of[kOut] + at);
+  store_elements<kCount>(values, p.new_residual, p.new_dtype, row.of[kNew] + at);
   round_to<kCount>(p.new_dtype, values);
 }
 
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kLoopThreads) loop_kernel(const ModulateParams
     // From the second pass on the new residual, of which each thread reads what it wrote, is there to be read.
     const bool gated = p.residual.data != nullptr;
     const Operand input = gated ? Operand{p.new_residual, p.new_dtype, 1, true} : p.x;
-    const int64_t input_row = gated ? offsets.of[kOut] : offsets.of[kX];
+    const int64_t input_row = gated ? offsets.of[kNew] : offsets.of[kX];
     bool stored = !gated;
     const auto load = [&](int64_t at, float* values) {
       if (stored) {

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(const RowParams p) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) values[j] = exact_add(others[j], values[j]);
       held[i] = pack_packet<T>(values);
-      p.new_residual[at.of[kOut] + packet] = held[i];
+      p.new_residual[at.of[kNew] + packet] = held[i];
     });
     if (!kRows8 && p.out == nullptr) return;
   } else {

@@ -100,6 +100,7 @@ def norm_modulate(
     scale_offset: float = 1.0,
     rounding: Rounding = "once",
     out_dtype: torch.dtype | None = None,
+    room: tuple[int, int] | None = None,
     provider: str | None = None,
 ) -> Tensor:
     r"""Normalisation over the last dimension and modulation of the result.
@@ -119,11 +120,14 @@ def norm_modulate(
         scale_offset: ``o``; 0 for callers whose ``scale`` is the whole factor.
         rounding: ``"once"``, or ``"each"`` for the roundings of the chain of torch ops.
         out_dtype: Dtype of the result; None means what the chain of torch ops would promote to.
+        room: How many rows ``[D]`` memory shall have in front of those of each sample, and behind them, for a stream
+            that is concatenated with the result. There are none where a gradient is wanted or a graph is traced, nor
+            of a provider other than ``"compiled"``; a result with room has it as ``_diffkern_room``.
         provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
 
     Returns:
-        A new contiguous tensor, of the shape to which ``x``, ``scale`` and ``shift`` broadcast. Differentiable in all
-        tensors.
+        A new tensor, contiguous but for the room, of the shape to which ``x``, ``scale`` and ``shift`` broadcast.
+        Differentiable in all tensors.
 
     Raises:
         TypeError: ``x`` is not floating point.
@@ -133,8 +137,12 @@ def norm_modulate(
 
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022.
     """
-    options = eps, norm, scale_offset, rounding, out_dtype
-    y: Tensor = _norm_modulate.call((x, scale, shift, weight, bias), options, provider)
+    operands, options = (x, scale, shift, weight, bias), (eps, norm, scale_offset, rounding, out_dtype)
+    if room is not None:
+        memory = _norm_modulate.call_with_room(operands, options, provider, room)
+        if memory is not None:
+            return _between(memory, room)
+    y: Tensor = _norm_modulate.call(operands, options, provider)
     return y
 
 
@@ -185,6 +193,7 @@ def gate_residual_norm_modulate(
     rounding: Rounding = "once",
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    room: tuple[int, int] | None = None,
     provider: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The end of one branch and the beginning of the next, in one pass over memory.
@@ -209,20 +218,30 @@ def gate_residual_norm_modulate(
         rounding: As in both.
         residual_dtype: Dtype of ``r``; None means what ``residual + gate * x`` would promote to.
         out_dtype: Dtype of ``y``; None means what the chain from ``r`` on would promote to.
+        room: As in :func:`norm_modulate`, around ``y``.
         provider: As in :func:`norm_modulate`.
 
     Returns:
-        ``(r, y)``, both new and contiguous. ``residual`` itself is left as it is, so that a block whose next residual
-        is its input, as AuraFlow's, simply ignores ``r``.
+        ``(r, y)``, both new and contiguous, but for the room around ``y``. ``residual`` itself is left as it is, so
+        that a block whose next residual is its input, as AuraFlow's, simply ignores ``r``.
 
     Raises:
         As :func:`norm_modulate`.
     """
     options = eps, norm, gate_activation, scale_offset, rounding, residual_dtype, out_dtype
-    both: tuple[Tensor, Tensor] = _gate_residual_norm_modulate.call(
-        (residual, x, gate, scale, shift, weight, bias), options, provider
-    )
+    operands = residual, x, gate, scale, shift, weight, bias
+    if room is not None:
+        found = _gate_residual_norm_modulate.call_with_room(operands, options, provider, room)
+        if found is not None:
+            return found[0], _between(found[1], room)
+    both: tuple[Tensor, Tensor] = _gate_residual_norm_modulate.call(operands, options, provider)
     return both
+
+
+def _between(memory: Tensor, room: tuple[int, int]) -> Tensor:
+    y = memory.narrow(-2, room[0], memory.shape[-2] - sum(room))
+    y._diffkern_room = room  # type: ignore[attr-defined]
+    return y
 
 
 # --- checks --------------------------------------------------------------------------------------------

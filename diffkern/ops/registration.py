@@ -22,6 +22,8 @@ NAMESPACE = "diffkern"
 
 #: The form of a compiled op that takes the operands alone: every argument of a schema costs, also one left out.
 PLAIN = "{}_plain"
+#: The form that leaves rows of its last result's memory free, in front of those of each sample and behind them.
+ROOM = "{}_room"
 
 #: Entries of the dispatch cache, beyond which it is emptied: options such as a length of text may have any value.
 _MOST_ENTRIES = 4096
@@ -145,6 +147,20 @@ class Op:
                         except RuntimeError as error:
                             self._raise_unless_refused(error, overload, operands, options, provider)
         return self.dispatch_slow(operands, options, provider, key)
+
+    def call_with_room(
+        self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None, room: tuple[int, int]
+    ) -> Any:
+        """What the op returns, its last tensor with the memory around it; None where nothing leaves such room.
+
+        No kernel but a compiled one does, and none where a gradient is wanted or a graph is traced.
+        """
+        args = self._prepared(operands, options)
+        if self._needs_torch(args):
+            return None
+        kernel = kernel_for(self._name, args[0].device, provider, *self._dtypes(args))
+        form = _form(kernel, ROOM) if isinstance(kernel, OpOverload) else None
+        return None if form is None else self._run(form.default, (*args, *room))
 
     def dispatch_slow(
         self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None, key: Hashable = None
@@ -410,10 +426,15 @@ def _dtype_of(value: Any) -> torch.dtype | None:
     return value if isinstance(value, torch.dtype) else None
 
 
+def _form(kernel: OpOverload, form: str) -> Any:
+    """Another form of a compiled op; None where its build has none."""
+    namespace, _, name = kernel._schema.name.partition("::")
+    return getattr(getattr(torch.ops, namespace), form.format(name), None)
+
+
 def _shortest(kernel: OpOverload, needed: int) -> OpOverload:
     """The plain form of the op, if it takes the first ``needed`` arguments, else the op itself."""
-    namespace, _, name = kernel._schema.name.partition("::")
-    plain = getattr(getattr(torch.ops, namespace), PLAIN.format(name), None)
+    plain = _form(kernel, PLAIN)
     return kernel if plain is None or len(plain.default._schema.arguments) < needed else plain.default
 
 
