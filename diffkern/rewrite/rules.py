@@ -157,7 +157,7 @@ RULES = (
     Rule("post-norm, residual", "norm_modulate", _POST_NORM, options=_WHOLE),
     Rule("norm, scale", "norm_modulate", Product(Norm(Leaf("x")), Leaf("scale")), options=_WHOLE),
     Rule("modulation", "norm_modulate", _modulated(Leaf("x"), _SCALE), options={"norm": None}),
-    Rule("gated residual", "gate_residual", _GATED),
+    Rule("gated residual", "gate_residual", _GATED, is_left_to_compiler=True),
     Rule("gated residual, in place", "gate_residual", AddedInPlace(Product(Leaf("gate"), Leaf("x")))),
     Rule("convolution, gated linear unit", "channel_glu", _CONVOLVED_GLU, is_left_to_compiler=True),
     Rule("gated linear unit", "glu", Product(Activated("gate", _GLU), Leaf("value"))),

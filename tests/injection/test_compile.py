@@ -90,7 +90,7 @@ def test_a_norm_over_rows_is_left_to_the_compiler_unless_a_provider_is_named(nor
 def test_rules_that_are_left_to_the_compiler_are_those_that_it_fuses_with_what_stands_around() -> None:
     left = {rule.name for rule in RULES if rule.is_left_to_compiler}
     behind = {f"convolution, {what}" for what in ("SiLU", "gated linear unit", "residual")}
-    assert left == {"linear attention", *behind}
+    assert left == {"gated residual", "linear attention", *behind}
 
 
 def test_what_stands_behind_a_convolution_is_left_to_the_compiler_unless_a_provider_is_named() -> None:

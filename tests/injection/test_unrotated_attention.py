@@ -21,6 +21,7 @@ from diffkern.attention import BACKENDS, accuracy, cudnn_fp8
 from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.rewrite import masked, plan
 from diffkern.rewrite.rewriter import Rewriter
+from diffkern.verify.measures import relative_error
 
 TEXT, SIDE = 16, 8
 
@@ -199,7 +200,7 @@ def test_a_compiled_model_computes_what_it_did(model: nn.Module, served: Served)
     served.run(model)
     with torch.no_grad():
         y = torch.compile(model, fullgraph=True, backend="eager")(**inputs())[0]
-    assert torch.equal(y, first)
+    assert relative_error(y, first) < 2**-7, "gated residuals are the compiler's, which this one rounds twice"
 
 
 class Reading(flux.FluxAttnProcessor):
