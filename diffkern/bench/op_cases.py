@@ -83,6 +83,9 @@ def cases(device: torch.device) -> Iterator[Callable[[], OpCase]]:
             yield partial(_group_norm_silu, draw, shape, channels_last)
     for channels_last in (False, True):
         yield partial(_channel_rms_norm_silu, draw, (1, 96, 9, 256, 256), channels_last)
+    for shape in ((2, 11200, 32, 32), (9, 13440, 30, 52)):  # Sana, SANA-Video
+        yield partial(_channel_glu, draw, shape)
+    yield partial(_linear_attention, draw, (2, 1024, 70, 32))
 
 
 def _size(*tensors: Tensor) -> int:
@@ -300,6 +303,30 @@ def _channel_rms_norm_silu(draw: Randn, shape: tuple[int, ...], channels_last: b
     fused = lambda provider: ops.channel_rms_norm_silu(x, weight, eps=1e-12, eps_mode="clamp", provider=provider)
     label = _name(shape, *(("channels last",) if channels_last else ()))
     return OpCase("channel_rms_norm_silu", label, 2 * _size(x), fused, chain, (x, gamma))
+
+
+def _channel_glu(draw: Randn, shape: tuple[int, ...]) -> OpCase:
+    x, bias = _memory_format(draw(*shape), True), draw(shape[1])
+
+    def chain(x: Tensor, bias: Tensor) -> Tensor:
+        value, gate = (x + bias.view(-1, 1, 1)).chunk(2, 1)
+        return value * F.silu(gate)
+
+    fused = lambda provider: ops.channel_glu(x, bias, provider=provider)
+    return OpCase("channel_glu", _name(shape, "channels last"), _size(x) * 3 // 2, fused, chain, (x, bias))
+
+
+def _linear_attention(draw: Randn, shape: tuple[int, ...]) -> OpCase:
+    q, k, v = (draw(*shape) for _ in range(3))
+
+    def chain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        query, value = F.relu(q.permute(0, 2, 3, 1)).float(), v.permute(0, 2, 3, 1).float()
+        key = F.relu(k.transpose(1, 2)).float()
+        y = torch.matmul(torch.matmul(F.pad(value, (0, 0, 0, 1), value=1.0), key), query)
+        return (y[:, :, :-1] / (y[:, :, -1:] + 1e-15)).permute(0, 3, 1, 2).to(v.dtype)
+
+    fused = lambda provider: ops.linear_attention(q, k, v, provider=provider)
+    return OpCase("linear_attention", _name(shape), 4 * _size(q), fused, chain, (q, k, v))
 
 
 def _liger(module: str, name: str) -> type[torch.autograd.Function] | None:

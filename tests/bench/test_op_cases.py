@@ -29,6 +29,8 @@ BUILDERS: list[Callable[[], OpCase]] = [
     lambda: op_cases._group_norm_silu(DRAW, (1, 64, 4, 4), True),
     lambda: op_cases._group_norm_silu(DRAW, (1, 64, 3, 4, 4), False),
     lambda: op_cases._channel_rms_norm_silu(DRAW, (1, 32, 3, 4, 4), True),
+    lambda: op_cases._channel_glu(DRAW, (1, 32, 4, 4)),
+    lambda: op_cases._linear_attention(DRAW, (2, 9, 3, 8)),
 ]
 
 
