@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
+from diffkern.rewrite.identity_sites import DividedSite, ImageSite, RepeatedSite
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.reference import clone_for_verification
-from diffkern.rewrite.rooms import DividedSite, HalvesSite, ImageSite, RepeatedSite, StreamSite
+from diffkern.rewrite.rooms import HalvesSite, StreamSite
 from diffkern.rewrite.rotation import streams_of
 from diffkern.rewrite.site import FusedSite
 from diffkern.rewrite.streams import HEADS_FIRST

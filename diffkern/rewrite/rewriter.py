@@ -18,20 +18,13 @@ from diffkern.matching.genuine import in_library
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, group_norm_path, settings_of
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
+from diffkern.rewrite.identity_sites import DividedSite, ImageSite, RepeatedSite
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.rooms import (
-    DividedSite,
-    HalvesSite,
-    ImageSite,
-    JoinSite,
-    RepeatedSite,
-    StreamSite,
-    lies_otherwise,
-)
+from diffkern.rewrite.rooms import HalvesSite, JoinSite, NormSite, StreamSite, lies_otherwise
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
@@ -56,6 +49,8 @@ _SITES: Mapping[type, type[FusedSite]] = {
     ImageOfTokens: ImageSite,
     Repeated: RepeatedSite,
 }
+#: Ops whose results may have room around their rows.
+_MODULATES = frozenset({"norm_modulate", "gate_residual_norm_modulate"})
 #: Layers of which nothing but their parameters decides how a site computes: their settings are read at every call.
 _READ_AT_CALLS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.GroupNorm)
 #: Plans by function; they hold code and no function, so that a class can go.
@@ -168,7 +163,8 @@ class Rewriter:
         function = inspect.unwrap(forward)
 
         def made(plan: SitePlan) -> FusedSite:
-            op, kind = plan.rule.op, _SITES.get(type(plan.rule.shape), FusedSite)
+            op = plan.rule.op
+            kind = _SITES.get(type(plan.rule.shape), NormSite if op in _MODULATES else FusedSite)
             if self._for_fp8 and plan.read_by and op in self._off:  # since its layer computes in fp8
                 kind = SingleStreamSite
             if plan.attended:
@@ -189,6 +185,9 @@ class Rewriter:
         off = [site for site in sites if site.plan.rule.op in self._off and not site.calls_layer]
         if self._verifier.numerics == "exact":  # is laid out as in stock
             off += filter(lies_otherwise, sites)
+            for site in sites:
+                if isinstance(site, NormSite):
+                    site.rows_around = None
         guard.disabled = {site.plan.index for site in off}
         guard.observer = self._observer
         if self._replayed is not None:

@@ -1,16 +1,17 @@
-"""Products of attention that need no copy behind them: their rows are computed where the rows of all streams lie.
+"""Products and norms that need no copy behind them: their rows are computed where the rows of all streams lie.
 
 ``torch.cat([text, image], dim=1)`` copies both streams. A linear layer whose result becomes the longer part of that
 leaves room for the other rows in front and behind, so that these alone are copied; it learns at the first
-concatenation how much. A linear layer of a part, ``to_out(x[:, :n])``, is one product for each sample: for a batch,
-``F.linear`` takes a product without the bias, and adds that in a pass of its own. And what is concatenated may be the
-halves of one tensor already, and what is repeated be so once.
+concatenation how much. So does a modulated norm. A linear layer of a part, ``to_out(x[:, :n])``, is one product for
+each sample: for a batch, ``F.linear`` takes a product without the bias, and adds that in a pass of its own. And what is
+concatenated may be the halves of one tensor already, and what is repeated be so once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -18,42 +19,23 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from diffkern.blocks.layout import is_last
 from diffkern.blocks.pieces import has_plain_parameters, runs_fused
 from diffkern.ops.copying import copy_rows
-from diffkern.ops.group_norm import follows_layout
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.facts import child_of
-from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.identity_sites import ImageSite, RepeatedSite, SharingSite, WrittenOffGpus
+from diffkern.rewrite.site import FusedSite, Way
 from diffkern.rewrite.streams import TOKENS_FIRST
 
 # Bound once, since every call asks.
 _is_traced = torch.compiler.is_dynamo_compiling
 #: A product for each sample pays for this many samples at most, and for samples of at least so many rows.
 MOST_SAMPLES, LEAST_ROWS = 4, 512
+#: A copy of fewer bytes takes a GPU less time than the call of a norm with room takes the host.
+LEAST_BYTES = 1 << 25
 
 
-class _WrittenOffGpus(FusedSite):
-    """A site that is of use on GPUs: elsewhere a concatenation takes less time than to do without one."""
-
-    @property
-    @override
-    def entry(self) -> Callable[..., Any]:
-        """The site, which runs the expression as it is written but on GPUs."""
-        original = self.original
-
-        def as_written_off_gpus(module: nn.Module, *leaves: Any) -> Any:
-            x = leaves[0]
-            if not _is_traced() and type(x) is Tensor and not x.is_cuda and self.on_new_size is not None:
-                self.idle_calls += 1
-                self.original_calls += 1
-                return original(module, *leaves)
-            return self(module, *leaves)
-
-        return as_written_off_gpus
-
-
-class StreamSite(_WrittenOffGpus):
+class StreamSite(WrittenOffGpus):
     """A linear layer as it is written, but for where its result lies, and how many products it takes.
 
     Attributes:
@@ -66,7 +48,7 @@ class StreamSite(_WrittenOffGpus):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.rows_around: tuple[int, int] | None = (0, 0)
-        self.copied: set[StreamSite] = set()
+        self.copied: set[StreamSite | NormSite] = set()
         self._joins = self.plan.options["joins"]
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
@@ -90,6 +72,74 @@ class StreamSite(_WrittenOffGpus):
         return made
 
 
+class NormSite(FusedSite):
+    """A modulated norm, whose memory may have room for a stream that is concatenated with its result.
+
+    A batch with room is no contiguous tensor: it has some only for a module whose reader is as it was.
+
+    Attributes:
+        copied: As those of a :class:`StreamSite`.
+        readers: What concatenated the results that a module made.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.copied: set[StreamSite | NormSite] = set()
+        self.readers: WeakKeyDictionary[nn.Module, _Reader] = WeakKeyDictionary()
+        self._rows_around: tuple[int, int] | None = None if self.maker is not None else (0, 0)
+
+    @property
+    def rows_around(self) -> tuple[int, int] | None:
+        """As that of a :class:`StreamSite`; with rows, no function in the place of the site serves."""
+        return self._rows_around
+
+    @rows_around.setter
+    def rows_around(self, rows: tuple[int, int] | None) -> None:
+        self._rows_around, self.room = rows, any(rows or ())
+        if rows == (0, 0):
+            self._forget_specialized()  # so that the next results are remembered
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        result = super().__call__(module, *leaves)
+        if self._rows_around is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return result
+        y = result[1] if type(result) is tuple else result
+        if type(y) is Tensor and _pays(y) and (y.is_cuda or self.on_new_size is None):
+            _remember(self, y, getattr(y, "_diffkern_room", (0, 0)), module)
+        return result
+
+    @override
+    def compute(self, module: nn.Module, leaves: Any, way: Way, provider: str | None, room: Any = 0) -> Any:
+        around, x = self._rows_around, leaves[self.sized]
+        if not room or not _pays(x) or torch.is_grad_enabled():
+            around = None
+        elif x.shape[0] > 1:
+            reader = self.readers.get(module)
+            around = around if reader is not None and _Reader.of(reader.module(), module) == reader else None
+        return super().compute(module, leaves, way, provider, around)
+
+
+def _pays(x: Tensor) -> bool:
+    return x.ndim == 3 and x.numel() * x.element_size() >= LEAST_BYTES
+
+
+class _Reader(NamedTuple):
+    """What a concatenation that reads the results of another module depends on."""
+
+    module: ref[nn.Module]
+    forward: Any
+    processor: type
+
+    @staticmethod
+    def of(module: nn.Module | None, maker: nn.Module) -> _Reader | None:
+        """A module, unless hooks see what it is given; it sees its own tensors itself."""
+        state = {} if module is None else module.__dict__
+        if module is None or (module is not maker and (state["_forward_pre_hooks"] or state["_forward_hooks"])):
+            return None
+        return _Reader(ref(module), getattr(state.get("forward"), "__func__", None), type(state.get("processor")))
+
+
 class JoinSite(FusedSite):
     """A concatenation of streams: of one that has room for the others, or else like any other site."""
 
@@ -109,35 +159,6 @@ class JoinSite(FusedSite):
         return super().__call__(module, *leaves)
 
 
-class _SharingSite(FusedSite):
-    """An expression whose result lies in the memory of an operand where that holds it; else as it is written."""
-
-    #: The result for the operands and the dimension where it needs no memory of its own; None elsewhere.
-    shared: Callable[..., Tensor | None]
-
-    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
-        """Computes the site for its leaves."""
-        if torch.compiler.is_compiling():
-            return self.original(module, *leaves)
-        shared = None
-        if not (torch.is_grad_enabled() or transforms_active() or modes_active() or _may_be_written(module)):
-            shared = self.shared(*self.operands(module, leaves).values(), self.plan.options["dim"])
-        y = self.original(module, *leaves) if shared is None else shared
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
-        return y
-
-
-def _may_be_written(module: nn.Module) -> bool:
-    """Whether a hook sees what a layer of the module is given: it may write into that."""
-    if torch.nn.modules.module._global_forward_pre_hooks:
-        return True
-    children = [child for child in module._modules.values() if child is not None]
-    inner = [one for child in children for one in child._modules.values() if one is not None]
-    return any([child._forward_pre_hooks or child._forward_hooks for child in (*children, *inner)])
-
-
 def _whole(a: Any, b: Any, dim: int) -> Tensor | None:
     """``torch.cat([a, b], dim)`` as a view, if ``b`` lies behind ``a`` in memory and both make a row-major tensor."""
     if type(a) is not Tensor or type(b) is not Tensor or a.dtype is not b.dtype or a.ndim != b.ndim or a.ndim < 3:
@@ -153,45 +174,16 @@ def _whole(a: Any, b: Any, dim: int) -> Tensor | None:
     return whole if whole.is_contiguous() and not (a.is_neg() or a.is_conj() or b.is_neg() or b.is_conj()) else None
 
 
-def _once(x: Any, n: Any, dim: int) -> Tensor | None:
-    """``x.repeat_interleave(n, dim)`` as ``x`` itself, if that is the same."""
-    once = type(n) is int and n == 1 and type(x) is Tensor and not x.requires_grad
-    return x if once and -x.ndim <= dim < x.ndim else None
+def _halves(module: nn.Module, a: Any, b: Any, dim: int) -> Tensor | None:
+    """``torch.cat([a, b], dim)`` as a view of both, or in the memory of the longer one, if that has the room."""
+    whole = _whole(a, b, dim)
+    return _join([a, b], dim, module) if whole is None and _made else whole
 
 
-def _in_channels_last(x: Any, dim: int) -> Tensor | None:
-    """``x.contiguous()`` as ``x`` itself, if it lies in channels last, and images may lie so here."""
-    return x if type(x) is Tensor and follows_layout() and is_last(x) and not x.requires_grad else None
+class HalvesSite(SharingSite, WrittenOffGpus):
+    """A concatenation of two tensors, which is a view of both where they are halves of one, or one has room."""
 
-
-def _undivided(x: Any, n: Any, dim: int) -> Tensor | None:
-    """``x / n`` as ``x`` itself, if that is the same."""
-    by_one = type(n) in (int, float) and n == 1 and type(x) is Tensor and x.is_floating_point()
-    return x if by_one and not x.requires_grad else None
-
-
-class DividedSite(_SharingSite):
-    """A division by a setting, which is the dividend itself where that is 1."""
-
-    shared = staticmethod(_undivided)
-
-
-class HalvesSite(_SharingSite, _WrittenOffGpus):
-    """A concatenation of two tensors, which is a view of both where they are halves of one."""
-
-    shared = staticmethod(_whole)
-
-
-class ImageSite(_SharingSite, _WrittenOffGpus):
-    """Tokens as an image: a view of them where the model computes in channels last, as they lie already."""
-
-    shared = staticmethod(_in_channels_last)
-
-
-class RepeatedSite(_SharingSite):
-    """A repetition of each element along a dimension, which is the tensor itself where it is one of each."""
-
-    shared = staticmethod(_once)
+    shared = staticmethod(_halves)
 
 
 def lies_otherwise(site: FusedSite) -> bool:
@@ -226,9 +218,10 @@ class _Made(NamedTuple):
     """A result of a site, until it is concatenated: by then it is a view, of which its memory is all that is left."""
 
     storage: StorageWeakRef
-    site: StreamSite
+    site: StreamSite | NormSite
     room: tuple[int, int]
     place: tuple[int | torch.SymInt, ...]
+    module: ref[nn.Module] | None
 
 
 #: By the address of the storage object, which is no other's while there is a weak reference to it.
@@ -237,16 +230,19 @@ _made: dict[int, _Made] = {}
 _MOST_MADE = 64
 
 
-def _remember(site: StreamSite, y: Tensor, room: tuple[int, int]) -> None:
+def _remember(site: StreamSite | NormSite, y: Tensor, room: tuple[int, int], module: nn.Module | None = None) -> None:
     storage = y.untyped_storage()
     if len(_made) >= _MOST_MADE:
         _made.clear()
     place = y.storage_offset(), y.numel(), y.shape[1], y.stride(1)
-    _made[storage._cdata] = _Made(StorageWeakRef(storage), site, room, place)
+    _made[storage._cdata] = _Made(StorageWeakRef(storage), site, room, place, None if module is None else ref(module))
 
 
-def _join(streams: Sequence[Any], dim: int) -> Tensor | None:
-    """``torch.cat(streams, dim)`` in the memory of the longest, if that has the room; None otherwise."""
+def _join(streams: Sequence[Any], dim: int, module: nn.Module | None = None) -> Tensor | None:
+    """``torch.cat(streams, dim)`` in the memory of the longest, if that has the room; None otherwise.
+
+    It stands in a module, which may be another one than that which the longest was computed in.
+    """
     if any([type(x) is not Tensor for x in streams]):
         return None
     found = [_made.pop(x.untyped_storage()._cdata, None) for x in streams]
@@ -261,6 +257,10 @@ def _join(streams: Sequence[Any], dim: int) -> Tensor | None:
             site.rows_around = (0, 0)
     if made is None or x.ndim < 3:
         return None
+    maker = None if made.module is None else made.module()
+    reader = None if module is None or maker is None else _Reader.of(module, maker)
+    if reader is not None and maker is not None and isinstance(made.site, NormSite):
+        made.site.readers[maker] = reader
     shape = [*x.shape]
     sizes = [one.shape[dim] if one.ndim == x.ndim else 0 for one in streams]
     shape[dim] = sum(sizes)

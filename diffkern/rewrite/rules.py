@@ -169,5 +169,6 @@ RULES = (
     ),
     Rule("rotation", "rope", Rotation()),
     Rule("group norm", "group_norm_silu", Norm(Leaf("x"), over=GROUPS)),
+    Rule("concatenation of halves", "qk_norm_rope", SideBySide(of_sites=True)),
     Rule("linear, GELU", "linear_gelu", Activated("linear", frozenset({"gelu_tanh"}), Linear(Leaf("x")))),
 )

@@ -374,7 +374,7 @@ class FusedSite:
         reason: str = self.on_gradients(self, module, leaves)
         return reason
 
-    def compute(self, module: nn.Module, leaves: tuple[Any, ...], way: Way, provider: str | None, room: int = 0) -> Any:
+    def compute(self, module: nn.Module, leaves: tuple[Any, ...], way: Way, provider: str | None, room: Any = 0) -> Any:
         """Computes the site with the op: the result, or the new residual and the result."""
         if room:
             way = replace(way, options={**way.options, "room": room})

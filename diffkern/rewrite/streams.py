@@ -56,14 +56,22 @@ class SideBySide:
 
     The operands are ``a`` and ``b``. What was one tensor and is needed as one again is no copy of itself: single-stream
     blocks hand their streams on as two halves of a tensor.
+
+    Attributes:
+        of_sites: Whether both are results of sites instead, read by nothing else in what is no processor: norms leave
+            room for each other.
     """
+
+    of_sites: bool = False
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
         found = concatenated(node)
         if found is None or found[1] not in (1, -2) or len(found[0]) != 2:
             return
-        if all(_is_handed_in(scope, part) for part in found[0]):
+        if self.of_sites and is_processor(scope):
+            return
+        if all(_comes_from_site(scope, part) if self.of_sites else _is_handed_in(scope, part) for part in found[0]):
             a, b = map(Operand, found[0])
             yield replace(match.step(node), operands={"a": a, "b": b}, options={"dim": found[1]})
 
@@ -97,6 +105,17 @@ def _is_handed_in(scope: Scope, part: ast.expr) -> bool:
     source = reaching[0].value or reaching[0].source
     unpacked = isinstance(source, ast.Call) and reaching[0].value is None
     return reaching[0].statement is None or unpacked or isinstance(source, ast.Subscript)
+
+
+def _comes_from_site(scope: Scope, part: ast.expr) -> bool:
+    """Whether a name stands for the result of a site, or for one of two, which nothing else reads."""
+    reaching = [*scope.flow.definitions.get(part, ())] if isinstance(part, ast.Name) else []
+    if len(reaching) != 1 or reaching[0].uses != [part]:
+        return False
+    source = reaching[0].value or reaching[0].source
+    if isinstance(source, ast.Name):
+        return _comes_from_site(scope, source)
+    return source is not None and _is_site(scope, source)
 
 
 def _joined_parts(scope: Scope) -> Iterator[ast.expr]:

@@ -10,7 +10,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from diffkern.rewrite.rewriter import Rewriter
-from diffkern.rewrite.rooms import DividedSite, _undivided
+from diffkern.rewrite.identity_sites import DividedSite, _undivided
 from tests.rewrite.test_rooms import launches
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diffkern.ops.group_norm import following_layout
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
-from diffkern.rewrite.rooms import ImageSite, _in_channels_last
+from diffkern.rewrite.identity_sites import ImageSite, _in_channels_last
 
 LAST = torch.channels_last
 #: In the order of their application: linear, then an image; or an image, then a convolution.

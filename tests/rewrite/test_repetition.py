@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor
 from torch import Tensor, nn
 
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
-from diffkern.rewrite.rooms import RepeatedSite, _once
+from diffkern.rewrite.identity_sites import RepeatedSite, _once
 from tests.rewrite.test_rooms import launches
 
 RULE = "repetition, once"

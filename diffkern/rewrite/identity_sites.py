@@ -1,0 +1,106 @@
+"""Sites whose result is an operand itself, or lies in the memory of one, where that holds it; see the shapes.
+
+:mod:`~diffkern.rewrite.identity` has those of divisions and images, :mod:`~diffkern.rewrite.streams` that of
+repetitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from diffkern.blocks.layout import is_last
+from diffkern.ops.group_norm import follows_layout
+from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.rewrite.site import FusedSite
+
+# Bound once, since every call asks.
+_is_traced = torch.compiler.is_dynamo_compiling
+
+
+class WrittenOffGpus(FusedSite):
+    """A site that is of use on GPUs: elsewhere a concatenation takes less time than to do without one."""
+
+    @property
+    @override
+    def entry(self) -> Callable[..., Any]:
+        """The site, which runs the expression as it is written but on GPUs."""
+        original = self.original
+
+        def as_written_off_gpus(module: nn.Module, *leaves: Any) -> Any:
+            x = leaves[0]
+            if not _is_traced() and type(x) is Tensor and not x.is_cuda and self.on_new_size is not None:
+                self.idle_calls += 1
+                self.original_calls += 1
+                return original(module, *leaves)
+            return self(module, *leaves)
+
+        return as_written_off_gpus
+
+
+class SharingSite(FusedSite):
+    """An expression whose result lies in the memory of an operand where that holds it; else as it is written."""
+
+    #: The result for the module, the operands and the dimension where it needs no memory of its own; None elsewhere.
+    shared: Callable[..., Tensor | None]
+
+    def __call__(self, module: nn.Module, *leaves: Any) -> Any:
+        """Computes the site for its leaves."""
+        if torch.compiler.is_compiling():
+            return self.original(module, *leaves)
+        shared = None
+        if not (torch.is_grad_enabled() or transforms_active() or modes_active() or _may_be_written(module)):
+            shared = self.shared(module, *self.operands(module, leaves).values(), self.plan.options["dim"])
+        y = self.original(module, *leaves) if shared is None else shared
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
+        return y
+
+
+def _may_be_written(module: nn.Module) -> bool:
+    """Whether a hook sees what a layer of the module is given: it may write into that."""
+    if torch.nn.modules.module._global_forward_pre_hooks:
+        return True
+    children = [child for child in module._modules.values() if child is not None]
+    inner = [one for child in children for one in child._modules.values() if one is not None]
+    return any([child._forward_pre_hooks or child._forward_hooks for child in (*children, *inner)])
+
+
+def _once(x: Any, n: Any, dim: int) -> Tensor | None:
+    """``x.repeat_interleave(n, dim)`` as ``x`` itself, if that is the same."""
+    once = type(n) is int and n == 1 and type(x) is Tensor and not x.requires_grad
+    return x if once and -x.ndim <= dim < x.ndim else None
+
+
+def _in_channels_last(x: Any, dim: int) -> Tensor | None:
+    """``x.contiguous()`` as ``x`` itself, if it lies in channels last, and images may lie so here."""
+    return x if type(x) is Tensor and follows_layout() and is_last(x) and not x.requires_grad else None
+
+
+def _undivided(x: Any, n: Any, dim: int) -> Tensor | None:
+    """``x / n`` as ``x`` itself, if that is the same."""
+    by_one = type(n) in (int, float) and n == 1 and type(x) is Tensor and x.is_floating_point()
+    return x if by_one and not x.requires_grad else None
+
+
+class DividedSite(SharingSite):
+    """A division by a setting, which is the dividend itself where that is 1."""
+
+    shared = staticmethod(lambda module, *given: _undivided(*given))
+
+
+class ImageSite(SharingSite, WrittenOffGpus):
+    """Tokens as an image: a view of them where the model computes in channels last, as they lie already."""
+
+    shared = staticmethod(lambda module, *given: _in_channels_last(*given))
+
+
+class RepeatedSite(SharingSite):
+    """A repetition of each element along a dimension, which is the tensor itself where it is one of each."""
+
+    shared = staticmethod(lambda module, *given: _once(*given))
