@@ -249,6 +249,8 @@ def _join(streams: Sequence[Any], dim: int, module: nn.Module | None = None) -> 
     host = max(range(len(streams)), key=lambda i: streams[i].numel())
     made, x, dim = found[host], streams[host], dim % streams[host].ndim
     for other in [one.site for i, one in enumerate(found) if i != host and one is not None]:
+        if made is not None and other is made.site:
+            continue  # modules of one class share it: the shorter stream has room as well, and is copied
         if made is not None:
             made.site.copied.add(other)
             other.rows_around = None

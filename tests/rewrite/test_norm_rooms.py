@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
+from diffusers.models.normalization import AdaLayerNormZero
 from torch import Tensor, nn
 
 from diffkern import inject_optimized_kernels, use_provider
@@ -222,6 +223,35 @@ def test_a_copy_of_a_model_has_room_of_its_own() -> None:
     for _ in range(3):
         assert_as_stock(other, given())
         assert_as_stock(model, given())
+
+
+class OfOneClass(nn.Module):
+    """Two modules of one kind, which share their sites, norm the streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm1, self.norm1_context, self.proj = AdaLayerNormZero(32), AdaLayerNormZero(32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, text: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
+        image, gate, _, _, _ = self.norm1(x, emb=emb)
+        words, _, _, _, _ = self.norm1_context(text, emb=emb)
+        both = torch.cat([words, image], dim=1)
+        y = self.proj(both)
+        return x + gate.unsqueeze(1) * y[:, text.shape[1] :], y[:, : text.shape[1]]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_streams_that_one_site_norms_are_joined_at_every_call(batch: int) -> None:
+    model, stock = OfOneClass().eval(), OfOneClass().eval()
+    inject_optimized_kernels(model)
+    arguments = {"x": drawn(batch, 6, 32), "text": drawn(batch, 3, 32, seed=2), "emb": drawn(batch, 32, seed=3)}
+    for _ in range(6):
+        with torch.no_grad():
+            pairs = zip(model(**arguments), stock(**arguments), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert ["aten::cat" in launches(model, arguments) for _ in range(3)] == [False] * 3
 
 
 class Twice(nn.Module):
