@@ -21,6 +21,8 @@ from diffkern.rewrite.streams import HEADS_FIRST
 from diffkern.verify.contract import ROWS
 from diffkern.verify.samples import sample_shape
 
+#: Samples that queries and keys are made up of.
+_SAMPLES = 2
 #: Size of the dimension that is normalised where no module says it.
 _SIZE = 256
 
@@ -172,8 +174,9 @@ def _prove_attention(site: FusedSite, module: nn.Module, device: torch.device, d
             except Exception:  # of shapes that do not fit together, in whatever words
                 continue
             expected = sum(x.numel() for x, role in zip(leaves, roles, strict=True) if role in ("q0", "q1"))
+            # Tables that have a dimension more than heads that lie together put one in front of the samples.
             if not isinstance(results, tuple) or any(
-                not isinstance(y, Tensor) or y.numel() != expected for y in results
+                not isinstance(y, Tensor) or y.numel() != expected or len(y) != _SAMPLES for y in results
             ):
                 continue
             signature = site.signature(module, leaves)
@@ -205,13 +208,13 @@ def _drawn(
 
     def stream(count: int) -> Tensor:
         middle = () if layout == "heads together" else (heads,)
-        x = torch.randn((2, count, *middle, size), generator=generator, device="cpu").to(device, dtype)
+        x = torch.randn((_SAMPLES, count, *middle, size), generator=generator, device="cpu").to(device, dtype)
         return x.transpose(1, 2) if layout == "heads first" else x
 
     def table(of: str) -> Any:
         count = tokens[int(of)] if of else sum(tokens)
         width = size if layout != "heads together" or not tables.columns else size // heads
-        lead = [{"S": count, "B": 2}.get(name, 1) for name in tables.lead]
+        lead = [{"S": count, "B": _SAMPLES}.get(name, 1) for name in tables.lead]
         angles = torch.rand((*lead, width // max(tables.columns, 1)), generator=generator, device="cpu")
         if tables.is_complex:
             return torch.polar(torch.ones_like(angles), angles).to(device)

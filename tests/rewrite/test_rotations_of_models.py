@@ -15,7 +15,7 @@ from diffkern.bench.models import Denoiser
 from diffkern.bench.models import rotary as cosines_and_sines
 from diffkern.cache import rotary
 from diffkern.cache.in_call import one_model_call
-from diffkern.rewrite import Rewriter, Rewritten, draws
+from diffkern.rewrite import Rewriter, Rewritten, draws, prove_ahead
 from diffkern.rewrite.reference import CastsLifted, to_float64
 from tests.rewrite.test_processors import TorchOps
 
@@ -227,6 +227,19 @@ def test_tables_are_made_once_in_a_call_of_a_model(name: str, monkeypatch: pytes
             first, second, third = [results(module, given) for _ in range(3)]
         assert all(map(torch.equal, first, second)) and all(map(torch.equal, first, third))
     assert len(made) == 2
+
+
+def test_a_rotation_by_tables_that_have_a_dimension_for_heads_is_proven_ahead_for_heads_that_are_apart() -> None:
+    """Those of heads that lie together would rotate along samples, and say that the op computes something else."""
+    module, given = attention("hunyuan_dit")
+    found = rewritten(module)
+    for site in found.sites:
+        prove_ahead(site, module, CPU, torch.bfloat16)
+        site.on_new_signature = None
+    results(module, given)
+    rotated = found.sites[0]
+    assert rotated.plan.rule.name == MODELS["hunyuan_dit"][2]
+    assert (rotated.fused_calls, rotated.original_calls, rotated.reasons) == (1, 0, {})
 
 
 def test_tables_of_keys_that_are_not_rotated_are_made_once_in_a_call() -> None:
