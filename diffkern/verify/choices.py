@@ -26,7 +26,7 @@ from diffkern import __version__
 VARIABLE = "DIFFKERN_CHOICES"
 
 #: In the names of the files: raised when times are taken in another way, or of other kernels: no old choice is used.
-_TIMING = 3
+_TIMING = 4
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from diffkern.cache.derived import checks_paused
 from diffkern.verify import choices
 from diffkern.verify.isolation import uncounted
 
@@ -137,8 +139,14 @@ def costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> li
     """Times computations in turns, a few milliseconds in all unless a single call takes longer: then fewer calls.
 
     On a GPU the time of the device is that between two of its events, which it reaches once the host has launched what
-    stands between them: as far as its queue holds that, a slow host is not in it.
+    stands between them: as far as its queue holds that, a slow host is not in it. What a step looks at once, such as
+    the checksums of all weights of which something is kept, is in no call: on a CPU each call looks at its own.
     """
+    with checks_paused() if device.type != "cpu" else nullcontext():
+        return _costs(computations, device)
+
+
+def _costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
     for compute in computations:  # loads and compiles
         _prepare(compute)
         compute()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, use_provider
+from diffkern.cache import derived
 from diffkern.graph.capture import replay_time
 from diffkern.rewrite import Rewriter
 from diffkern.verify import choices, gain
@@ -148,6 +149,18 @@ def test_a_host_is_not_slower_for_the_work_of_other_programs(monkeypatch: pytest
     gpu = _Gpu(monkeypatch)
     found = costs([gpu.step(60e-6, 28e-6, 500e-6), gpu.step(119e-6, 119e-6)], torch.device("cuda"))
     assert [(round(cost.host), round(cost.device)) for cost in found] == [(60, 28), (119, 119)]
+
+
+def test_what_a_step_looks_at_once_is_in_no_call_that_a_gpu_is_timed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As feed-forwards of Stable Diffusion 3 in fp8: 545 us of host, in which the weights of all layers were looked at."""
+    paused: list[bool] = []
+    with monkeypatch.context() as on_gpu:
+        gpu = _Gpu(on_gpu)
+        costs([lambda: (paused.append(derived._checks_paused.get()), gpu.launch(1e-5, 1e-5))], torch.device("cuda"))
+    assert paused and all(paused)
+    paused.clear()
+    costs([lambda: paused.append(derived._checks_paused.get())], torch.device("cpu"))
+    assert paused and not any(paused)
 
 
 def test_a_step_of_more_kernels_than_a_queue_holds_is_timed_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
