@@ -152,7 +152,7 @@ def test_a_host_is_not_slower_for_the_work_of_other_programs(monkeypatch: pytest
 
 
 def test_what_a_step_looks_at_once_is_in_no_call_that_a_gpu_is_timed_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As feed-forwards of Stable Diffusion 3 in fp8: 545 us of host, in which the weights of all layers were looked at."""
+    """As feed-forwards of Stable Diffusion 3 in fp8: 545 us of host that looked at the weights of all layers."""
     paused: list[bool] = []
     with monkeypatch.context() as on_gpu:
         gpu = _Gpu(on_gpu)
