@@ -287,18 +287,30 @@ def _largest_term(case: Case, factors: list[Tensor]) -> float:
         return 0.0
     term = max(float(factor.double().abs().max()) for factor in factors)
     for name, tensor in case.tensors().items():
-        if name.removesuffix("_k").removesuffix("_q") in ("weight", "scale", "gate") and tensor.numel():
+        if _kind(name) in ("weight", "scale", "gate") and tensor.numel():
             term *= 1 + float(tensor.double().abs().max())
     power = math.inf
     for name, tensor in case.tensors().items():
-        if name in ("x", "q", "k") and tensor.numel():
+        if _kind(name) in ("x", "q", "k") and tensor.numel():
             wide = tensor.double()
             rows = wide.var(_rows(case), unbiased=False) if _is_centred(case) else wide.square().mean(_rows(case))
             power = min(power, float(rows.amin()))
     return term / math.sqrt(max(power, float(case.options["eps"])))
 
 
+#: Of streams that are joined.
+_SINGULAR = {"queries": "q", "keys": "k", "q_weights": "weight", "k_weights": "weight"}
+
+
+def _kind(name: str) -> str:
+    """What an operand is: ``"q"`` for ``"queries[0]"``, ``"weight"`` for ``"weight_k"``."""
+    stream = name.partition("[")[0]
+    return _SINGULAR.get(stream, stream.removesuffix("_k").removesuffix("_q"))
+
+
 def _rows(case: Case) -> int:
+    if case.op.startswith("joint"):  # whose dim is that of the tokens
+        return -1
     return 1 if case.op.startswith("channel") else int(case.options.get("dim", -1))
 
 
