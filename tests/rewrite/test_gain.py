@@ -232,11 +232,12 @@ def test_a_replay_takes_what_the_gpu_does_and_leaves_nothing() -> None:
             y = y * 2.0
         return y
 
-    (eager,) = costs([compute], x.device)
+    compute()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     took = replay_time(compute, x.device)
-    assert took is not None and 0.5 * eager.device < took < 1.2 * eager.device
+    # 20 times 64 MiB are read and written; no memory does that at 30 TB/s.
+    assert took is not None and took > 20 * 2 * (1 << 26) / 30e6
     assert replay_time(lambda: x.sum().item(), x.device) is None
     assert torch.cuda.memory_allocated() == before and float(compute()[0]) == 2.0**20
 

@@ -267,7 +267,8 @@ def test_tables_on_the_cpu_rotate_queries_on_a_gpu(name: str, device: str) -> No
         with TorchOps() as seen:
             results(module, given)
     sites = [site for site in found.sites if site.plan.rule.name == MODELS[name][2]]
-    assert [(site.fused_calls, site.original_calls, site.reasons) for site in sites] == [(4, 0, {})]
+    ran = [(site.fused_calls, site.original_calls, site.reasons) for site in sites]
+    assert [each for each in ran if any(each)] == [(4, 0, {})], "those of other arguments do not run"
     assert "aten::_to_copy" not in seen.names
     for ours, theirs in zip(fused, stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
