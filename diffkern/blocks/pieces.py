@@ -134,7 +134,7 @@ def _is_hidden(layer: nn.Module) -> bool:
 
 def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
     """Calls a layer, or does without the cost of a call where it is torch's own, and no hook watches it."""
-    if untouched(layer, nn.Linear) and not runs_fused(layer):
+    if untouched(layer, nn.Linear):
         parameters = layer._parameters
         if "weight" in parameters and "bias" in parameters and not _is_hidden(layer):
             run = F.linear if torch.is_grad_enabled() or torch.compiler.is_compiling() else layers.linear
@@ -152,8 +152,6 @@ def are_silent(layers: Iterable[nn.Module]) -> bool:
 def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
     """Diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
     net: Any = feed_forward.net
-    if runs_fused(net._modules["0"]._modules["proj"]):  # in fp8, which has no activation in its epilogue
-        return feed_forward(x)  # type: ignore[no-any-return]
     first = net._modules["0"]._modules["proj"]._parameters
     # The product is torch's; any provider computes the rest.
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
