@@ -76,7 +76,7 @@ class Effects:
             return self.storage(target) if isinstance(target, ast.Name) else self.storage(target.value)
         if not isinstance(node, ast.Call):
             return frozenset()
-        if self._is_site(node):
+        if self.is_site(node):
             return self._union(*written_by(node))
         out = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "inplace")]
         if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
@@ -130,7 +130,7 @@ class Effects:
         if isinstance(node, ast.Dict):
             return self._union(*node.values)
         if isinstance(node, ast.Call):
-            if self._is_site(node) or self._is_fresh_child(node.func):
+            if self.is_site(node) or self._is_fresh_child(node.func):
                 return self._union(*written_by(node)) | {node}
             # A view, a cast that changes nothing, or a function that hands its argument back.
             shared = self._union(*self._reads(node))
@@ -151,7 +151,8 @@ class Effects:
         return isinstance(base, ast.Name) and base.id == self._receiver
 
     @staticmethod
-    def _is_site(call: ast.Call) -> bool:
+    def is_site(call: ast.Call) -> bool:
+        """Whether a call is that of a site which was put into the function before."""
         function = call.func
         return (
             isinstance(function, ast.Subscript) and isinstance(function.value, ast.Name) and function.value.id == SITES
@@ -166,7 +167,7 @@ class Effects:
             if definition not in self._roots:
                 self._roots[definition] = frozenset({definition})  # cuts the circles of loops
                 source = definition.value if definition.value is not None else definition.source
-                if isinstance(source, ast.Call) and source is not definition.value and self._is_site(source):
+                if isinstance(source, ast.Call) and source is not definition.value and self.is_site(source):
                     self._roots[definition] = frozenset({("result", source, definition.name)})  # each is a new tensor
                 elif source is not None:
                     self._roots[definition] = self.storage(source)

@@ -20,6 +20,7 @@ from diffkern.rewrite.site import FusedSite
 
 # Bound once, since every call asks.
 _is_traced = torch.compiler.is_dynamo_compiling
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 class WrittenOffGpus(FusedSite):
@@ -85,7 +86,9 @@ def _in_channels_last(x: Any, dim: int) -> Tensor | None:
 def _undivided(x: Any, n: Any, dim: int) -> Tensor | None:
     """``x / n`` as ``x`` itself, if that is the same."""
     by_one = type(n) in (int, float) and n == 1 and type(x) is Tensor and x.is_floating_point()
-    return x if by_one and not x.requires_grad else None
+    if not by_one or x.requires_grad:
+        return None
+    return x if x.is_contiguous() or _is_dense(x) else None  # a quotient is dense, in the order of the dividend
 
 
 class DividedSite(SharingSite):

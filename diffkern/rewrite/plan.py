@@ -257,7 +257,7 @@ class _Planner:
                 if shares and needs_own_memory(effects, scope.flow, node, match):
                     reason = ""
                 divides = isinstance(rule.shape, DividedByOne)
-                if divides and not is_made_here(effects, scope.flow, match.operands["x"].node):
+                if divides and not is_made_here(effects, scope.flow, match.operands["x"].node, self._divided(flow)):
                     reason = ""
                 if reason is None:
                     found = self._place(rule, scope, placer, node, match)
@@ -267,6 +267,13 @@ class _Planner:
                 if reason:
                     self.refused.append((node.lineno, f"{rule.name}: {ast.unparse(node)}", reason))
         return False
+
+    def _divided(self, flow: Flow) -> list[ast.expr]:
+        """What divisions by one, which were found before, are given."""
+        calls = [node for node in flow.nodes if isinstance(node, ast.Call) and Effects.is_site(node)]
+        indices = [node.func.slice.value for node in calls]  # type: ignore[attr-defined]
+        found = zip(calls, [self.sites[index].rule.shape for index in indices], strict=True)
+        return [part for call, shape in found if isinstance(shape, DividedByOne) for part in call.args[1:]]
 
     def _is_pure_function(self, name: str) -> bool:
         if name not in self._pure:

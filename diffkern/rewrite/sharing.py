@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 from diffkern.rewrite.effects import Effects
 from diffkern.rewrite.flow import Flow
@@ -31,10 +32,12 @@ def is_written(effects: Effects, flow: Flow, memory: frozenset[object]) -> bool:
     return any(memory & effects.written(node) for node in stores)
 
 
-def is_made_here(effects: Effects, flow: Flow, node: ast.expr) -> bool:
-    """Whether all that an expression may be is made by the function itself, which writes into none of it."""
+def is_made_here(effects: Effects, flow: Flow, node: ast.expr, shared: Iterable[ast.expr] = ()) -> bool:
+    """Whether a function makes all that an expression may be, and neither writes into that, nor keeps or shares it."""
     memory = effects.storage(node)
-    return all(isinstance(root, ast.AST) for root in memory) and not is_written(effects, flow, memory)
+    if not all(isinstance(root, ast.AST) for root in memory) or is_written(effects, flow, memory):
+        return False
+    return not any(memory & effects.storage(other) for other in (*_kept(flow), *shared))
 
 
 def needs_own_memory(effects: Effects, flow: Flow, root: ast.expr, match: Match) -> bool:
@@ -42,13 +45,18 @@ def needs_own_memory(effects: Effects, flow: Flow, root: ast.expr, match: Match)
     memory = frozenset({root}).union(*[effects.storage(operand.node) for operand in match.operands.values()])
     if is_written(effects, flow, memory):
         return True
+    return any(root in effects.storage(node) for node in _kept(flow))
+
+
+def _kept(flow: Flow) -> list[ast.expr]:
+    """What a function returns or keeps."""
     kept = [node.value for node in flow.nodes if isinstance(node, (ast.Return, ast.Yield)) and node.value is not None]
     for node in flow.nodes:
         if isinstance(node, ast.Assign) and not all(isinstance(t, (ast.Name, ast.Tuple)) for t in node.targets):
             kept.append(node.value)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _KEEP:
             kept += node.args
-    return any(root in effects.storage(node) for node in kept)
+    return kept
 
 
 def _ends_in_underscore(call: ast.Call) -> bool:

@@ -89,9 +89,73 @@ def test_an_argument_or_what_is_written_into_is_divided(cls: type[nn.Module]) ->
     assert not installed(cls().eval())
 
 
+class Kept(nn.Module):
+    """What is divided leaves the function in another way as well."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+
+class ReturnsBoth(Kept):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = x * x
+        return whole[:1], whole / self.factor
+
+
+class KeepsIt(Kept):
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x * x
+        self.last = whole
+        return whole / self.factor
+
+
+class AppendsIt(Kept):
+    def forward(self, x: Tensor) -> Tensor:
+        whole = x * x
+        self.kept.append(whole)
+        return whole / self.factor
+
+
+@pytest.mark.parametrize("cls", [ReturnsBoth, KeepsIt, AppendsIt])
+def test_what_leaves_the_function_otherwise_is_divided(cls: type[nn.Module]) -> None:
+    assert not installed(cls().eval())
+
+
+class DividesTwice(Kept):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = x * x
+        return whole / self.factor, whole.transpose(0, 1) / self.factor
+
+
+def test_results_of_two_divisions_do_not_share_memory() -> None:
+    module = DividesTwice().eval()
+    assert len(installed(module)) == 1
+    with torch.no_grad():
+        one, other = module(torch.ones(2, 3))
+    one.add_(1.0)
+    assert torch.equal(other, torch.ones(3, 2))
+
+
+class DividesParts(Kept):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * x)[:, :2] / self.factor, (x + x).mean(0, keepdim=True).expand(4, -1) / self.factor
+
+
+def test_a_quotient_has_the_strides_of_stock() -> None:
+    module = DividesParts().eval()
+    assert len(installed(module)) == 2
+    with torch.no_grad():
+        part, expanded = module(torch.ones(2, 3))
+    assert part.is_contiguous() and expanded.is_contiguous()
+
+
 def test_only_a_number_that_is_one_divides_nothing() -> None:
     x = torch.randn(3)
-    assert _undivided(x, 1, 0) is x and _undivided(x, 1.0, 0) is x
+    turned = torch.randn(2, 3, 4).transpose(0, 2)
+    assert _undivided(x, 1, 0) is x and _undivided(x, 1.0, 0) is x and _undivided(turned, 1.0, 0) is turned
     for dividend, n in (
         (x, 2.0),
         (x, True),
