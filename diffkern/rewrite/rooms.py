@@ -105,6 +105,8 @@ class NormSite(FusedSite):
         if self._rows_around is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return result
         y = result[1] if type(result) is tuple else result
+        if transforms_active() or modes_active():
+            return result  # which has no storage
         if type(y) is Tensor and _pays(y) and (y.is_cuda or self.on_new_size is None):
             _remember(self, y, getattr(y, "_diffkern_room", (0, 0)), module)
         return result

@@ -190,6 +190,19 @@ def test_gradients_and_compiled_calls_have_no_room() -> None:
     assert_as_stock(compiled, given())
 
 
+def test_samples_of_vmap_are_concatenated() -> None:
+    model, stock = OfOneClass().eval(), OfOneClass().eval()
+    inject_optimized_kernels(model)
+    text, emb = drawn(1, 3, 32, seed=2), drawn(1, 32, seed=3)
+    for _ in range(3):
+        with torch.no_grad():
+            found, expected = (
+                torch.func.vmap(lambda x, one=one: one(x, text, emb))(drawn(2, 1, 6, 32)) for one in (model, stock)
+            )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        model(drawn(1, 6, 32), text, emb)
+
+
 def test_another_provider_has_no_room_and_is_concatenated() -> None:
     model, _, _ = made()
     for _ in range(3):
