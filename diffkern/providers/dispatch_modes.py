@@ -22,6 +22,11 @@ def modes_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def proxies_trace() -> bool:
+    """Whether ``make_fx`` records the calls of ops: their results have no values to ask for."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def functions_intercepted() -> bool:
     """Whether a ``TorchFunctionMode`` may compute something else; one that only sets the default device does not."""
     count = torch._C._len_torch_function_stack()

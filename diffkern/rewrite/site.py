@@ -16,7 +16,7 @@ from diffkern.blocks.fp8 import RowMaker, RowwiseFp8, announce
 from diffkern.matching import NormSemantics, parameter_of
 from diffkern.providers import NoProviderError, registry, select
 from diffkern.providers.base import KernelFileError
-from diffkern.providers.dispatch_modes import modes_active, transforms_active
+from diffkern.providers.dispatch_modes import modes_active, proxies_trace, transforms_active
 from diffkern.providers.registry import override
 from diffkern.rewrite.calls import CALLS, WITH_ROWS
 from diffkern.rewrite.facts import (
@@ -465,7 +465,7 @@ def _kind_of(leaf: Any) -> Any:
 
 def _may_prove(leaves: tuple[Any, ...]) -> bool:
     """Whether a proof can run now: graphs and transforms would take it for a part of the model."""
-    if torch.compiler.is_compiling() or transforms_active():
+    if torch.compiler.is_compiling() or transforms_active() or proxies_trace():
         return False
     on_gpu = any([isinstance(leaf, Tensor) and leaf.device.type == "cuda" for leaf in leaves])
     return not (on_gpu and torch.cuda.is_current_stream_capturing())

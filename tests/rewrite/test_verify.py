@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from diffkern import KernelConfig, inject_optimized_kernels
 from diffkern.rewrite import Rewriter, Rewritten
@@ -25,6 +26,18 @@ def test_a_site_whose_op_computes_something_else_runs_the_expression() -> None:
     site.plan = replace(site.plan, options={"scale_offset": 2.0})  # as if the match had read 2 + scale
     assert torch.equal(found.function(module, **leaves(NAMES)), module(**leaves(NAMES)))
     assert list(site.reasons.values()) == ["in float64 its op does not compute what the source says"]
+
+
+def test_a_site_is_not_proven_while_proxies_trace() -> None:
+    module, given = block(NAMES, "return self.norm(x) * (1 + scale) + shift"), leaves(NAMES)
+    found = rewritten(module)
+    with torch.no_grad():
+        graph = make_fx(lambda x: found.function(module, **{**given, "x": x}))(given["x"])
+        assert not found.sites[0].ways
+        other = given["x"] * 2
+        assert torch.equal(graph(other), module(**{**given, "x": other}))
+        found.function(module, **given)
+    assert found.sites[0].fused_calls == 1
 
 
 def test_an_activation_that_the_source_does_not_name_is_found_by_the_proof() -> None:
