@@ -18,16 +18,16 @@ _JOINED, _ROTATED, _NORMED = (
     "query and key norm, two streams", "query and key norm, rotation", "query and key norm"
 )  # fmt: skip
 _STREAMS = ("linear of a stream", "concatenation of streams")
-_HALVES = "concatenation of halves"
+_HALVES, _DIVIDED = "concatenation of halves", "division by one"
 #: Fused calls of one pipeline at two steps, by rule: a model that runs stock does not pass.
 FUSED = {
-    "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _ROTATED, _HALVES},  # noqa: E501
+    "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _ROTATED, _HALVES, *_STREAMS},  # noqa: E501
     "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _NORMED, _ROTATED},  # noqa: E501
     "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _NORMED, *_STREAMS},  # noqa: E501
     "qwenimage": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, *_STREAMS},  # noqa: E501
-    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, _HALVES, *_STREAMS},  # noqa: E501
-    "sana": {"convolution, SiLU", "convolution, gated linear unit", "gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},  # noqa: E501
-    "pixart": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation"},
+    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, _HALVES, _DIVIDED, *_STREAMS},  # noqa: E501
+    "sana": {"convolution, SiLU", "convolution, gated linear unit", "gated residual", "linear attention", "linear, GELU", "norm, modulation", "residual, norm, modulation", _DIVIDED},  # noqa: E501
+    "pixart": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _DIVIDED},
 }  # fmt: skip
 
 
