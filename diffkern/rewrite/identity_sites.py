@@ -24,7 +24,7 @@ _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 
 
 class WrittenOffGpus(FusedSite):
-    """A site that is of use on GPUs: elsewhere a concatenation takes less time than to do without one."""
+    """A site that is of use on GPUs: elsewhere the copy takes less time than to do without it."""
 
     @property
     @override

@@ -31,7 +31,7 @@ from diffkern.rewrite.streams import TOKENS_FIRST
 _is_traced = torch.compiler.is_dynamo_compiling
 #: A product for each sample pays for this many samples at most, and for samples of at least so many rows.
 MOST_SAMPLES, LEAST_ROWS = 4, 512
-#: A copy of fewer bytes takes a GPU less time than the call of a norm with room takes the host.
+#: Results of fewer bytes are copied: the host takes longer to call a norm with room. Chosen, and not measured.
 LEAST_BYTES = 1 << 25
 
 
