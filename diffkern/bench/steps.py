@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -72,7 +73,7 @@ class StepResult:
 def run(
     denoiser: Denoiser, arms: Sequence[Arm], device: torch.device, repetitions: int = 10, *, keep_going: bool = False
 ) -> list[StepResult]:
-    """Times a step of every arm, one step of each in turn.
+    """Times a step of every arm, each in turn.
 
     All arms share the weights. Each has a module tree of its own, so that no arm waits for another's compiler.
 
@@ -129,16 +130,21 @@ class Prepared:
             self.reports[arm.name] = report
 
     def measure(self, repetitions: int) -> list[StepResult]:
-        """Times so many steps of every arm, and profiles :data:`PROFILES`, one of each arm in turn."""
+        """Times so many steps of every arm, and profiles :data:`PROFILES`.
+
+        The arms take turns in random order, and each timed step follows one of its own arm: a card at its limit of
+        power runs a step more slowly behind one that has drawn more.
+        """
         for name, own in self.running.items():
             for _ in range(SETTLING if name in self.reports else 2):
                 _timed(own, self.inputs, self.device)
         first = next(iter(self.results))
         baseline = first_tensor(self.running[first](**self.inputs)) if first in self.running else None
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in self.running}
-        for _ in range(repetitions):
-            for name, own in self.running.items():
-                times[name].append(_timed(own, self.inputs, self.device))
+        for turn in range(repetitions):
+            for name in random.Random(turn).sample(list(self.running), len(self.running)):
+                _timed(self.running[name], self.inputs, self.device)  # leaves the clock that the arm's own power allows
+                times[name].append(_timed(self.running[name], self.inputs, self.device))
         profiles: dict[str, list[Mapping[str, float]]] = {name: [] for name in self.running}
         for _ in range(PROFILES):
             for name, own in self.running.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -266,22 +266,6 @@ class Fp8Weights(DerivedCache):
         dtype = torch.bfloat16 if x.values.is_cuda else weight.dtype
         y = layers.linear_rows(x.values, x.scales, copy.values, copy.scales, parameters["bias"], dtype)
         return y if dtype is weight.dtype else y.to(weight.dtype)
-
-    def project(self, children: Mapping[str, Any], x: RowwiseFp8, context: RowwiseFp8) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of self-attention, whose context is ``x``: parts of the rows of one product."""
-        parameters = [children[name]._parameters for name in ("to_q", "to_k", "to_v")]
-        weights, biases = [layer["weight"] for layer in parameters], [layer["bias"] for layer in parameters]
-        given = [bias for bias in biases if bias is not None]
-        if 0 < len(given) < len(biases):
-            return (
-                self.run("to_q", children["to_q"], x),
-                self.run("to_k", children["to_k"], x),
-                self.run("to_v", children["to_v"], x),
-            )
-        copy = self._copy("to_q, to_k, to_v", weights, given, x.values.device)
-        y = layers.linear_rows(x.values, x.scales, copy.values, copy.scales, copy.bias, weights[0].dtype)
-        query, key, value = y.split([weight.shape[0] for weight in weights], -1)
-        return query, key, value
 
     def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device) -> _Copy:
         copy = self._copies.get(name)

@@ -4,14 +4,10 @@ Stock, the denoiser builds ``[B, S, D]`` float32 tables of cosines and sines at 
 them twice. A table is the product of a grid: its columns depend on the frame, on the line or on the column alone.
 Where that holds for the very tables at hand, the blocks read one small table per axis instead. Attention processors get
 the full tables, may write into them, and would find what another step wrote: ``exact`` keeps none.
-
-A graph of ``torch.compile`` cannot look at tables. There the tables by axis are those of three thin grids, one for each
-axis, by the stock formula as well; the full ones are in the graph for readers, and Inductor drops them without one.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +15,12 @@ from typing import Any
 import torch
 from diffusers.models.transformers.transformer_ltx import LTXVideoRotaryPosEmbed
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from diffkern.blocks.pieces import untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.cache import DerivedCache, TensorFingerprint, match_all, memory, version
+from diffkern.cache import DerivedCache, TensorFingerprint, memory, version
+from diffkern.cache.rotary import AxialTables, KeptTables, keep_axes
 from diffkern.ops import expand_axes
 from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
 from diffkern.verify.samples import Draws
@@ -32,57 +28,17 @@ from diffkern.verify.samples import Draws
 Tables = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class AxialTables:
-    """Rotary tables by axis, as :func:`diffkern.ops.rope_3d` takes them.
-
-    Attributes:
-        cos: Cosines of the frames ``[F, n]``, lines ``[H, n]`` and columns ``[W, n]``, float32.
-        sin: Sines, likewise.
-        grid: ``(F, H, W)``.
-        front_pad: Pairs in front that are not rotated.
-    """
-
-    cos: tuple[Tensor, ...]
-    sin: tuple[Tensor, ...]
-    grid: tuple[int, int, int]
-    front_pad: int
-
-    #: The pairs of a row go through the axes in turn.
-    order = "alternating"
-
-
-class TracedTables(tuple[Tensor, Tensor]):
-    """Full tables in a graph of ``torch.compile``: a pair for all but the blocks, which find the axes with them.
-
-    Attributes:
-        axes: The same tables by axis; None in a pair that was made of this one, and once it may have been written.
-    """
-
-    axes: AxialTables | None = None
-
-
 @dataclass(frozen=True, eq=False)
-class _KeptTables:
-    """Full tables, what they were computed from, and what the blocks read in their place.
+class _TablesOfVideo(KeptTables):
+    """Tables, and what they were computed from.
 
     Attributes:
         key: The numbers.
         coords: The coordinates of the video; None without.
-        results: The fingerprints of the tables, which others are given.
-        tables: The tables.
-        axes: The same by axis; None if they are no products of a grid.
     """
 
     key: Hashable
     coords: TensorFingerprint | None
-    results: tuple[TensorFingerprint, ...]
-    tables: Tables
-    axes: AxialTables | None
-
-    def is_valid(self) -> bool:
-        """Whether nothing was written into the tables."""
-        return match_all(self.results, self.tables)
 
     def holds(self, key: Hashable, coords: Tensor | None) -> bool:
         """Whether these are the tables of a call."""
@@ -96,35 +52,22 @@ class _RotaryTables(DerivedCache):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: _KeptTables | None = None
+        self.kept: _TablesOfVideo | None = None
 
     @override
     def fingerprints(self) -> Iterable[TensorFingerprint]:
         kept = self.kept
         coords = () if kept is None or kept.coords is None else (kept.coords,)
-        return () if kept is None else (*coords, *kept.results)
+        return () if kept is None else (*coords, *kept.fingerprints)
 
     @override
     def results(self) -> Iterable[TensorFingerprint]:
         kept = self.kept
-        return () if kept is None else kept.results
+        return () if kept is None else kept.fingerprints
 
     @override
     def entries(self) -> list[object]:
         return [self.kept]
-
-
-#: Tables of cosines that are kept -> all that is kept with them, weakly.
-_kept: Any = WeakIdKeyDictionary()
-
-
-def axial_tables(tables: Tables) -> AxialTables | None:
-    """Returns the axes of full tables that :data:`RECIPE` returned and still keeps, unless they were written."""
-    if torch.compiler.is_compiling():
-        return tables.axes if type(tables) is TracedTables else None
-    reference = _kept.get(tables[0])
-    kept: _KeptTables | None = None if reference is None else reference()
-    return kept.axes if kept is not None and kept.tables[1] is tables[1] and kept.is_valid() else None
 
 
 class LTXRotaryEmbedding(BlockRecipe):
@@ -151,7 +94,7 @@ class LTXRotaryEmbedding(BlockRecipe):
         x, *sizes, scale, coords = call
         if type(x) is not Tensor or x.is_meta or x.ndim < 1:
             return "the hidden states are not a plain tensor with data"
-        if coords is not None and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None  # nothing is kept in a graph, and versions cannot be asked for there
         if coords is not None:
             if type(coords) is not Tensor or coords.requires_grad or version(coords) is None:
@@ -166,7 +109,7 @@ class LTXRotaryEmbedding(BlockRecipe):
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tables:
         owner: Any = module
         if torch.compiler.is_compiling():
-            return _traced(owner, *call)
+            return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]
         known = memory(module)
         if "tables" not in known:
             known["tables"] = _RotaryTables()
@@ -190,8 +133,8 @@ class LTXRotaryEmbedding(BlockRecipe):
             source = None if coords is None else TensorFingerprint.of(coords)
             tables: Tables = LTXVideoRotaryPosEmbed.forward(owner, *call)
             axes = _axes(tables, call[1:4], owner.dim % 6 // 2) if coords is None else None
-            made = _KeptTables(key, source, tuple(map(TensorFingerprint.of, tables)), tables, axes)
-        cache.kept, _kept[tables[0]] = made, weakref.ref(made)
+            cache.kept = _TablesOfVideo(tables, tuple(map(TensorFingerprint.of, tables)), axes, key, source)
+        keep_axes(cache.kept)
         return tables
 
     @override
@@ -203,33 +146,6 @@ class LTXRotaryEmbedding(BlockRecipe):
         x = draw(2, 1, 1)
         coords = torch.arange(2 * 3 * tokens, device=draw.device, dtype=torch.float32).view(2, 3, tokens)
         return [(x, 3, 3, -(-tokens // 9), (0.3, 32.0, 32.0), None), (x, None, None, None, None, coords)]
-
-
-def _traced(owner: Any, x: Tensor, frames: Any, height: Any, width: Any, scale: Any, coords: Tensor | None) -> Tables:
-    """The stock tables in a graph of ``torch.compile``, with their axes where all that is known."""
-    tables: Tables = LTXVideoRotaryPosEmbed.forward(owner, x, frames, height, width, scale, coords)
-    # A hook could write into the tables, which does not show in a graph.
-    if coords is not None or owner.dim % 2 or torch.is_grad_enabled() or not untouched(owner, LTXVideoRotaryPosEmbed):
-        return tables
-    one = x.new_empty(1)
-    thin = [
-        LTXVideoRotaryPosEmbed.forward(owner, one, *sizes, scale)
-        for sizes in ((frames, 1, 1), (1, height, 1), (1, 1, width))
-    ]
-    front = owner.dim % 6
-    cos, sin = (
-        tuple(_computed_once(pair[part][0, :, front + 2 * axis :: 6]) for axis, pair in enumerate(thin))
-        for part in (0, 1)
-    )
-    traced = TracedTables(tables)
-    traced.axes = AxialTables(cos, sin, (frames, height, width), front // 2)
-    return traced
-
-
-def _computed_once(table: Tensor) -> Tensor:
-    """A copy that has memory of its own: Inductor would compute another one for each op that reads it."""
-    table = table.clone(memory_format=torch.contiguous_format)
-    return table.as_strided(table.shape, table.stride())
 
 
 def _axes(tables: Tables, grid: tuple[int, int, int], front_pad: int) -> AxialTables | None:

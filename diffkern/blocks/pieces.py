@@ -12,7 +12,6 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
 from diffkern.matching.genuine import functional_is_torchs, is_own
-from diffkern.ops import linear_gelu
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.providers.cublaslt import layers
 
@@ -147,17 +146,3 @@ def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
 def are_silent(layers: Iterable[nn.Module]) -> bool:
     """Whether layers are dropouts that drop nothing, without hooks."""
     return all(untouched(layer, nn.Dropout) and not layer.training for layer in layers)
-
-
-def gelu_feed_forward(feed_forward: nn.Module, x: Tensor) -> Tensor:
-    """Diffusers' ``FeedForward`` with a tanh GELU, the activation in the epilogue of the first product."""
-    net: Any = feed_forward.net
-    first = net._modules["0"]._modules["proj"]._parameters
-    # The product is torch's; any provider computes the rest.
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        x = linear_gelu(x, first["weight"], first["bias"], approximate="tanh", provider="eager")
-    else:
-        x = layers.linear_gelu(x, first["weight"], first["bias"], "gelu_tanh")
-    for layer in list(net._modules.values())[1:]:
-        x = run_layer(layer, x)
-    return x

@@ -20,13 +20,11 @@ from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.contract import FEW_TOKENS, TOKENS
 from diffkern.verify.fusion import Fusion
 from diffkern.verify.gain import reason_to_stay_stock
-from diffkern.verify.gradients import with_gradients
 from diffkern.verify.samples import Draws, clone_tree, doubled, in_float64
 
 #: Full name of a block's class -> its name as an op, and the module with its recipe, ``RECIPE`` unless it is named.
 #: That may import diffusers, which a user of such a block has imported already.
 _RECIPES = {
-    "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": ("ltx_block", "diffkern.blocks.ltx"),
     "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": (
         "ltx_rope",
         "diffkern.blocks.ltx_rope",
@@ -88,10 +86,6 @@ class BlockRecipe(Fusion):
     is_block = True
     lays_out = True
     matched_sources: tuple[Callable[..., Any], ...] = ()
-
-    def in_fp8(self) -> BlockRecipe:
-        """Returns the recipe with products in fp8: this one, unless it has any."""
-        return self
 
     def matched(self, replayed: bool | None) -> Self:
         """Returns the recipe for a block that has just been matched; ``replayed`` is that of :class:`Fusion`."""
@@ -196,14 +190,6 @@ class BlockRecipe(Fusion):
     @override
     def reference(self, module: nn.Module, call: tuple[Any, ...]) -> Any:
         return self.stock(self._in_float64(module, call), doubled(call))
-
-    @override
-    def exact_training(self, module: nn.Module, call: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
-        """By autograd through the stock forward; None for what computes nothing that gradients go through."""
-        if not self.kernel_ops:
-            return None
-        wide, exact = self._in_float64(module, call), doubled(call)
-        return with_gradients(lambda: self.stock(wide, exact), (self.primary_input(exact), *wide.parameters()))
 
     def _in_float64(self, module: nn.Module, call: tuple[Any, ...]) -> nn.Module:
         twin = in_float64(module, self.primary_input(call).device)

@@ -1,6 +1,7 @@
 r"""Rotary embeddings that are no tables yet, as those of :func:`diffkern.ops.rope`, once in a call of the model.
 
-They are angles, one 2x2 matrix per pair, rows of tables of axes, or tables in float64.
+They are angles, one 2x2 matrix per pair, rows of tables of axes, or tables in float64. Of full tables that are kept
+from step to step the tables of each axis, which are small, may be known.
 
 Matrices are not assumed to be rotations. With a cosine and a sine for each element of a pair the op computes
 :math:`y_a = x_a c_a - x_b s_a,\ y_b = x_b c_b + x_a s_b`, which is any matrix for
@@ -9,13 +10,17 @@ Matrices are not assumed to be rotations. With a cosine and a sine for each elem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from diffkern.cache.derived import TensorFingerprint, match_all
 from diffkern.cache.in_call import once_in_call
 from diffkern.providers import KERNEL_DTYPES
 
@@ -24,6 +29,84 @@ Tables = tuple[Tensor, Tensor]
 _FORMS = ("interleaved", "half")
 #: In the place of a pairing: what is given are angles, not matrices.
 ANGLES = "angles"
+
+
+@dataclass(frozen=True)
+class AxialTables:
+    """Rotary tables by axis, as :func:`diffkern.ops.rope_3d` takes them; the pairs of a row go through them in turn.
+
+    Attributes:
+        cos: Cosines of the frames ``[F, n]``, lines ``[H, n]`` and columns ``[W, n]``, float32.
+        sin: Sines, likewise.
+        grid: ``(F, H, W)``.
+        front_pad: Pairs in front that are not rotated.
+    """
+
+    cos: tuple[Tensor, ...]
+    sin: tuple[Tensor, ...]
+    grid: tuple[int, int, int]
+    front_pad: int
+
+    #: The order of the pairs of a row.
+    order = "alternating"
+
+
+@dataclass(frozen=True, eq=False)
+class KeptTables:
+    """Full tables that a model is given at every step of a run, and what kernels read in their place.
+
+    Attributes:
+        tables: Cosines and sines.
+        fingerprints: Of both.
+        axes: The same by axis; None if they are no products of a grid.
+    """
+
+    tables: Tables
+    fingerprints: tuple[TensorFingerprint, ...]
+    axes: AxialTables | None
+
+    def is_valid(self) -> bool:
+        """Whether nothing was written into the tables."""
+        return match_all(self.fingerprints, self.tables)
+
+
+#: Tables of cosines that are kept -> all that is kept with them, weakly.
+_kept: Any = WeakIdKeyDictionary()
+
+
+def keep_axes(kept: KeptTables) -> None:
+    """Makes the axes of full tables known for as long as ``kept`` lives."""
+    _kept[kept.tables[0]] = weakref.ref(kept)
+
+
+def by_axis(tables: Sequence[Tensor]) -> Mapping[str, Any] | None:
+    """Returns full tables as the arguments of :func:`diffkern.ops.qk_norm_rope` for tables by axis.
+
+    Returns:
+        None for tables of which no axes are kept, for written ones, and in a graph of the compiler.
+    """
+    if torch.compiler.is_compiling() or len(tables) != 2:
+        return None
+    axes = _axes_of(*tables)
+    if axes is None:
+        return None
+    # A recorded call asks again: for other tables it is another call.
+    parts = once_in_call(_parts, *tables, axes.grid, axes.front_pad)
+    rest = {"grid": axes.grid, "order": axes.order, "front_pad": axes.front_pad}
+    return {"cos": parts[:3], "sin": parts[3:], **rest}
+
+
+def _axes_of(cos: Tensor, sin: Tensor) -> AxialTables | None:
+    reference = _kept.get(cos)
+    kept: KeptTables | None = None if reference is None else reference()
+    return kept.axes if kept is not None and kept.tables[1] is sin and kept.is_valid() else None
+
+
+def _parts(cos: Tensor, sin: Tensor, grid: tuple[int, int, int], front_pad: int) -> tuple[Tensor, ...]:
+    axes = _axes_of(cos, sin)
+    if axes is None or axes.grid != grid or axes.front_pad != front_pad:
+        raise RuntimeError("the tables are not those of a grid of this size")
+    return (*axes.cos, *axes.sin)
 
 
 def rotary_tables(matrices: Tensor, pairing: str) -> Tables:

@@ -43,7 +43,7 @@ class KernelConfig:
     * a pattern on module paths with the wildcards of :mod:`fnmatch` (``"transformer.transformer_blocks.*.norm1"``);
     * the name of a class (``"FP32LayerNorm"``);
     * the name that transformers has for a layer (``"RMSNorm"``, for the RMS norm of any of its models);
-    * the name of an op (``"rms_norm"``) or of a kind of block (``"ltx_block"``).
+    * the name of an op (``"rms_norm"``) or of a kind of module (``"caption"``).
 
     A value is one of these:
 

@@ -23,6 +23,17 @@ def traced_as_stock(report: str, name: str, device: torch.device, dtype: torch.d
 
 
 @constant_in_graphs
+def traced_as_written(report: str, name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Says the same of forwards whose parts prove themselves, unless one is proven for such calls."""
+    found = find_report(report)
+    sites = [] if found is None else found.active
+    fusions = [getattr(site._state, "fusion", None) for site in sites if site.class_name.endswith(f".{name}")]
+    if any(fusion is not None and fusion.lacks_proof(device, dtype) for fusion in fusions):
+        return traced_as_stock(report, name, device, dtype)
+    return ""
+
+
+@constant_in_graphs
 def traced_as_fast(report: str, name: str) -> str:
     """Says the same of fp8: a graph has no room for copies of weights."""
     return _note(report, f"torch.compile traced {name} as numerics='fast' has it: its graphs hold no fp8")

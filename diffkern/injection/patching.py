@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from diffkern.blocks.pieces import EQUIVALENT_FORWARDS
 from diffkern.cache import forget
 from diffkern.cache.in_call import one_model_call, within_one_call
 from diffkern.injection import hooks, notes
-from diffkern.injection.one_op import is_compile_root, module_handle, op_that_runs
 from diffkern.injection.state import ATTRIBUTE, PatchState
 from diffkern.providers.base import KernelFileError
 from diffkern.providers.dispatch_modes import is_exporting
@@ -84,9 +83,6 @@ def _run_patch(state: PatchState, module: nn.Module, args: tuple[Any, ...], kwar
         return _run_below(state, module, args, kwargs)
     call = state.fusion.bind(args, kwargs)
     if torch.compiler.is_compiling():
-        result = _as_one_op(state, module, call) if call is not None else None
-        if result is not None:
-            return result
         notes.traced(state.report)
         if call is not None and state.is_left_to_compiler(module, call):
             return _run_below(state, module, args, kwargs)
@@ -141,19 +137,6 @@ def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return _run_below(state, module, args, kwargs)
 
 
-def _as_one_op(state: PatchState, module: nn.Module, call: Any) -> Tensor | None:
-    """The result of a call that is traced, by the op that stands for a whole module; None if it has to be traced.
-
-    Little is asked here, since Dynamo asks it again at every call. All the rest is found out when the op runs.
-    """
-    # Under autocast the op would run without it: graphs have it written into them.
-    if state.handle is None or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
-        return None
-    if not is_compile_root(type(module).__name__, __file__):
-        return None
-    return _run_module(state.handle, state.fusion.operands(call))
-
-
 _forwards: dict[Callable[..., Any], FunctionType] = {}
 _ours: set[Callable[..., Any]] = set()
 
@@ -181,15 +164,6 @@ def _held_forward(module: nn.Module) -> Callable[..., Any] | None:
         if isinstance(held, MethodType) and held.__self__ is module and held.__func__ in _ours:
             return held.__func__
     return None
-
-
-def _run(module: nn.Module, operands: Sequence[Tensor | None]) -> Tensor:
-    state: PatchState = getattr(module, ATTRIBUTE)
-    result: Tensor = forward(module, *state.fusion.call_of(operands))
-    return result
-
-
-_run_module = op_that_runs(_run)
 
 
 def patch_state(module: nn.Module) -> PatchState | None:
@@ -225,7 +199,6 @@ def patch(module: nn.Module, state: PatchState) -> None:
     if state.below is not None:
         state.is_model = state.is_model or state.below.is_model
     state.direct = within_one_call(direct) if direct is not None and state.is_model else direct
-    state.handle = module_handle(module) if state.fusion.is_one_op else None
     if state.below is not None:
         state.had_instance_forward = state.below.had_instance_forward
         object.__setattr__(module, ATTRIBUTE, state)

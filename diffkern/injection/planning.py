@@ -317,7 +317,6 @@ def _match(
         replaced = replaced_function(recipe.sources())
         if replaced is not None:
             return _Match(None, "recipe", f"a function that its class calls was replaced by {replaced}")
-        recipe = recipe.in_fp8() if numerics == "fp8" else recipe
     if recipe is not None and numerics != "exact":
         if fingerprint(recipe.sources()) in recipe.fingerprints:
             return _Match(recipe.matched(rewriters.replayed), "recipe")

@@ -18,6 +18,7 @@ from diffkern.injection.patching import patches
 from diffkern.injection.state import ATTRIBUTE, STOCK, PatchState, StrictModeError
 from diffkern.providers import Choice, hub, requested, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
+from diffkern.rewrite.signature import dtypes_in
 from diffkern.verify.fusion import Fusion
 from diffkern.verify.measures import Measurement
 
@@ -203,6 +204,12 @@ class RewriteFusion(Fusion):
             proofs += [proof for proof in site.proofs.values() if proof.device == str(device)]
         nothing_left = len(self.refused()) == len(self._sites())
         return [proof for proof in proofs if proof.passed or nothing_left]
+
+    @override
+    def lacks_proof(self, device: torch.device, dtype: torch.dtype) -> bool:
+        sites = self._sites()
+        known = any((device, dtype) in site.tried or dtype in dtypes_in(tuple(site.ways)) for site in sites)
+        return bool(sites) and not known
 
     @override
     def refused(self) -> dict[str, str]:

@@ -61,8 +61,6 @@ class PatchState(CallCounts):
         stock: The forward that the module's class had when it was patched: with another one the patch steps aside.
         without_gain: As :attr:`Fusion.without_gain`.
         direct: As :attr:`Fusion.direct`, where it serves all calls.
-        handle: By which :mod:`~diffkern.injection.one_op` finds the module; None if its fusion has no such form, and in
-            a copy of the module.
         site: Its line in the report, which records proofs at first use; None in a copy of the module.
         report: Key of the report; a string, which ``torch.compile`` takes for a constant.
         proven: Devices, input dtypes, weight dtypes and providers that are proven.
@@ -91,7 +89,6 @@ class PatchState(CallCounts):
         self.stock: Callable[..., Any] | None = None
         self.without_gain: Callable[..., Any] | None = None
         self.direct: Callable[..., Any] | None = None
-        self.handle: Tensor | None = None
         self.site: Site | None = None
         self.report = ""
         self.proven: set[_Proven] = set()
@@ -145,6 +142,8 @@ class PatchState(CallCounts):
             if self.revoked is None:
                 notes.traced_as_stock(self.report, type(module).__name__, x.device, x.dtype)
             return None
+        if fusion.proves_itself:
+            notes.traced_as_written(self.report, type(module).__name__, x.device, x.dtype)
         if self._no_gradients(module, x) and gradients.wanted(module, x):
             return None
         if fusion.allowance:
@@ -241,7 +240,8 @@ class PatchState(CallCounts):
         """
         if self.strict:
             raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}") from error
-        self.take_fused_back()
+        if not self.fusion.counts_itself:
+            self.take_fused_back()
         self.add_stock(reason)
         self._revoke(module, reason)
 

@@ -20,7 +20,7 @@ from diffkern.blocks.pieces import (
 )
 from diffkern.matching.genuine import OF_TORCH, is_own
 from diffkern.rewrite.facts import Path, child_of, functions_of, plain_attribute, settings_test
-from diffkern.rewrite.inline import global_at
+from diffkern.rewrite.functions import global_at
 from diffkern.rewrite.site import FusedSite, Observer
 
 #: Sites by their numbers, each on (the site) or off (its original expression).

@@ -10,12 +10,13 @@ import ast
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
 from diffkern.rewrite.expressions import ROTATES, is_view
 from diffkern.rewrite.facts import PRESENT, Facts, Path
+from diffkern.rewrite.functions import global_at
 from diffkern.rewrite.query_key import concatenated
 from diffkern.rewrite.source import Source
 from diffkern.rewrite.straight import (
@@ -125,15 +126,6 @@ def inline_nested(tree: ast.FunctionDef) -> None:
             continue
         tree.body.remove(function)
     ast.fix_missing_locations(tree)
-
-
-def global_at(namespace: Mapping[str, Any], name: str) -> Any:
-    """What a name means, dots in it where it belongs to a module; None if it means nothing."""
-    first, *rest = name.split(".")
-    value = namespace.get(first)
-    for attribute in rest:
-        value = value.__dict__.get(attribute) if isinstance(value, ModuleType) else None
-    return value
 
 
 def modulating(facts: Facts, helpers: set[str]) -> set[str]:

@@ -27,6 +27,7 @@ from diffkern.rewrite.expressions import (
 )
 from diffkern.rewrite.facts import LAST_DIM, Facts
 from diffkern.rewrite.flow import Definition, Flow
+from diffkern.rewrite.functions import read_by
 
 #: Methods that write into a tensor, and return it.
 _WRITES = frozenset({"add_", "mul_", "addcmul_"})
@@ -361,7 +362,7 @@ class Rotation:
             return
         default = inspect.signature(function).parameters.get("unsqueeze_dim")
         dim = node.keywords[0].value.value if node.keywords else None if default is None else default.default  # type: ignore[attr-defined]
-        match = replace(match.step(node), functions=_read_by(node.func.id, scope.namespace))
+        match = replace(match.step(node), functions=read_by(node.func.id, scope.namespace))
         match = replace(match, options={"unsqueeze_dim": -2 if dim is None else dim})
         for name, argument in zip(("q", "k", "cos", "sin"), node.args, strict=True):
             match = next(Leaf(name).match(scope, argument, match), match)
@@ -390,18 +391,6 @@ class Either:
         """See :class:`Shape`."""
         for shape in self.shapes:
             yield from shape.match(scope, node, match)
-
-
-def _read_by(name: str, namespace: Mapping[str, Any], seen: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """A global function, and those of the same file that it calls."""
-    function = inspect.unwrap(namespace[name])
-    if name in seen or not isinstance(function, FunctionType):
-        return seen
-    seen = (*seen, name)
-    for called in function.__code__.co_names:
-        if isinstance(namespace.get(called), FunctionType) and function.__globals__ is namespace:
-            seen = _read_by(called, namespace, seen)
-    return seen
 
 
 def through_views(scope: Scope, node: ast.expr, match: Match) -> tuple[ast.expr, Match, tuple[ast.expr, ...]]:

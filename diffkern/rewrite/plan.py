@@ -20,6 +20,7 @@ from diffkern.rewrite.effects import SITES, Effects
 from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.functions import functions_called, global_at
 from diffkern.rewrite.halves import separate_halves
 from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
 from diffkern.rewrite.linear_attention import separate_casts
@@ -134,7 +135,7 @@ class Plan:
 def helper_at(module: nn.Module, name: str, namespace: Mapping[str, Any]) -> Any:
     """The helper of a name in :data:`diffkern.rewrite.inline.Helpers`; None if there is none."""
     if not name.startswith("self."):
-        return inline.global_at(namespace, name)
+        return global_at(namespace, name)
     *path, last = name.split(".")[1:]
     return getattr(type(child_of(module, tuple(path))), last, None)
 
@@ -283,7 +284,7 @@ class _Planner:
     def _function(self, name: str) -> object:
         """The global function of a name, or of ``self.name`` the static method."""
         if not name.startswith("self."):
-            return self._source.function.__globals__.get(name)
+            return global_at(self._source.function.__globals__, name)
         method = inspect.getattr_static(self._facts.cls, name[5:], None)
         return method.__func__ if isinstance(method, staticmethod) else None
 
@@ -298,7 +299,8 @@ class _Planner:
         if isinstance(placement, str):
             return placement
         pure = [name for name, is_known in self._pure.items() if is_known]  # what the place may depend on
-        self.replaced.update({name: self._function(name) for name in (*match.functions, *pure)})  # type: ignore[misc]
+        called = () if isinstance(rule.shape, MaskedAttention) else functions_called(region.original, scope.namespace)
+        self.replaced.update({name: self._function(name) for name in (*match.functions, *called, *pure)})  # type: ignore[misc]
         found = {helper for step in match.steps if (helper := inline.helper_of(step)) is not None}
         if not match.operands.keys() >= {"residual", "scale"}:
             found -= inline.modulating(self._facts, found)  # which are patched themselves

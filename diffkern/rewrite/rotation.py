@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from diffkern import ops
 from diffkern.cache.in_call import once_in_call
-from diffkern.cache.rotary import ANGLES, axis_tables, in_float32, on_device, rotary_tables
+from diffkern.cache.rotary import ANGLES, axis_tables, by_axis, in_float32, on_device, rotary_tables
 from diffkern.rewrite.facts import child_of, read_norm
 from diffkern.rewrite.layout import concatenate, order_of_rows, permuted, restored
 
@@ -118,6 +118,8 @@ FORMS = tuple(
     + [Form(AXES, dim, pairing, heads_in_tables=True) for pairing in ("interleaved", "half") for dim in (-4, -3)]
 )
 NORMS = (Form(), Form(across_heads=True))
+#: Tables that have all columns of what they rotate, of which those of each axis may be kept.
+_WHOLE_ROWS = Form("cosines and sines", partial=True)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -251,12 +253,15 @@ def call_qk_norm_rope(
             **kinds[0], **parameters, **options, provider=provider,
         )  # fmt: skip
         return joint if order is None else (restored(joint[0], order), restored(joint[1], order))
+    whole = shared and form == _WHOLE_ROWS and len(queries) == 1 and "rotary_dim" not in options
+    axes = by_axis(given[0]) if whole else None
     results = []
     for q, k, ((cos, sin), (cos_k, sin_k)), norm in zip(queries, keys, tables, norms, strict=True):
+        of_all: Mapping[str, Any] = axes or {"cos": cos, "sin": sin}
         of_k: dict[str, Any] = {} if shared else {"cos_k": cos_k, "sin_k": sin_k}
         flat = [x.flatten(-2) if heads else x for x in (q, k)]
         both = op.qk_norm_rope(
-            flat[0], flat[1], cos=cos, sin=sin, **of_k, **norm, across_heads=heads, **options, provider=provider
+            flat[0], flat[1], **of_all, **of_k, **norm, across_heads=heads, **options, provider=provider
         )
         by_head = [y.view_as(x) for y, x in zip(both, (q, k), strict=True)]
         by_head = [y.flatten(-2) for y in by_head] if form.heads_in_tables else by_head

@@ -17,7 +17,8 @@ from torch import nn
 from diffkern.matching import full_name
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Flow
-from diffkern.rewrite.inline import Helpers, global_at
+from diffkern.rewrite.functions import global_at
+from diffkern.rewrite.inline import Helpers
 
 #: The layers of a loop that is taken apart at most.
 _MOST_LAYERS = 8

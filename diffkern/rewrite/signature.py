@@ -51,3 +51,10 @@ def _constant(leaf: Any) -> Any:
     if isinstance(leaf, (tuple, list)):
         return tuple([_layout(part) if type(part) in PLAIN else _constant(part) for part in leaf])
     return leaf if isinstance(leaf, (torch.dtype, int, float, str, torch.device)) else type(leaf)
+
+
+def dtypes_in(signature: Any) -> set[torch.dtype]:
+    """The dtypes that a signature names."""
+    if isinstance(signature, tuple):
+        return {dtype for part in signature for dtype in dtypes_in(part)}
+    return {signature} if isinstance(signature, torch.dtype) else set()

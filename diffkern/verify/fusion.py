@@ -30,7 +30,6 @@ class Fusion(ABC):
         is_block: Whether it computes all that stands in the module.
         is_model: Whether a call of it is one of the whole model, in which rotary tables are made once.
         only_watches: Whether it computes nothing itself, and is not counted among the patches.
-        is_one_op: Whether it can be one op in a graph of ``torch.compile``, whose result is like its first operand.
         lays_out: Whether it decides by itself how the weights in the module lie in memory.
         covers: Ops of modules that are no sites of their own inside of it.
         allowance: Error against float64 that is granted beyond what the contract grants.
@@ -44,7 +43,6 @@ class Fusion(ABC):
     is_block: ClassVar[bool] = False
     is_model: ClassVar[bool] = False
     only_watches: ClassVar[bool] = False
-    is_one_op: ClassVar[bool] = False
     lays_out: ClassVar[bool] = False
     covers: ClassVar[frozenset[str]] = frozenset()
     allowance: float = 0.0
@@ -153,16 +151,6 @@ class Fusion(ABC):
         """What computes calls as they are, and counts them itself; None if nothing does both."""
         return None
 
-    # --- where torch.compile compiles the module by itself, see :mod:`~diffkern.injection.one_op` ----------
-
-    def operands(self, call: Any) -> list[Tensor | None]:
-        """Returns the tensors of a call; asked for if it can be one op."""
-        return []
-
-    def call_of(self, operands: Sequence[Tensor | None]) -> Any:
-        """Returns the arguments of a call with these tensors."""
-        return ()
-
     # --- for proofs ------------------------------------------------------------------------------------
 
     def prove_ahead(
@@ -170,6 +158,10 @@ class Fusion(ABC):
     ) -> list[Measurement]:
         """Proves what proves itself, on likely input; returns what was measured of the parts that are left."""
         return []
+
+    def lacks_proof(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether it proves parts itself, and none of them for calls of ``dtype`` on ``device``."""
+        return False
 
     def refused(self) -> dict[str, str]:
         """Parts that no proof so far lets compute, with the reason."""

@@ -47,8 +47,7 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
     truth = fusion.exact_training(module, call)
     if truth is None:
         return None
-    with torch.enable_grad():  # what has no gradient runs stock in such a call
-        pieces = fusion.stock_pieces(module, call)
+    pieces = fusion.stock_pieces(module, call)
     before, weights = Copy(call), snapshot(module)
     grad_inputs = (*fusion.grad_inputs(call), *module.parameters())
     stock = with_gradients(lambda: fusion.stock(module, call), grad_inputs)

@@ -65,7 +65,7 @@ def assert_right(model: Any, inputs: dict[str, Any], y: Tensor | None = None) ->
 
 def pairs(model: Any) -> list[Any]:
     """Keys and values that the first block keeps, one entry per text."""
-    layers = [memory(model.transformer_blocks[0])["texts"][f"attn2.{name}"] for name in ("to_k", "to_v")]
+    layers = [memory(model.transformer_blocks[0].attn2)["texts"][name] for name in ("to_k", "to_v")]
     results = [[text.result for text in layer.texts] for layer in layers]
     return [None if key is None else (key, value) for key, value in zip(*results, strict=True)]
 

@@ -76,11 +76,12 @@ def run(model: nn.Module, **options: object) -> Tensor:
 def outermost_calls(report: Any) -> dict[str, dict[str, Any]]:
     """The counts of the sites that every run calls: those in a block that runs fused are not called themselves.
 
-    Neither are the layer norms of a forward that modulates them.
+    Neither are norms in the place of which a forward around them computes.
     """
     blocks = [site.path for site in report.patched if site.how == "recipe" and site.op != "norm_modulate"]
-    around = [site.path for site in report.patched if site.op == "norm_modulate"]
-    modulated = {site.path for site in report.patched if site.op == "layer_norm" and _parent(site.path) in around}
+    around = [site.path for site in report.patched if site.how == "source"]
+    norms = [site.path for site in report.patched if site.op in ("layer_norm", "rms_norm")]
+    modulated = {path for path in norms if _parent(path) in around}
     return {
         path: count
         for path, count in report.calls().items()

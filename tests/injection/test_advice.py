@@ -58,7 +58,7 @@ def test_sites_that_were_timed_and_stay_keep_their_costs(verdict: str, monkeypat
 
     monkeypatch.setattr(verify, "reason_without_gain", lambda *costs: verdict)  # whatever this machine's clock says
     model = tiny_ltx()
-    report = inject_optimized_kernels(model, config=KernelConfig({"ltx_block": None}, measure=True))
+    report = inject_optimized_kernels(model, config=KernelConfig(measure=True))
     run(model)
     fusions = [site._state.fusion for site in report.active if site.how == "source"]  # type: ignore[union-attr]
     sites = [site for fusion in fusions for site in fusion._sites() if site.gains]
@@ -84,7 +84,7 @@ def test_inspect_says_what_to_expect_of_a_card() -> None:
 @pytest.mark.gpu
 def test_a_card_times_the_sites_that_the_report_speaks_of() -> None:
     model = tiny_ltx().cuda()
-    report = inject_optimized_kernels(model, config=KernelConfig({"ltx_block": None}, measure=True), cuda_graph=False)
+    report = inject_optimized_kernels(model, config=KernelConfig(measure=True), cuda_graph=False)
     inputs = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in ltx_inputs().items()}
     with torch.no_grad():
         model(**inputs)

@@ -33,7 +33,7 @@ from diffkern.verify import gain
 from diffkern.verify.contract import FP8_ALLOWANCE, FP8_ALLOWANCE_OF_TWO
 from diffkern.verify.gain import Cost
 from diffkern.verify.measures import relative_error
-from tests.injection.models import replay_dependencies, tiny_ltx
+from tests.injection.models import replay_dependencies
 from tests.pipelines.tiny import make_visible
 from tests.stateful.models import SUBJECTS, Inputs
 
@@ -506,14 +506,6 @@ def test_a_recorded_step_depends_on_the_copies() -> None:
         model.blocks[1].ffn.net[2].weight.mul_(2)
     assert replay_dependencies(model) != first
     report.restore()
-
-
-@pytest.mark.usefixtures("on_this_device")
-def test_the_layers_of_a_block_of_ltx_are_its_own() -> None:
-    report = plan(tiny_ltx(1).to(torch.bfloat16), numerics="fp8", config=EMULATED)
-    assert "ltx_block" in {site.op for site in report.patched}
-    linears = [site.path for site in (*report.patched, *report.skipped) if site.class_name.endswith(".Linear")]
-    assert linears and not any(path.startswith("transformer_blocks.0.") for path in linears)
 
 
 def test_copies_of_a_model_share_no_copies_of_weights() -> None:

@@ -50,11 +50,12 @@ def test_counts_on_the_real_ltx_configuration() -> None:
         "torch.nn.modules.normalization.LayerNorm": 1,
         "diffusers.models.transformers.transformer_ltx.LTXVideoTransformer3DModel": 1,
         "diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock": 28,
+        "diffusers.models.transformers.transformer_ltx.LTXAttention": 56,
         "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": 1,
         "diffusers.models.embeddings.PixArtAlphaTextProjection": 1,
         "diffusers.models.embeddings.Timesteps": 1,
     }
-    recipes = {"ltx_block", "ltx_rope", "caption"}
+    recipes = {"ltx_rope", "caption"}
     assert {site.op for site in report.patched if site.how == "recipe"} == recipes
     assert {site.how for site in report.patched if site.op not in recipes} == {"source", "table", "twin"}
 
@@ -64,10 +65,10 @@ def test_injection_runs_fused_and_restore_is_bit_identical() -> None:
     before, stock = snapshot(model), run(model)
     report = inject_optimized_kernels(model)
     fused = run(model)
-    assert len(report.patched) == 2 + 2 + 4 + 8 + 1 + 1 + 1 and not report.failed
+    assert len(report.patched) == 2 + 2 + 4 + 4 + 8 + 1 + 1 + 1 and not report.failed
     assert all_fused(report), report.calls()
     torch.testing.assert_close(fused, stock, rtol=1e-4, atol=1e-5)
-    assert report.restore() == 19
+    assert report.restore() == 23
     assert snapshot(model) == before
     assert torch.equal(run(model), stock)
 
@@ -77,10 +78,10 @@ def test_a_second_call_adds_nothing_and_says_so() -> None:
     first = inject_optimized_kernels(model)
     second = inject_optimized_kernels(model)
     assert not second.patched
-    assert sum(site.reason == "already patched by diffkern" for site in second.skipped) == 19
-    assert "patched 0 more modules" in second.summary() and "19 were patched before" in second.summary()
+    assert sum(site.reason == "already patched by diffkern" for site in second.skipped) == 23
+    assert "patched 0 more modules" in second.summary() and "23 were patched before" in second.summary()
     assert second.restore() == 0
-    assert first.restore() == 19
+    assert first.restore() == 23
 
 
 def test_nested_and_partial_restores() -> None:
@@ -88,13 +89,13 @@ def test_nested_and_partial_restores() -> None:
     stock = run(model)
     inner = inject_optimized_kernels(model.transformer_blocks[0])
     outer = inject_optimized_kernels(model)
-    assert len(inner.patched) + len(outer.patched) == 19
+    assert len(inner.patched) + len(outer.patched) == 23
     assert outer.restore() == len(outer.patched)
     assert sum("fused" in count for count in inner.calls().values()) == len(inner.patched)
     with optimized(model) as around:
         assert len(around.patched) == len(outer.patched)
-    assert restore(model.transformer_blocks[0].attn1) == 2
-    assert restore(model) == len(inner.patched) - 2
+    assert restore(model.transformer_blocks[0].attn1) == 3
+    assert restore(model) == len(inner.patched) - 3
     assert restore(model) == 0
     assert torch.equal(run(model), stock)
 
@@ -105,7 +106,7 @@ def test_restoring_one_report_leaves_a_later_patch_of_the_same_module() -> None:
     restore(model)
     second = inject_optimized_kernels(model)
     assert first.restore() == 0
-    assert second.restore() == 19
+    assert second.restore() == 23
 
 
 def test_a_failure_half_way_rolls_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +155,9 @@ def test_a_deep_copy_uses_its_own_weights_and_is_restored_alone() -> None:
     x = torch.randn(3, 32)
     torch.testing.assert_close(twin_norm(x), 5 * nn.functional.rms_norm(x, (32,), None, norm.eps))
     torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (32,), norm.weight, norm.eps))
-    assert restore(twin) == 19
+    assert restore(twin) == 23
     assert "forward" in norm.__dict__ and "forward" not in twin_norm.__dict__
-    assert restore(model) == 19
+    assert restore(model) == 23
 
 
 def test_a_pickled_model_comes_back_stock() -> None:
@@ -166,7 +167,7 @@ def test_a_pickled_model_comes_back_stock() -> None:
     loaded = pickle.loads(pickle.dumps(model))
     assert torch.equal(run(loaded), stock)
     assert inject_optimized_kernels(loaded).patched
-    assert restore(loaded) == 19
+    assert restore(loaded) == 23
     assert torch.equal(run(loaded), stock)
 
 
@@ -212,7 +213,7 @@ def test_config_chooses_leaves_alone_and_names_the_nearest_key() -> None:
     by_path = {site.path: site for site in report.patched}
     assert by_path["transformer_blocks.1.norm1"].provider == "eager"
     assert "transformer_blocks.0.norm2" not in by_path and "transformer_blocks.0.norm1" in by_path
-    assert sum(site.reason == "left alone by config" for site in report.skipped) == 5
+    assert sum(site.reason == "left alone by config" for site in report.skipped) == 8
     report.restore()
     with pytest.raises(ValueError, match="Did you mean 'rms_norm'"):
         inject_optimized_kernels(model, config={"rmsnorm": "eager"})
@@ -232,7 +233,7 @@ def test_bad_arguments_say_what_to_do() -> None:
 
 def test_fp8_says_what_it_needs() -> None:
     report = inject_optimized_kernels(tiny_ltx(), numerics="fp8")
-    assert not report.patched and sum("fp8" in site.reason for site in report.skipped) == 19
+    assert not report.patched and sum("fp8" in site.reason for site in report.skipped) == 25
 
 
 def test_exact_patches_only_what_is_bit_identical() -> None:
@@ -349,7 +350,7 @@ def test_a_default_device_is_not_meant_for_proofs() -> None:
         report = inject_optimized_kernels(model)
     finally:
         torch.set_default_device(None)
-    assert len(report.patched) == 19
+    assert len(report.patched) == 23
 
 
 def test_the_report_keeps_no_model_alive() -> None:
@@ -398,8 +399,8 @@ def test_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_the_r
 ) -> None:
     model, x = tiny_ltx(layers=1), ltx_inputs()
     stock = run(model)
-    report = inject_optimized_kernels(model, config={"ltx_block": "eager"}, strict=False)
-    (site,) = [site for site in report.patched if site.op == "ltx_block"]
+    report = inject_optimized_kernels(model, config={"qk_norm_rope": "eager"}, strict=False)
+    site = next(site for site in report.patched if site.path == "transformer_blocks.0.attn1")
     run(model)
 
     @mark_file_errors
@@ -425,7 +426,7 @@ def test_a_kernel_that_finds_no_place_for_its_code_costs_the_speed_and_not_the_r
         torch.testing.assert_close(run(model), stock)
     assert "/cache/triton/kernel.so.tmp" in str(warned[0].message)
     torch.testing.assert_close(run(model), stock)  # without another word
-    counts = report.calls()["transformer_blocks.0"]
+    counts = report.calls()["transformer_blocks.0.attn1"]
     assert (counts["fused"], counts["stock"]) == (1, 2)
     assert "/cache/triton/kernel.so.tmp" in site.reason and site.revoked
     report.restore()
@@ -449,7 +450,7 @@ def test_a_file_error_of_a_users_hook_reaches_the_user_once_and_costs_no_kernel(
     assert raised.value is gone and len(calls) == 1 and raised.value.__context__ is None
     assert not report.failed and not any(count["stock"] for count in report.calls().values())
     torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 2 and report.calls()["transformer_blocks.0"]["fused"] == 2
+    assert len(calls) == 2 and report.calls()["transformer_blocks.0"]["fused"] == 7
     handle.remove()
 
 

@@ -40,7 +40,7 @@ def test_adapters_have_their_effect_and_unloading_leaves_the_patched_model(adapt
     if adapter_first:
         report = inject_optimized_kernels(model)
     count = patched(model)
-    assert count == len(report.patched) == 19
+    assert count == len(report.patched) == 23
     with_one = run(stock)
     assert (with_one - plain).abs().max() > 0.01
     torch.testing.assert_close(run(model), with_one, rtol=1e-3, atol=1e-4)
@@ -59,5 +59,5 @@ def test_adapters_have_their_effect_and_unloading_leaves_the_patched_model(adapt
     assert patched(model) == count
     if not adapter_first:
         assert torch.equal(run(model), baseline)
-    assert report.restore() == 19
+    assert report.restore() == 23
     assert torch.equal(run(model), plain)

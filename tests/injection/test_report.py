@@ -38,19 +38,19 @@ def nothing_but_pytorch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def test_before_a_run_and_after_it() -> None:
     model = tiny_ltx()
-    assert headline(plan(model)).startswith("would patch 19 modules of LTXVideoTransformer3DModel (")
+    assert headline(plan(model)).startswith("would patch 23 modules of LTXVideoTransformer3DModel (")
     report = inject_optimized_kernels(model)
-    assert "patched 19 modules" in headline(report) and "not run yet" in headline(report)
+    assert "patched 23 modules" in headline(report) and "not run yet" in headline(report)
     run(model)
-    assert "6 ran fused (" in headline(report) and "13 not called themselves" in headline(report)
-    assert "stock" not in headline(report) and "not run yet" not in headline(report)
-    assert "at transformer_blocks.*; calls so far: 2 fused" in str(report)
+    assert "10 ran fused (" in headline(report) and "13 not called themselves" in headline(report)
+    assert "not run yet" not in headline(report)
+    assert "at transformer_blocks.*; calls so far: 8 fused" in " ".join(str(report).split())
     assert json.loads(report.to_json())["summary"] == report.summary()
     for record in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
         assert record.summary() == report.summary() and record.calls() == report.calls()
         assert record.restore() == 0
-    assert report.restore() == 19
-    assert headline(report) == "restored: all 19 modules of LTXVideoTransformer3DModel run stock again"
+    assert report.restore() == 23
+    assert headline(report) == "restored: all 23 modules of LTXVideoTransformer3DModel run stock again"
 
 
 def test_a_partial_restore_shows() -> None:
@@ -58,8 +58,8 @@ def test_a_partial_restore_shows() -> None:
     report = inject_optimized_kernels(model)
     restore(model.transformer_blocks[0])
     gone = len(report.restored)
-    assert gone == 7 and f"patched {19 - gone} modules" in headline(report) and f"{gone} restored" in headline(report)
-    assert len(report.patched) == 19 and len(report.active) == 19 - gone
+    assert gone == 9 and f"patched {23 - gone} modules" in headline(report) and f"{gone} restored" in headline(report)
+    assert len(report.patched) == 23 and len(report.active) == 23 - gone
 
 
 def test_a_model_in_which_nothing_can_run_fused_shows_after_a_run() -> None:
@@ -109,11 +109,11 @@ def test_another_contract_over_patches_is_refused_and_changes_nothing() -> None:
         for call in (inject_optimized_kernels, plan):
             with pytest.raises(ValueError, match=r"already patched with numerics='fast': call restore\(\) first"):
                 call(model, numerics="exact", **over)
-    with pytest.raises(ValueError, match=r"numerics='fp8', but 19 modules"):
+    with pytest.raises(ValueError, match=r"numerics='fp8', but 23 modules"):
         inject_optimized_kernels(model, numerics="fp8")
     with torch.no_grad():
         assert torch.equal(model(**x)[0], fused)
-    assert first.restore() == 19
+    assert first.restore() == 23
     assert inject_optimized_kernels(model, numerics="exact").patched
 
 
@@ -121,8 +121,8 @@ def test_parts_may_be_injected_one_after_the_other() -> None:
     model = tiny_ltx()
     inject_optimized_kernels(model.transformer_blocks[0])
     report = inject_optimized_kernels(model)
-    assert report.already == 7 and "patched 12 more modules" in headline(report)
-    assert headline(report).endswith("7 were patched before: restore() first to change them; numerics 'fast'")
+    assert report.already == 9 and "patched 14 more modules" in headline(report)
+    assert headline(report).endswith("9 were patched before: restore() first to change them; numerics 'fast'")
 
 
 def test_what_was_not_verified_is_said() -> None:
@@ -167,7 +167,7 @@ def test_plain_pytorch_replaces_no_pytorch(nothing_but_pytorch: None) -> None:
     assert {site.op for site in report.patched} == {"caption", "ltx_rope", "asked_once"}, (
         "those keep what they computed"
     )
-    assert "16 stay stock: only plain PyTorch could serve it" in headline(report)
+    assert "22 stay stock: only plain PyTorch could serve it" in headline(report)
     assert "run `diffkern build --cpu`" in headline(report)
     assert torch.equal(run(model), stock)
     report = inject_optimized_kernels(nn.Sequential(nn.LayerNorm(16)))
@@ -183,7 +183,7 @@ def test_a_missing_provider_is_said_to_be_missing_and_no_proof_to_have_failed(mo
     finally:
         registry.reset()
     said = headline(report)
-    assert "16 stay stock: triton: Triton is not installed" in said and "pip install triton" in said
+    assert "22 stay stock: triton: Triton is not installed" in said and "pip install triton" in said
     assert "failed" not in str(report)
     assert "is served by no provider and runs stock" in report.explain("norm_out")
 

@@ -133,7 +133,7 @@ def test_threads_with_different_inputs_compute_what_they_compute_alone() -> None
             assert torch.equal(run(model, **cases[index]), expected[index]), f"thread {index}"
 
     in_threads(*[lambda index=index: calls(index) for index in range(4)])
-    assert report.calls()["transformer_blocks.1"]["fused"] == before + 4 * steps
+    assert report.calls()["transformer_blocks.1"]["fused"] == before + 4 * 4 * steps
     assert not report.calls()["transformer_blocks.1"]["stock"]
 
 
@@ -173,7 +173,7 @@ def inject_run_and_restore(seconds: float) -> int:
 
     in_threads(work, work)
     counts = [report.calls().get("transformer_blocks.0", {}) for report in reports]
-    assert 0 < sum(count.get("fused", 0) for count in counts) <= len(runs)
+    assert 0 < sum(count.get("fused", 0) for count in counts) <= 4 * len(runs)
     assert not any(count.get("stock") for count in counts)
     assert restore(model) == 0 and torch.equal(run(model), stock)
     return len(runs)

@@ -17,7 +17,6 @@ from diffkern.matching import match
 from diffkern.verify.isolation import Copy, map_tensors, tensors_of
 from diffkern.verify.measures import Measurement
 from diffkern.verify.proof import Verifier
-from diffkern.verify.samples import Draws
 from tests.injection.models import run, tiny_ltx
 
 CPU = torch.device("cpu")
@@ -186,24 +185,24 @@ def test_the_copy_of_a_call_has_its_strides_and_shares_nothing() -> None:
 
 def test_a_proof_that_raises_leaves_the_module_stock_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user put into a block may not run on samples: neither the injection nor a step raises."""
-    from diffkern.blocks import ltx
+    from diffkern.blocks import text
 
     def samples(*args: object) -> list[tuple[Any, ...]]:
         raise RuntimeError("no sample fits")
 
     stock, model = tiny_ltx(), tiny_ltx()
     with monkeypatch.context() as patch:
-        patch.setattr(ltx.LTXBlock, "samples", samples)
+        patch.setattr(text.TextProjection, "samples", samples)
         report = inject_optimized_kernels(model)
         with pytest.raises(InjectionError, match="no sample fits"):
             inject_optimized_kernels(tiny_ltx(), strict=True)
-    failed = [site for site in report.failed if site.op == "ltx_block"]
-    assert len(failed) == 2 and all("no sample fits" in site.reason for site in failed)
+    (failed,) = [site for site in report.failed if site.op == "caption"]
+    assert "no sample fits" in failed.reason
     torch.testing.assert_close(run(model), run(stock), rtol=1e-4, atol=1e-5)
 
 
 def test_a_proof_that_raises_in_a_step_runs_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffkern.blocks import ltx
+    from diffkern.blocks import text
 
     def samples(*args: object) -> list[tuple[Any, ...]]:
         raise RuntimeError("no sample fits")
@@ -212,43 +211,9 @@ def test_a_proof_that_raises_in_a_step_runs_stock(monkeypatch: pytest.MonkeyPatc
     inject_optimized_kernels(model)
     stock.to(torch.bfloat16)
     model.to(torch.bfloat16)
-    monkeypatch.setattr(ltx.LTXBlock, "samples", samples)
+    monkeypatch.setattr(text.TextProjection, "samples", samples)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         result = run(model, dtype=torch.bfloat16)
     assert any("no sample fits" in str(warning.message) for warning in heard)
     torch.testing.assert_close(result, run(stock, dtype=torch.bfloat16), rtol=0.05, atol=0.05)
-
-
-def test_a_block_with_wrong_gradients_trains_on_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffkern.blocks import ltx
-
-    class Doubled(torch.autograd.Function):
-        """The same number, with twice its gradient."""
-
-        @staticmethod
-        def forward(context: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: Tensor) -> Tensor:
-            return 2 * gradient
-
-    right = ltx.LTXBlock.compute
-    monkeypatch.setattr(ltx.LTXBlock, "compute", lambda *args: Doubled.apply(right(*args)))
-    stock, model = tiny_ltx(1).transformer_blocks[0], tiny_ltx(1).transformer_blocks[0]
-    report = inject_optimized_kernels(model)
-    (call,) = ltx.RECIPE.sample_calls(stock, 9, Draws(CPU, torch.float32))[:1]
-    gradients = []
-    for block in (stock, model):
-        x = call[0].clone().requires_grad_()
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            block(x, *call[1:]).square().sum().backward()
-        gradients.append(x.grad)
-    assert any("runs stock wherever gradients are wanted" in str(warning.message) for warning in heard)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
-    assert report.calls()[""]["stock"] == 1
-    with torch.no_grad():
-        model(*call)
-    assert report.calls()[""]["fused"] == 1

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models import activations, attention, normalization
-from diffusers.models.transformers import transformer_ltx
+from diffusers.models import activations, attention, attention_processor, embeddings, normalization
+from diffusers.models.transformers import transformer_flux, transformer_ltx
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -69,6 +69,32 @@ def check(
 )
 def test_in_a_fused_block(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, before: bool) -> None:
     check(monkeypatch, lambda: tiny_ltx(1), run, owner, name, before)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("imported", [True, False])
+def test_the_rotation_of_a_processor(monkeypatch: pytest.MonkeyPatch, imported: bool, before: bool) -> None:
+    """CogVideoX's imports it at each call, Flux's file once."""
+    generator = torch.Generator().manual_seed(1)
+    x, text = torch.randn(2, 1, 9, 32, generator=generator)
+    tables = torch.rand(2, 9 if imported else 18, 16, generator=generator)
+
+    def model_of() -> Any:
+        torch.manual_seed(0)
+        if imported:
+            processor = attention_processor.CogVideoXAttnProcessor2_0()
+            own: Any = attention_processor.Attention(
+                32, heads=2, dim_head=16, qk_norm="layer_norm", processor=processor
+            )
+        else:
+            own = transformer_flux.FluxAttention(32, 2, 16, added_kv_proj_dim=32, out_dim=32, context_pre_only=False)
+        return nn.ModuleList([own.requires_grad_(False)])
+
+    def run(model: Any) -> Any:
+        return model[0](x, encoder_hidden_states=text, image_rotary_emb=tuple(tables))[0]
+
+    owner = embeddings if imported else transformer_flux
+    check(monkeypatch, model_of, run, owner, "apply_rotary_emb", before)
 
 
 @pytest.mark.parametrize("before", [True, False])
