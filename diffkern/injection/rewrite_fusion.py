@@ -17,7 +17,7 @@ from diffkern.injection import notes
 from diffkern.injection.patching import patches
 from diffkern.injection.state import ATTRIBUTE, STOCK, PatchState, StrictModeError
 from diffkern.providers import Choice, hub, requested, select
-from diffkern.rewrite import FusedSite, Rewriter, Rewritten, Trained, prove_ahead
+from diffkern.rewrite import AllowedInStrict, FusedSite, Rewriter, Rewritten, Trained, prove_ahead
 from diffkern.rewrite.signature import dtypes_in
 from diffkern.verify.fusion import Fusion
 from diffkern.verify.measures import Measurement
@@ -252,7 +252,7 @@ def _observe(module: nn.Module, reason: str | None) -> None:
         return
     if reason is None:
         state.add_fused()
-    elif state.strict:
+    elif state.strict and not isinstance(reason, AllowedInStrict):
         raise StrictModeError(f"{type(module).__name__} cannot run fused: {reason}")
     else:
         state.add_stock(reason)

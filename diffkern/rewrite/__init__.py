@@ -7,7 +7,7 @@ calls its op if that is proven and no hook watches what it replaces, and the exp
 from diffkern.rewrite.ahead import prove_ahead
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
 from diffkern.rewrite.rules import RULES
-from diffkern.rewrite.site import FusedSite, Trained, Way
+from diffkern.rewrite.site import AllowedInStrict, FusedSite, Trained, Way
 from diffkern.rewrite.verify import DISAGREES, SiteVerifier
 
 #: Names under which configurations and reports know what is fused inside of forwards.
@@ -17,6 +17,7 @@ __all__ = [
     "DISAGREES",
     "OPS",
     "RULES",
+    "AllowedInStrict",
     "FusedSite",
     "Rewriter",
     "Rewritten",

@@ -16,7 +16,7 @@ from typing_extensions import override
 from diffkern.blocks.layout import is_last
 from diffkern.ops.group_norm import follows_layout
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
-from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.site import AllowedInStrict, FusedSite
 
 # Bound once, since every call asks.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -53,14 +53,14 @@ class SharingSite(FusedSite):
         """Computes the site for its leaves."""
         if torch.compiler.is_compiling():
             return self.original(module, *leaves)
-        shared = None
-        if not (torch.is_grad_enabled() or transforms_active() or modes_active() or _may_be_written(module)):
+        shared, seen = None, torch.is_grad_enabled() or transforms_active() or modes_active() or _may_be_written(module)
+        if not seen:
             shared = self.shared(module, *self.operands(module, leaves).values(), self.plan.options["dim"])
-        y = self.original(module, *leaves) if shared is None else shared
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
-        return y
+        if shared is None:
+            why = "a backward, a hook or a mode may see its operands" if seen else "its result is not in memory yet"
+            return self.run_original(module, *leaves, reason=AllowedInStrict(f"{self}: {why}"))
+        self.count_fused(module)
+        return shared
 
 
 def _may_be_written(module: nn.Module) -> bool:

@@ -30,9 +30,7 @@ class OnceSite(FusedSite):
         if torch.compiler.is_compiling():
             return self._compute(*leaves)
         result = once_in_call(self._compute, *leaves)
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
+        self.count_fused(module)
         return result
 
 
@@ -52,9 +50,7 @@ class TextSite(FusedSite):
         result = layer_of_text(module, path[-1], layer, states, lambda: self.original(module, states))
         if result is None:
             return self.original(module, states)
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
+        self.count_fused(module)
         return result
 
     def run_original(self, module: nn.Module, *leaves: Any, reason: str = "") -> Any:

@@ -70,9 +70,7 @@ class MaskedAttentionSite(FusedSite):
         result = self._of_shown_keys(module, leaves, shown) if shown else None
         if result is None:
             return self.original(module, *leaves)
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
+        self.count_fused(module)
         return result
 
     def _with(self, leaves: tuple[Any, ...], **others: Any) -> tuple[Any, ...]:

@@ -66,9 +66,7 @@ class StreamSite(WrittenOffGpus):
         made = self.original(module, x) if y is None else y
         if self._joins and room is not None:
             _remember(self, made, (0, 0) if y is None else room)
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
+        self.count_fused(module)
         return made
 
 
@@ -154,9 +152,7 @@ class JoinSite(FusedSite):
             streams = list(self.operands(module, leaves).values())
             whole = _join(streams, self.plan.options["stream_dim"])  # type: ignore[arg-type]
             if whole is not None:
-                self.fused_calls += 1
-                if self.observer is not None:
-                    self.observer(module, None)
+                self.count_fused(module)
                 return whole
         return super().__call__(module, *leaves)
 

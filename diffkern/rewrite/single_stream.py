@@ -48,9 +48,7 @@ class SingleStreamSite(FusedSite):
         traced = torch.compiler.is_compiling() or torch.is_grad_enabled()
         if traced or x.ndim != 3 or takes_rows(reader, x) is False:
             return self.run_original(module, *leaves)
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
+        self.count_fused(module)
         layer: Any = child_of(module, self.plan.modules["linear"])
         return _Unactivated(layer(x))
 

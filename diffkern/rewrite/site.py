@@ -59,6 +59,10 @@ _MOST_QUICK = 8
 _UNPROVEN = "not proven for such operands yet: run one call outside of graphs and transforms before"
 
 
+class AllowedInStrict(str):
+    """Why an expression ran as it is written where nothing failed, which a strict injection lets pass."""
+
+
 @dataclass(frozen=True)
 class Way:
     """How an op is called for leaves of one signature.
@@ -228,9 +232,7 @@ class FusedSite:
             if self._written is None:
                 self.original(module, *leaves)  # raises as well where the call is wrong, in the words of stock
             return self.run_original(module, *leaves, reason=f"{self}: its op refused the operands: {error}")
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
+        self.count_fused(module)
         return result
 
     @property
@@ -259,9 +261,7 @@ class FusedSite:
                 return OTHER
         except (RuntimeError, KeyError):
             return OTHER  # the general path says what is wrong, or finds a parameter that is an attribute now
-        self.fused_calls += 1
-        if self.observer is not None:
-            self.observer(module, None)
+        self.count_fused(module)
         return result
 
     def _recorded_call(self, module: nn.Module, leaves: tuple[Any, ...], way: Way) -> Any:
@@ -302,6 +302,12 @@ class FusedSite:
 
     def __str__(self) -> str:
         return f"{self.plan.rule.name} (line {self.plan.line})"
+
+    def count_fused(self, module: nn.Module) -> None:
+        """Counts a call that ran fused, of which the observer learns."""
+        self.fused_calls += 1
+        if self.observer is not None:
+            self.observer(module, None)
 
     def run_original(self, module: nn.Module, *leaves: Any, reason: str = "") -> Any:
         """Evaluates the expression of the source, and counts that; the observer learns of it if there is a reason."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,12 +84,7 @@ class UnrotatedSite(FusedSite):
             result: tuple[Tensor, Tensor] = super(UnrotatedSite, self).__call__(module, *leaves)
             return result
 
-        def served() -> None:
-            self.fused_calls += 1
-            if self.observer is not None:
-                self.observer(module, None)
-
-        x = unrotated.queries[0]
+        x, served = unrotated.queries[0], partial(self.count_fused, module)
         return tuple([Deferred(s, x.dtype, x.device, unrotated, serve, run, served) for s in unrotated.shapes])
 
     def _unrotated(self, module: nn.Module, leaves: tuple[Any, ...], way: Any) -> Unrotated | None:

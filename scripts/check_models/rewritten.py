@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from diffkern.rewrite import RULES, Rewriter, Rewritten
+from diffkern.rewrite import RULES, FusedSite, Rewriter, Rewritten
 from diffkern.rewrite.facts import child_of
+from diffkern.rewrite.identity_sites import SharingSite
 from diffkern.rewrite.reference import CastsLifted, to_float64
 from scripts.check_models.model import Denoiser, Draw
 
@@ -138,18 +139,19 @@ class RewrittenModel:
         for site in self._all_sites():
             if site.plan.rule.op == _IN_PROCESSORS:
                 self.reached[site.plan.rule.name] += site.original_calls
+            site.original_calls = 0
         for forward in self.forwards:
             forward.guard.disabled = set()
 
     def fused_calls(self) -> Counter[str]:
-        """How often an op ran, by rule."""
-        return self.calls_by_rule("fused_calls")
+        """How often an op ran, by rule; or a site asked whether its result is in memory already."""
+        return self.calls_by_rule("fused_calls") + self.calls_by_rule("original_calls", SharingSite)
 
-    def calls_by_rule(self, counter: str) -> Counter[str]:
-        """A counter of the sites, such as ``"original_calls"``, by rule."""
+    def calls_by_rule(self, counter: str, kind: type[FusedSite] = FusedSite) -> Counter[str]:
+        """A counter of the sites of a class, such as ``"original_calls"``, by rule."""
         calls: Counter[str] = Counter()
         for site in self._all_sites():
-            calls[site.plan.rule.name] += getattr(site, counter)
+            calls[site.plan.rule.name] += getattr(site, counter) if isinstance(site, kind) else 0
         return +calls
 
     def original_calls(self) -> int:

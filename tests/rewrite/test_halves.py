@@ -10,6 +10,7 @@ from diffusers.models.transformers.transformer_flux import FluxSingleTransformer
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoSingleTransformerBlock
 from torch import Tensor, nn
 
+from diffkern import inject_optimized_kernels
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
 from diffkern.rewrite.rooms import HalvesSite, _whole
 from tests.rewrite.test_rooms import launches
@@ -55,6 +56,22 @@ def test_a_single_stream_block_of_flux_copies_no_stream_that_the_block_before_ha
     assert concatenations(block, text.clone(), image.clone()) == 1  # that of features has room for both
     assert concatenations(block, text, image) == 0
     assert concatenations(stock, text, image) == 2
+
+
+def test_streams_that_lie_apart_are_counted_as_written_with_the_reason_and_strict_lets_them() -> None:
+    block = flux_block()
+    report = inject_optimized_kernels(block, strict=True)
+    text, image = streams()
+    with torch.no_grad():
+        block(**given(text.clone(), image.clone()))
+        apart = report.calls()[""]
+        block(**given(text, image))
+        halves = report.calls()[""]
+    block(**given(text, image))
+    assert (apart["fused"] + 1, apart["stock"]) == (halves["fused"] - apart["fused"], 1) and halves["stock"] == 1
+    (first, _), (second, again) = report.calls()[""]["stock_reasons"].items()
+    assert first.startswith(HALVES) and first.endswith("its result is not in memory yet")
+    assert second.startswith(HALVES) and "a backward" in second and again == 1
 
 
 def test_no_concatenation_of_tokens_is_left_in_a_single_stream_block_of_hunyuan_video() -> None:

@@ -60,10 +60,11 @@ def test_in_channels_last_a_transformer_of_an_image_gives_it_back_so(linear: boo
 @pytest.mark.parametrize("linear", PROJECTIONS)
 def test_elsewhere_it_is_row_major_as_in_stock(linear: bool) -> None:
     stock, module, exact = (transformer(linear) for _ in range(3))
-    installed(module)
+    site = installed(module)
     installed(exact, "exact")
     expected = run(stock, image())
     assert run(module, image()).stride() == expected.stride()
+    assert (site.fused_calls, site.original_calls) == (0, 1)
     assert torch.equal(run(exact, image()), expected)
     with following_layout():
         assert (

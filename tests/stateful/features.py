@@ -13,6 +13,7 @@ import torch
 from diffusers.hooks import apply_group_offloading
 
 from diffkern import inject_optimized_kernels, plan
+from diffkern.rewrite import AllowedInStrict
 from tests.stateful.machine import ModelMachine
 from tests.stateful.models import SUBJECTS, Subject
 
@@ -178,9 +179,13 @@ def _ran(before: dict[str, Any], after: dict[str, Any]) -> tuple[set[str], set[s
     others = {
         path
         for path, now in after.items()
-        if now["stock"] > before[path]["stock"] or now["stock_pieces"] != before[path]["stock_pieces"]
+        if _failures(now) != _failures(before[path]) or now["stock_pieces"] != before[path]["stock_pieces"]
     }
     return fused, others
+
+
+def _failures(counts: dict[str, Any]) -> dict[str, int]:
+    return {why: calls for why, calls in counts["stock_reasons"].items() if not isinstance(why, AllowedInStrict)}
 
 
 @functools.cache
