@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from diffkern.rewrite.match import Match, Operand, Scope
+from diffkern.rewrite.match import Match, Operand, Scope, Shape
 
 _TO_CHANNELS = "permute(0, 3, 1, 2)"
 
@@ -37,7 +37,12 @@ class ImageOfTokens:
 
 @dataclass(frozen=True)
 class DividedByOne:
-    """``x / attn.rescale_output_factor``, where the setting of the module is 1. The operands are ``x`` and ``n``."""
+    """``x / attn.rescale_output_factor``, where the setting of the module is 1.
+
+    The operands are ``x`` and ``n``, unless ``x`` has a shape of its own.
+    """
+
+    dividend: Shape | None = None
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
@@ -46,5 +51,8 @@ class DividedByOne:
             return
         value = scope.facts.value((divisor.attr,))
         if type(value) in (int, float) and value == 1:
+            if self.dividend is not None:
+                yield from self.dividend.match(scope, node.left, match.step(node))  # type: ignore[attr-defined]
+                return
             operands = {"x": Operand(node.left), "n": Operand(divisor)}  # type: ignore[attr-defined]
             yield replace(match.step(node), operands=operands, options={"dim": 0})

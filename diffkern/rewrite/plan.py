@@ -47,7 +47,6 @@ from diffkern.rewrite.twins import put_twins
 from diffkern.rewrite.variants import (
     activate_in_branches,
     decide_branches,
-    drop_unit_divisors,
     norms_into_branches,
     split_by_arguments,
     split_by_flags,
@@ -175,7 +174,6 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
         decide_branches(tree, facts)
         if not is_processor:
             split_by_arguments(tree, facts)
-            drop_unit_divisors(tree, facts)
         separate_halves(tree, facts)
         activate_in_branches(tree, facts)
         norms_into_branches(tree, facts)

@@ -91,6 +91,7 @@ _WHOLE = {"scale_offset": 0.0}
 _SILU = frozenset({"silu"})
 #: A convolution, whose bias is added with what follows.
 _CONVOLVED = Linear(Leaf("x"), "convolution")
+_CONVOLVED_SUM = Sum(Leaf("residual"), _CONVOLVED)
 
 
 def _embedded(x: Shape) -> Shape:
@@ -126,7 +127,6 @@ RULES = (
     Rule("concatenation of streams", "qk_norm_rope", Joined()),
     Rule("concatenation of halves", "qk_norm_rope", SideBySide()),
     Rule("repetition, once", "qk_norm_rope", Repeated()),
-    Rule("division by one", "qk_norm_rope", DividedByOne()),
     Rule("mask, once a step", "qk_norm_rope", PairMask()),
     Rule("attention, of the keys that count", "qk_norm_rope", MaskedAttention()),
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
@@ -135,9 +135,10 @@ RULES = (
     Rule(
         "convolution, residual",
         "add_norm_silu_pad",
-        Sum(Leaf("residual"), _CONVOLVED),
+        Either((DividedByOne(_CONVOLVED_SUM), _CONVOLVED_SUM)),
         is_left_to_compiler=True,
     ),
+    Rule("division by one", "qk_norm_rope", DividedByOne()),
     Rule("padding", "add_norm_silu_pad", Padded()),
     Rule("padding of frames", "add_norm_silu_pad", RepeatedFrames()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _embedded(Leaf("x"))),

@@ -203,35 +203,6 @@ def _append(branches: ast.If, statement: ast.stmt) -> None:
             block.append(copy.deepcopy(statement))
 
 
-def drop_unit_divisors(tree: ast.FunctionDef, facts: Facts) -> None:
-    """Takes ``/ self.output_scale_factor`` off the sum of a residual and a convolution, where it is 1."""
-    _Undivided(Flow(tree), facts).visit(tree)
-
-
-class _Undivided(ast.NodeTransformer):
-    def __init__(self, flow: Flow, facts: Facts) -> None:
-        self._flow, self._facts = flow, facts
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        """The dividend, if it is such a sum and the divisor 1."""
-        self.generic_visit(node)
-        total, divisor = node.left, node.right
-        if not isinstance(node.op, ast.Div) or not isinstance(total, ast.BinOp) or not isinstance(total.op, ast.Add):
-            return node
-        own = isinstance(divisor, ast.Attribute) and self._facts.path(self._flow, divisor.value) == ()
-        if not own or not any(map(self._is_convolved, (total.left, total.right))):
-            return node
-        value = self._facts.value((divisor.attr,))  # type: ignore[attr-defined]
-        return total if type(value) in (int, float) and value == 1 else node
-
-    def _is_convolved(self, node: ast.expr) -> bool:
-        """Whether an expression is what a convolution gives, which is never of integers."""
-        definition = self._flow.single(node)
-        value = node if definition is None else definition.value
-        path = self._facts.path(self._flow, value.func) if isinstance(value, ast.Call) else None
-        return path is not None and self._facts.is_convolution(path)
-
-
 def split_by_arguments(tree: ast.FunctionDef, facts: Facts, most: int = 2) -> None:
     """Makes two branches of a body that rotates, or joins streams, if an argument is given: with it and without.
 
