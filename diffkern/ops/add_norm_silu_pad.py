@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
+from diffkern.ops.group_norm import is_channels_last
 from diffkern.ops.registration import Op
 from diffkern.providers.eager import PROVIDER as EAGER
 from diffkern.providers.eager import compute_dtype
@@ -40,7 +41,7 @@ def add_norm_silu_pad(
     norm: str | None = "rms",
     activation: str | None = "silu",
     pad: tuple[int, int] = (0, 0),
-    memory_format: torch.memory_format = torch.contiguous_format,
+    memory_format: torch.memory_format | None = None,
     provider: str | None = None,
 ) -> Tensor:
     r"""Adds, normalises over the channels of every position, modulates, activates, and repeats the outer frames.
@@ -62,7 +63,7 @@ def add_norm_silu_pad(
         norm: ``"rms"``, or None for ``n = h``.
         activation: ``"silu"``, or None.
         pad: How many copies of the first frame come before it, and of the last one after it.
-        memory_format: ``torch.contiguous_format`` or ``torch.channels_last_3d``, of the result.
+        memory_format: ``torch.contiguous_format`` or ``torch.channels_last_3d``, of the result; None for that of ``x``.
         provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
 
     Returns:
@@ -75,6 +76,9 @@ def add_norm_silu_pad(
     """
     if residual is not None and residual.shape != x.shape:
         residual = residual.expand(x.shape)
+    if memory_format is None:
+        last = not x.is_contiguous() and is_channels_last(x)
+        memory_format = torch.channels_last_3d if last else torch.contiguous_format
     options = eps, norm, activation, *pad, memory_format
     y: Tensor = _add_norm_silu_pad.call((x, bias, residual, scale, shift), options, provider)
     return y

@@ -118,7 +118,7 @@ def group_norm_silu(
     """
     if memory_format is None:
         follows = x.device.type == "cpu" or (not torch.compiler.is_compiling() and follows_layout())
-        preserve = follows and _is_channels_last(x)
+        preserve = follows and is_channels_last(x)
     else:
         preserve = memory_format is torch.preserve_format
     add = None if add is None else _per_sample("add", add, x)
@@ -238,7 +238,7 @@ def _per_sample(name: str, modulation: Tensor | None, x: Tensor) -> Tensor | Non
     return modulation.reshape(leading).expand(x.shape[:2])
 
 
-def _is_channels_last(x: Tensor) -> bool:
+def is_channels_last(x: Tensor) -> bool:
     """Whether torch takes ``x``, dense or not, for a tensor in channels-last order."""
     strides = x.stride()
     if len(strides) not in (4, 5) or strides[1] == 0:

@@ -9,7 +9,8 @@ Numerical contract (``docs/numerics.md`` has the table):
   is bit-equal to that chain (scalar tensors apart, which torch rounds to the dtype of the others first).
 
 Modulation tensors broadcast against the input as torch broadcasts, and are read in place, so that chunks of a larger
-modulation tensor, one row per sample, per frame or per token, need no copy.
+modulation tensor, one row per sample, per frame or per token, need no copy. Without a norm an image or a video in
+channels last stays so, as in torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
+from diffkern.ops.group_norm import is_channels_last
 from diffkern.ops.norm import check_parameters, machine_eps
 from diffkern.ops.norm_gradients import (
     Gating,
@@ -126,8 +128,8 @@ def norm_modulate(
         provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
 
     Returns:
-        A new tensor, contiguous but for the room, of the shape to which ``x``, ``scale`` and ``shift`` broadcast.
-        Differentiable in all tensors.
+        A new tensor of the shape to which ``x``, ``scale`` and ``shift`` broadcast, contiguous but for the room, or
+        without a norm in channels last if ``x`` is. Differentiable in all tensors.
 
     Raises:
         TypeError: ``x`` is not floating point.
@@ -137,13 +139,15 @@ def norm_modulate(
 
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022.
     """
-    operands, options = (x, scale, shift, weight, bias), (eps, norm, scale_offset, rounding, out_dtype)
+    behind = _channels_behind(x, scale, shift) if norm is None else None
+    operands = *(behind or (x, scale, shift)), weight, bias
+    options = eps, norm, scale_offset, rounding, out_dtype
     if room is not None:
         memory = _norm_modulate.call_with_room(operands, options, provider, room)
         if memory is not None:
             return _between(memory, room)
     y: Tensor = _norm_modulate.call(operands, options, provider)
-    return y
+    return y if behind is None else y.movedim(-1, 1)
 
 
 def gate_residual(
@@ -168,13 +172,16 @@ def gate_residual(
         provider: As in :func:`norm_modulate`.
 
     Returns:
-        A new contiguous tensor of the shape to which all broadcast. Nothing is written in place.
+        A new tensor of the shape to which all broadcast, in channels last if ``residual`` is, else contiguous. Nothing
+        is written in place.
 
     Raises:
         As :func:`norm_modulate`.
     """
-    y: Tensor = _gate_residual.call((residual, x, gate), (gate_activation, rounding, out_dtype), provider)
-    return y
+    behind = _channels_behind(residual, x, gate)
+    operands = behind or (residual, x, gate)
+    y: Tensor = _gate_residual.call(operands, (gate_activation, rounding, out_dtype), provider)
+    return y if behind is None else y.movedim(-1, 1)
 
 
 def gate_residual_norm_modulate(
@@ -222,20 +229,33 @@ def gate_residual_norm_modulate(
         provider: As in :func:`norm_modulate`.
 
     Returns:
-        ``(r, y)``, both new and contiguous, but for the room around ``y``. ``residual`` itself is left as it is, so
-        that a block whose next residual is its input, as AuraFlow's, simply ignores ``r``.
+        ``(r, y)``, both new and contiguous, but for the room around ``y``; without a norm in channels last if
+        ``residual`` is. ``residual`` itself is left as it is, so that a block whose next residual is its input, as
+        AuraFlow's, simply ignores ``r``.
 
     Raises:
         As :func:`norm_modulate`.
     """
     options = eps, norm, gate_activation, scale_offset, rounding, residual_dtype, out_dtype
-    operands = residual, x, gate, scale, shift, weight, bias
+    behind = _channels_behind(residual, x, gate, scale, shift) if norm is None else None
+    operands = *(behind or (residual, x, gate, scale, shift)), weight, bias
     if room is not None:
         found = _gate_residual_norm_modulate.call_with_room(operands, options, provider, room)
         if found is not None:
             return found[0], _between(found[1], room)
-    both: tuple[Tensor, Tensor] = _gate_residual_norm_modulate.call(operands, options, provider)
-    return both
+    r, y = _gate_residual_norm_modulate.call(operands, options, provider)
+    return (r, y) if behind is None else (r.movedim(-1, 1), y.movedim(-1, 1))
+
+
+def _channels_behind(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...] | None:
+    """An image or a video in channels last, and what broadcasts against it, as rows of channels; None for any other."""
+    if x.ndim < 4 or x.is_contiguous() or not is_channels_last(x):
+        return None
+    if any([y is not None and y.ndim > x.ndim for y in others]):
+        return None
+    return tuple(
+        [y if y is None or not y.ndim else y[(None,) * (x.ndim - y.ndim)].movedim(1, -1) for y in (x, *others)]
+    )
 
 
 def _between(memory: Tensor, room: tuple[int, int]) -> Tensor:

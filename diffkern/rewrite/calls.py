@@ -133,14 +133,10 @@ def _add_norm_silu_pad(
         return F.silu(x) if residual is None else residual + x
     if residual is not None and residual.ndim != x.ndim:
         raise ValueError("the residual has not the dimensions of what the convolution gives")
-    last = is_last(x)
     frames = x if x.ndim == 5 else x.unsqueeze(2)
     if residual is not None and residual.ndim != 5:
         residual = residual.unsqueeze(2)
-    y = ops.add_norm_silu_pad(
-        frames, bias, residual, norm=None, activation=activation, provider=provider,
-        memory_format=torch.channels_last_3d if last else torch.contiguous_format,
-    )  # fmt: skip
+    y = ops.add_norm_silu_pad(frames, bias, residual, norm=None, activation=activation, provider=provider)
     return y if x.ndim == 5 else y.squeeze(2)
 
 
@@ -151,9 +147,8 @@ def _pad(site: FusedSite, module: nn.Module, operands: dict[str, Any], provider:
     if "front" not in operands:
         conv: Any = child_of(module, site.plan.modules["convolution"])
         return _convolution(conv, x, conv.bias)
-    last = torch.channels_last_3d if is_last(x) else torch.contiguous_format
     pad = operands["front"], operands.get("back", 0)
-    return ops.add_norm_silu_pad(x, norm=None, activation=None, pad=pad, memory_format=last, provider=provider)
+    return ops.add_norm_silu_pad(x, norm=None, activation=None, pad=pad, provider=provider)
 
 
 def _convolved(site: FusedSite, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:

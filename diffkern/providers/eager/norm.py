@@ -23,7 +23,7 @@ def rms_norm(
     out_dtype = out_dtype or x.dtype
     plain = bias is None and weight_offset == 0.0 and round_dtype is None and not clamp_eps
     if plain and _native_fits(x, (weight,), out_dtype, preserve_strides):
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return F.rms_norm(x, x.shape[-1:], weight, eps).contiguous()  # on a CPU it is laid out as x
 
     wide = x.to(compute_dtype(x))
     if clamp_eps:
@@ -62,6 +62,6 @@ def layer_norm(
 
 
 def _native_fits(x: Tensor, params: tuple[Tensor | None, ...], out_dtype: torch.dtype, preserve_strides: bool) -> bool:
-    """Whether torch's own fused norm, which is uniform in dtype and writes contiguously, gives the same."""
+    """Whether torch's own fused norm, which is uniform in dtype, gives the same."""
     uniform = out_dtype == x.dtype and all(p is None or p.dtype == x.dtype for p in params)
     return uniform and (not preserve_strides or x.is_contiguous())
