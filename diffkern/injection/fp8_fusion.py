@@ -131,10 +131,7 @@ class Fp8Layers:
 
     def fusion(self, path: str) -> Fp8Fusion:
         """How the layer at a path is computed."""
-        rule = self.config.rule(path, "Linear", OP)
-        named = rule is not None and any(choice not in (None, "auto") for choice in rule.choices())
-        replaces = self.config.fp8_weights == "replace"
-        return Fp8Fusion(kind_of(path), None if named else self.replayed, replaces)  # who names a provider wants it
+        return Fp8Fusion(kind_of(path), self.replayed, self.config.fp8_weights == "replace")
 
     def feed_forward(self, path: str, module: nn.Module) -> Fp8FeedForward | None:
         """How a feed-forward is computed whose GELU stands between two layers in fp8; None if it is no such."""

@@ -149,8 +149,9 @@ def test_weights_of_another_form_are_left_to_their_library(change: Callable[[Ten
 
 def test_a_weight_of_another_dtype_than_the_input_is_computed_by_its_library() -> None:
     layer, x = _layer(), _x()
+    layer.bias = None  # which would be of another dtype, too
     _in_its_layout(layer)
-    report = inject_optimized_kernels(layer, numerics="fp8", config=EMULATED)
+    report = inject_optimized_kernels(layer, numerics="fp8", config=EMULATED, verify=False)  # no proof finds it out
     with pytest.raises(RuntimeError):  # as stock
         layer(x.half())
     (counts,) = report.calls().values()

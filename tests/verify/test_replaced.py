@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models import activations, attention, attention_processor, embeddings, normalization
+from diffusers.models.embeddings import PixArtAlphaTextProjection
 from diffusers.models.transformers import transformer_flux, transformer_ltx
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -128,9 +129,10 @@ def test_a_replacement_under_the_name_of_the_old_forward(monkeypatch: pytest.Mon
     check(monkeypatch, lambda: tiny_ltx(1), run, nn.Linear, "forward", True, wraps=True)
 
 
-def test_the_report_names_the_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.LayerNorm, "forward", scaled(nn.LayerNorm.forward))
-    report = inject_optimized_kernels(nn.Sequential(nn.LayerNorm(8)))
+@pytest.mark.parametrize("module", [nn.LayerNorm(8), PixArtAlphaTextProjection(8, 8)], ids=["norm", "recipe"])
+def test_the_report_names_the_replacement(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(module), "forward", scaled(type(module).forward))
+    report = inject_optimized_kernels(nn.Sequential(module))
     assert report.skipped[0].reason == f"the forward of its class was replaced by {__name__}.new"
 
 
