@@ -127,6 +127,15 @@ def test_exact_norms_are_the_bits_of_stock_in_many_rows() -> None:
         assert torch.equal(found.function(module, **arguments), module(**arguments))
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_exact_proof_for_few_numbers_sees_many(count: int) -> None:
+    module = block("x, y, gate", "return (x.float() + gate * y.float()).type_as(x)", torch.bfloat16)
+    arguments = leaves("x, y, gate", torch.bfloat16)
+    found = rewritten(module, "exact")
+    found.function(module, **{name: leaf[:1, :1, :count] for name, leaf in arguments.items()})
+    assert torch.equal(found.function(module, **arguments), module(**arguments))
+
+
 def test_what_has_no_site_is_read_once_for_all_modules_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     module = block("x", "return self.proj(x)")
     reason = Rewriter().rewrite(module)
