@@ -210,6 +210,9 @@ def _forget(place: _Place, gone: weakref.ref[Tensor]) -> None:
             known.maker.wanted = False
 
 
+#: Rows, dtype and device of an input: for each a layer is proven, and timed, by itself.
+_Kind = tuple[int, torch.dtype, torch.device]
+
 #: So many copies in a row that were of use once: the weight is another one at every call, as offloading makes it.
 WASTED = 3
 
@@ -240,22 +243,42 @@ class Fp8Weights(DerivedCache):
 
     Attributes:
         moves: Whether copies were of no use, because the weights are others at every call.
-        took: For numbers of rows, whether the layer computed such a call in fp8.
+        provider: Who quantised the input of the layer last; None for the first that can.
+        took: For kinds of inputs, whether the layer computed the last such call in fp8.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.moves = False
-        self.took: dict[int, bool] = {}
+        self.provider: str | None = None
+        self.took: dict[_Kind, bool] = {}
         self._copies: dict[str, _Copy] = {}
         self._made = 0
+
+    def call(self, layer: nn.Module, x: Tensor, provider: str | None) -> Tensor:
+        """Calls a layer in fp8, and notes that it took such an input.
+
+        Args:
+            layer: The layer, whose own copy this is.
+            x: Its input.
+            provider: Who quantises that, unless it is in fp8 already.
+        """
+        kind = _kind_of(x)
+        self.took[kind] = False  # if it raises
+        y = self.run("weight", layer, shared_rows(x, layer, provider))
+        self.took[kind], self.provider = True, provider
+        return y
 
     @override
     def fingerprints(self) -> Iterable[TensorFingerprint]:
         return [source for copy in tuple(self._copies.values()) for source in copy.sources]
 
-    def run(self, name: str, layer: nn.Module, x: Tensor | RowwiseFp8) -> Tensor:
-        """Calls a layer, which is known as ``name`` in this block, in fp8 if its input is."""
+    def run(self, name: str, layer: nn.Module, x: Tensor | RowwiseFp8, out: Tensor | None = None) -> Tensor:
+        """Calls a layer, which is known as ``name`` in this block, in fp8 if its input is.
+
+        Rows ``[B, S, K]`` may be told where their result shall be: ``out`` is ``[B, S, N]`` of the dtype of the weight,
+        each sample of it contiguous, and takes a product each.
+        """
         if not isinstance(x, RowwiseFp8):
             return run_layer(layer, x)
         parameters: Any = layer._parameters
@@ -264,8 +287,16 @@ class Fp8Weights(DerivedCache):
         # Not the op, whose checks take half as long as the rest: nothing here has a gradient or is traced.
         # The tensor cores make bfloat16 of such products.
         dtype = torch.bfloat16 if x.values.is_cuda else weight.dtype
-        y = layers.linear_rows(x.values, x.scales, copy.values, copy.scales, parameters["bias"], dtype)
-        return y if dtype is weight.dtype else y.to(weight.dtype)
+        of_weight = copy.values, copy.scales, parameters["bias"], dtype
+        if out is None:
+            y = layers.linear_rows(x.values, x.scales, *of_weight)
+            return y if dtype is weight.dtype else y.to(weight.dtype)
+        for values, scales, into in zip(x.values, x.scales, out, strict=True):
+            if dtype is weight.dtype:
+                layers.linear_rows(values, scales, *of_weight, into)
+            else:
+                into.copy_(layers.linear_rows(values, scales, *of_weight))
+        return out
 
     def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device) -> _Copy:
         copy = self._copies.get(name)
@@ -309,9 +340,13 @@ def _known(block: nn.Module) -> Fp8Weights:
     return weights
 
 
+def _kind_of(x: Tensor) -> _Kind:
+    return x.numel() // max(x.shape[-1], 1), x.dtype, x.device
+
+
 def was_asked(layer: nn.Module, x: Tensor) -> None:
     """Notes that a layer was called with ``x``: unless it computed in fp8, it does not for so many rows."""
-    _known(layer).took.setdefault(x.numel() // max(x.shape[-1], 1), False)
+    _known(layer).took.setdefault(_kind_of(x), False)
 
 
 def takes_rows(layer: nn.Module | None, x: Tensor) -> bool | None:
@@ -324,7 +359,7 @@ def takes_rows(layer: nn.Module | None, x: Tensor) -> bool | None:
     weights = _known(layer)
     if weights.moves or modes_active() or transforms_active() or unfit_weights(layer, x.device, x.dtype) is not None:
         return False
-    return weights.took.get(x.numel() // max(x.shape[-1], 1))
+    return weights.took.get(_kind_of(x))
 
 
 def state_of(block: nn.Module) -> Hashable:

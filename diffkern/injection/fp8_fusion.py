@@ -296,10 +296,7 @@ class Fp8Fusion(OneTensorFusion):
         if torch.compiler.is_compiling():  # nothing can be kept in a graph
             parameters: Any = module._parameters
             return F.linear(call, parameters["weight"], parameters["bias"])
-        weights = weights_of(module, call.device)
-        y = weights.run("weight", module, shared_rows(call, module, provider))
-        weights.took[call.numel() // call.shape[-1]] = True
-        return y
+        return weights_of(module, call.device).call(module, call, provider)
 
     @override
     def kind(self, module: nn.Module) -> Hashable:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
+from diffkern.blocks.fp8 import shared_rows, takes_rows, weights_of
 from diffkern.blocks.pieces import has_plain_parameters, runs_fused
 from diffkern.ops.copying import copy_rows
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -59,10 +60,15 @@ class StreamSite(WrittenOffGpus):
         room, y = self.rows_around, None  # which another thread may change
         if room is not None and (self._joins or x.shape[0] > 1):
             layer: Any = child_of(module, self.plan.modules["linear"])
-            is_plain = has_plain_parameters(layer, x.device, x.dtype) and not runs_fused(layer)  # as one in fp8 does
-            if not is_plain or transforms_active() or modes_active():
+            fused = runs_fused(layer)  # as one in fp8 does
+            in_fp8 = takes_rows(layer, x) if fused else None
+            usable = in_fp8 is not False if fused else has_plain_parameters(layer, x.device, x.dtype)
+            if not usable or transforms_active() or modes_active():
                 return self.run_original(module, x)
-            y = _product(x, layer.weight, layer.bias, room)
+            if in_fp8:
+                y = _fp8_product(layer, x, room)
+            elif not fused:
+                y = _product(x, layer.weight, layer.bias, room)
         made = self.original(module, x) if y is None else y
         if self._joins and room is not None:
             _remember(self, made, (0, 0) if y is None else room)
@@ -199,17 +205,34 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, room: tuple[int, in
     samples, rows, _ = x.shape
     if room == (0, 0) and (samples == 1 or x.stride(0) == rows * x.stride(1)):
         return None
-    if samples > 1 and (samples > MOST_SAMPLES or rows < LEAST_ROWS):
+    if _pays_together(x):
         few = room == (0, 0) and bias is not None and rows < LEAST_ROWS  # a copy takes less than to add the bias
         return F.linear(x.contiguous(), weight, bias) if few else None
-    before, behind = room
-    y = x.new_empty((samples, before + rows + behind, weight.shape[0]))[:, before : before + rows]
+    y = _between(x, weight, room)
     for one, into in zip(x, y, strict=True):
         if bias is None:
             torch.mm(one, weight.t(), out=into)
         else:
             torch.addmm(bias, one, weight.t(), out=into)
     return y
+
+
+def _fp8_product(layer: Any, x: Tensor, room: tuple[int, int]) -> Tensor | None:
+    """The same of a layer in fp8, whose one product of all samples adds the bias as well: only where there is room."""
+    if room == (0, 0) or _pays_together(x):
+        return None
+    weights = weights_of(layer, x.device)
+    return weights.run("weight", layer, shared_rows(x, layer, weights.provider), _between(x, layer.weight, room))
+
+
+def _pays_together(x: Tensor) -> bool:
+    return x.shape[0] > 1 and (x.shape[0] > MOST_SAMPLES or x.shape[1] < LEAST_ROWS)
+
+
+def _between(x: Tensor, weight: Tensor, room: tuple[int, int]) -> Tensor:
+    samples, rows, _ = x.shape
+    before, behind = room
+    return x.new_empty((samples, before + rows + behind, weight.shape[0]))[:, before : before + rows]
 
 
 class _Made(NamedTuple):

@@ -166,7 +166,7 @@ def _kind(
     if (dtype is torch.float8_e4m3fn) != (scales is not None):
         return None
     if scales is not None:
-        if out is not None or gelu or not x.is_contiguous():
+        if gelu or not x.is_contiguous() or not (out is None or out.is_contiguous()):  # which torch writes, too
             return None
         for scale, count in zip(scales, (rows, columns), strict=True):
             if scale.dtype != torch.float32 or scale.device != device or scale.numel() != count:
@@ -174,7 +174,7 @@ def _kind(
             if not scale.is_contiguous():
                 return None
     if out is not None:
-        if out.shape != (rows, columns) or out.dtype != dtype or out.stride(1) != 1 or out.stride(0) % multiple:
+        if out.shape != (rows, columns) or out.stride(1) != 1 or out.stride(0) % multiple:
             return None
         out_stride = out.stride(0)
     if weight.dtype != dtype or weight.device != device:

@@ -47,12 +47,13 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def linear_rows(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """Computes :func:`diffkern.ops.linear_fp8`."""
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes :func:`diffkern.ops.linear_fp8`, of a matrix maybe into ``out``, which is contiguous."""
     if out_dtype is torch.bfloat16:
-        return multiply(x, weight, bias, None, (x_scale, weight_scale), False, _linear_rows)
-    return linear_fp8(x, x_scale, weight, weight_scale, bias, out_dtype)
+        return multiply(x, weight, bias, out, (x_scale, weight_scale), False, _linear_rows)
+    return linear_fp8(x, x_scale, weight, weight_scale, bias, out_dtype, out)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None) -> Tensor:
@@ -71,8 +72,8 @@ def _gelu_of_linear(
 
 
 def _linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None) -> Tensor:
-    assert scales is not None and out is None
-    return linear_fp8(x, scales[0], weight, scales[1], bias, torch.bfloat16)
+    assert scales is not None
+    return linear_fp8(x, scales[0], weight, scales[1], bias, torch.bfloat16, out)
 
 
 def may_have_epilogue(device_type: str, *dtypes: torch.dtype) -> bool:

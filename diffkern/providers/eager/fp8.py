@@ -80,9 +80,13 @@ gate_residual_norm_modulate_and_fp8 = _and_rows(gate_residual_norm_modulate)
 
 
 def linear_fp8(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """Computes :func:`diffkern.ops.linear_fp8`: in hardware, or on the numbers that the bytes stand for."""
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Computes :func:`diffkern.ops.linear_fp8`: in hardware, or on the numbers that the bytes stand for.
+
+    ``out`` is contiguous memory for the result of ``x`` as a matrix, or None for a new tensor.
+    """
     *leading, width = x.shape
     if len(leading) != 1:
         x_scale = x_scale.reshape(-1, 1)
@@ -94,12 +98,13 @@ def linear_fp8(
             bias = aligned(bias.to(torch.bfloat16).contiguous())
         x, x_scale, weight, weight_scale = map(aligned, (x, x_scale, weight, weight_scale))
         y = torch._scaled_mm(
-            x, weight.t(), x_scale, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=short
+            x, weight.t(), x_scale, weight_scale.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=short, out=out
         )
     else:
         with torch.autocast(x.device.type, enabled=False):  # it would multiply in its own dtype
             y = (x.float() * x_scale) @ (weight.float() * weight_scale).t()
         y = (y if bias is None else y + bias.float()).to(out_dtype)
+        y = y if out is None else out.copy_(y)
     return y if len(leading) == 1 else y.view(*leading, y.shape[-1])
 
 
