@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from diffkern.blocks.fp8 import shared_rows, takes_rows, weights_of
+from diffkern.blocks.fp8 import RowMaker, shared_rows, takes_rows, weights_of
 from diffkern.blocks.pieces import has_plain_parameters, runs_fused
 from diffkern.ops.copying import copy_rows
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -79,7 +79,8 @@ class StreamSite(WrittenOffGpus):
 class NormSite(FusedSite):
     """A modulated norm, whose memory may have room for a stream that is concatenated with its result.
 
-    A batch with room is no contiguous tensor: it has some only for a module whose reader is as it was.
+    A batch with room is no contiguous tensor: it has some only for a module whose reader is as it was. So do norms that
+    can write rows of fp8: of a result that is concatenated no layer reads these.
 
     Attributes:
         copied: As those of a :class:`StreamSite`.
@@ -90,7 +91,7 @@ class NormSite(FusedSite):
         super().__init__(*given, **options)
         self.copied: set[StreamSite | NormSite] = set()
         self.readers: WeakKeyDictionary[nn.Module, _Reader] = WeakKeyDictionary()
-        self._rows_around: tuple[int, int] | None = None if self.maker is not None else (0, 0)
+        self._rows_around: tuple[int, int] | None = (0, 0)
 
     @property
     def rows_around(self) -> tuple[int, int] | None:
@@ -117,13 +118,23 @@ class NormSite(FusedSite):
 
     @override
     def compute(self, module: nn.Module, leaves: Any, way: Way, provider: str | None, room: Any = 0) -> Any:
+        return super().compute(module, leaves, way, provider, self._room_for(module, leaves) if room else None)
+
+    @override
+    def _announced(self, maker: RowMaker, module: nn.Module, leaves: tuple[Any, ...], way: Way) -> Any:
+        around = self._room_for(module, leaves)
+        if around is None:
+            return super()._announced(maker, module, leaves, way)
+        return super().compute(module, leaves, way, self.provider, around)  # layers read the concatenation
+
+    def _room_for(self, module: nn.Module, leaves: tuple[Any, ...]) -> tuple[int, int] | None:
         around, x = self._rows_around, leaves[self.sized]
-        if not room or not _pays(x) or torch.is_grad_enabled():
-            around = None
-        elif x.shape[0] > 1:
+        if not any(around or ()) or not _pays(x) or torch.is_grad_enabled():
+            return None
+        if x.shape[0] > 1 or self.maker is not None:
             reader = self.readers.get(module)
-            around = around if reader is not None and _Reader.of(reader.module(), module) == reader else None
-        return super().compute(module, leaves, way, provider, around)
+            return around if reader is not None and _Reader.of(reader.module(), module) == reader else None
+        return around
 
 
 def _pays(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Layers in fp8 that write where the rows of all streams lie.
+"""Layers in fp8 and norms before them that write where the rows of all streams lie.
 
 On the CPU ``"eager"`` multiplies the numbers behind fp8.
 """
@@ -6,12 +6,14 @@ On the CPU ``"eager"`` multiplies the numbers behind fp8.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
+from diffusers.models.normalization import AdaLayerNormZero
 from torch import Tensor, nn
 
 from diffkern import InjectionReport, KernelConfig, inject_optimized_kernels
@@ -21,10 +23,10 @@ from diffkern.injection import fp8_fusion, planning
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import choice, layers
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
-from diffkern.rewrite import rooms
+from diffkern.rewrite import rooms, site
 from diffkern.verify.measures import relative_error
 from tests.injection.test_fp8_stored import Float8Tensor
-from tests.rewrite.test_modulating_children import drawn
+from tests.rewrite.test_modulating_children import block, drawn
 from tests.rewrite.test_rooms import launches
 
 TEXT, IMAGE, WIDTH = 5, 16, 32
@@ -40,6 +42,7 @@ def _small_layers_on_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_fusion, "LEAST_ROWS", 4)
     monkeypatch.setattr(planning, "fp8_unavailable_reason", lambda device: None)
     monkeypatch.setattr(rooms, "LEAST_ROWS", 4)
+    monkeypatch.setattr(rooms, "LEAST_BYTES", 1)
     rooms._made.clear()
 
 
@@ -298,3 +301,88 @@ def test_on_a_gpu_no_stream_is_concatenated(numerics: str, monkeypatch: pytest.M
     for _ in range(4):
         assert relative_error(output(made, arguments), stock.double()) < 0.1
     assert before == 6 and copies(made, arguments) == 0
+
+
+# --- norms --------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A model of one block of CogVideoX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Module.to(block("cogvideox")[0], torch.bfloat16)
+
+    def forward(self, **given: Any) -> Any:
+        return self.block(**given)
+
+
+def of_video(batch: int) -> dict[str, Any]:
+    return {
+        "hidden_states": drawn(batch, 12, 32, seed=1).bfloat16(),
+        "encoder_hidden_states": drawn(batch, 3, 32, seed=2).bfloat16(),
+        "temb": drawn(batch, 16, seed=3).bfloat16(),
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2])
+def test_norms_before_layers_in_fp8_leave_room_for_the_other_stream(batch: int) -> None:
+    made, arguments = Around(), of_video(batch)
+    wide = {name: x.double() for name, x in arguments.items()}
+    wanted = nn.Module.double(Around())(**wide)
+    report = injected(made)
+    first = made(**arguments)
+    for one, other in zip(first, wanted, strict=True):
+        assert relative_error(one, other) < 0.05
+    for _ in range(3):
+        assert all(map(torch.equal, made(**arguments), first))
+    assert "aten::cat" not in launches(made, arguments) and not rooms._made
+    calls = report.calls()
+    assert calls["block.attn1.to_q"]["fused"] == 5 and calls["block.attn1.to_q"]["stock"] == 0
+
+
+class BothWays(nn.Module):
+    """Norms of one kind: layers read the result of one, that of the other is concatenated before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.image = AdaLayerNormZero(64), AdaLayerNormZero(64)
+        self.to_q, self.to_k, self.proj = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor, text: Tensor, emb: Tensor) -> Tensor:
+        image, _, _, _, _ = self.image(x, emb=emb)
+        both = torch.cat([text, image], dim=1)
+        z = self.proj(both)
+        y, gate, _, _, _ = self.norm(z, emb=emb)
+        return z + gate.unsqueeze(1) * (self.to_q(y) * self.to_k(y))
+
+
+@torch.no_grad()
+def test_a_norm_that_a_layer_reads_writes_rows_and_one_that_is_concatenated_leaves_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    made = BothWays().bfloat16().eval().requires_grad_(False)
+    arguments = {
+        "x": drawn(2, 12, 64).bfloat16(), "text": drawn(2, 5, 64, seed=2).bfloat16(),
+        "emb": drawn(2, 64, seed=3).bfloat16(),
+    }  # fmt: skip
+    wanted = copy.deepcopy(made).double()(**{name: x.double() for name, x in arguments.items()})
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def with_rows(x: Tensor, *args: Any, **options: Any) -> Any:
+            shapes.append(tuple(x.shape))
+            return function(x, *args, **{**options, "provider": "eager"})
+
+        with_rows.__name__ = function.__name__
+        return with_rows
+
+    monkeypatch.setattr(site, "_writes_rows", lambda *_: True)
+    monkeypatch.setattr(site, "WITH_ROWS", {op: noted(function) for op, function in site.WITH_ROWS.items()})
+    injected(made)
+    for _ in range(4):
+        assert relative_error(made(**arguments), wanted) < 0.1
+    assert "aten::cat" not in launches(made, arguments)
+    assert shapes == [(2, 17, 64)] * 3, "of the one that layers read, but for two calls to learn that"

@@ -221,13 +221,6 @@ def test_few_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches(model, given()).count("aten::cat") == 2 and not rooms._made
 
 
-def test_results_that_layers_read_in_fp8_have_no_room() -> None:
-    for for_fp8, rows in ((True, None), (False, (0, 0))):
-        found = Rewriter(for_fp8=for_fp8).rewrite(block("cogvideox")[0])
-        assert isinstance(found, Rewritten)
-        assert {site.rows_around for site in found.sites if isinstance(site, NormSite)} == {rows}
-
-
 def test_a_copy_of_a_model_has_room_of_its_own() -> None:
     model, _, _ = made()
     for _ in range(3):
