@@ -258,12 +258,15 @@ class _Made(NamedTuple):
 
 #: By the address of the storage object, which is no other's while there is a weak reference to it.
 _made: dict[int, _Made] = {}
-#: Results that are remembered: a call that raises before its concatenation leaves some.
+#: Results that are remembered: a call that raises before its concatenation leaves some, and so do norms that have none.
 _MOST_MADE = 64
 
 
 def _remember(site: StreamSite | NormSite, y: Tensor, room: tuple[int, int], module: nn.Module | None = None) -> None:
     storage = y.untyped_storage()
+    if len(_made) >= _MOST_MADE:
+        for address in [address for address, one in tuple(_made.items()) if one.storage.expired()]:
+            _made.pop(address, None)
     if len(_made) >= _MOST_MADE:
         _made.clear()
     place = y.storage_offset(), y.numel(), y.shape[1], y.stride(1)

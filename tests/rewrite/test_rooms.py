@@ -233,6 +233,22 @@ def test_results_that_were_never_concatenated_are_freed() -> None:
     assert isinstance(found.sites[0].fused_calls, int)
 
 
+def test_a_result_that_waits_for_its_concatenation_is_not_forgotten_for_those_that_are_gone() -> None:
+    module, _ = joint_attention("sd3")
+    site = next(site for site in rewritten(module).sites if isinstance(site, StreamSite))
+    memory = torch.zeros(1, 17, 8)
+    rooms._remember(site, memory[:, :12], (0, 5))
+    for _ in range(3 * rooms._MOST_MADE):
+        rooms._remember(site, torch.zeros(1, 12, 8), (0, 0))
+    assert len(rooms._made) <= rooms._MOST_MADE
+    whole = rooms._join([memory[:, :12], torch.ones(1, 5, 8)], 1)
+    assert whole is not None and whole.data_ptr() == memory.data_ptr() and (memory[:, 12:] == 1).all()
+    kept = [torch.zeros(1, 12, 8) for _ in range(3 * rooms._MOST_MADE)]
+    for one in kept:
+        rooms._remember(site, one, (0, 0))
+    assert len(rooms._made) <= rooms._MOST_MADE
+
+
 @pytest.mark.parametrize("other", ["dtype", "shape", "a view with its rows apart", "layout"])
 def test_streams_that_do_not_fit_together_are_left_to_torch(other: str) -> None:
     module, _ = joint_attention("sd3")
