@@ -22,6 +22,7 @@ from diffkern.cache import memory
 from diffkern.injection import fp8_fusion, planning
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import choice, layers
+from diffkern.providers.eager import fp8 as eager_fp8
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.rewrite import rooms, site
 from diffkern.verify.measures import relative_error
@@ -253,6 +254,27 @@ def test_a_product_into_memory_of_another_is_that_product(dtype: torch.dtype, bi
     torch.testing.assert_close(y, weights.run("weight", layer, rows), rtol=2**-7, atol=1e-3)
     (copied,) = weights.entries()
     assert copied.uses == 2, "a call each"  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_product_of_torch_writes_into_memory_of_another(
+    bias: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does in hardware."""
+    if device == "cuda" and fp8_unavailable_reason(torch.device(device)):
+        pytest.skip("no products in fp8")
+    monkeypatch.setattr(eager_fp8, "fp8_unavailable_reason", lambda device: None)
+    torch.manual_seed(0)
+    x, weight = (activation_fp8(torch.randn(rows, 64, device=device).bfloat16()) for rows in (18, 48))
+    added = torch.randn(48, device=device).bfloat16() if bias else None
+    whole = torch.full((25, 48), 7.0, device=device, dtype=torch.bfloat16)
+    y = eager_fp8.linear_fp8(*x, *weight, added, torch.bfloat16, whole[4:22])
+    assert y.data_ptr() == whole[4].data_ptr() and (whole[:4] == 7).all() and (whole[22:] == 7).all()
+    assert torch.equal(y, eager_fp8.linear_fp8(*x, *weight, added, torch.bfloat16))
+    wide = [values.double() * scales.double() for values, scales in (x, weight)]
+    exact = wide[0] @ wide[1].t() + (0 if added is None else added.double())
+    torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2e-2)
 
 
 @pytest.mark.gpu
