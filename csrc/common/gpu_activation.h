@@ -9,17 +9,31 @@ namespace diffkern {
 // x * sigmoid(y). The exponential may overflow: a division by infinity is the right zero.
 __device__ __forceinline__ float sigmoid_product(float x, float y) { return x / (1.0f + expf(-y)); }
 
+#if !DIFFKERN_HIP
+// 2^x to about 2^-22, without the care for denormal numbers that takes half of the instructions: what it would save is
+// below 1e-36.
+__device__ __forceinline__ float quick_exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// x / (1 + 2^exponent), likewise.
+__device__ __forceinline__ float quick_logistic(float x, float exponent) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.0f + quick_exp2(exponent)));
+  return x * reciprocal;
+}
+#endif
+
+constexpr float kLog2E = 1.4426950408889634f;
+
 // x * sigmoid(x) to about 2^-21, for results that are rounded to a half dtype and must not wait for divisions.
 __device__ __forceinline__ float quick_silu(float x) {
 #if DIFFKERN_HIP
   return sigmoid_product(x, x);
 #else
-  // Without the care for denormal numbers that takes half of the instructions: what it would save is below 1e-36.
-  float exponential;
-  float reciprocal;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exponential) : "f"(x * -1.4426950408889634f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.0f + exponential));
-  return x * reciprocal;
+  return quick_logistic(x, x * -kLog2E);
 #endif
 }
 

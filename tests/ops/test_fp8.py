@@ -84,16 +84,18 @@ def test_modulated_norms(size: int, dtype: torch.dtype, provider: str, device: s
     check_rows(*of_sum, modulated(rms(new.double())))
 
 
+FORMULAS: dict[str, Any] = {
+    "identity": lambda x: x,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
 @DTYPES
 @pytest.mark.parametrize("function", ["identity", "gelu", "gelu_tanh", "silu", "quick_gelu"])
 def test_activations(function: str, dtype: torch.dtype, provider: str, device: str) -> None:
-    formulas: dict[str, Any] = {
-        "identity": lambda x: x,
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-        "silu": torch.nn.functional.silu,
-        "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    }
     for x in (
         random(3, 7, 48, device=device, dtype=dtype),
         random(9, 20, device=device, dtype=dtype).t(),
@@ -103,7 +105,22 @@ def test_activations(function: str, dtype: torch.dtype, provider: str, device: s
     ):
         with poisoned_allocations():
             rows = activation_fp8(x, function, provider=provider)
-        check_rows(*rows, formulas[function](x.double()))
+        check_rows(*rows, FORMULAS[function](x.double()))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("function", "lowest"), [("gelu", -0.7518), ("gelu_tanh", -0.7525), ("silu", -1.2785), ("quick_gelu", -0.7512)]
+)
+def test_rows_whose_peak_is_that_of_a_negative_number(
+    function: str, lowest: float, dtype: torch.dtype, provider: str, device: str
+) -> None:
+    """Activations fall before they rise: the largest element of a row has its peak only where it is large enough."""
+    x = -2 * random(9, 64, device=device).abs().clamp_max(1)
+    x[:, 5], x[:, 7] = lowest, torch.linspace(0, 0.4, 9, device=device)
+    x[0].clamp_(-2, -1)
+    x = x.to(dtype)
+    check_rows(*activation_fp8(x, function, provider=provider), FORMULAS[function](x.double()))
 
 
 @pytest.mark.sanitize
