@@ -54,12 +54,4 @@ constexpr int kChannelLanes = 4;    // threads that merge the channels of a grou
 constexpr int kBlockedSum = 16;     // packets whose sum is added to the rest as one, so that it stays accurate
 constexpr PixelConfig kResidentPixels{kResidentThreads, 32, 132, 1 << 30, 1, 1 << 30, 1 << 30};
 
-// --- where teams of blocks hold two groups at once --------------------------------------------------------------
-
-constexpr int kSharedBytes = 227 * 1024;  // that a block of sm_90 can have
-constexpr int kMostClusterBlocks = 8;     // of any GPU that has clusters
-constexpr int kGridTeam = 132;            // blocks of a team that is the whole grid
-constexpr int kFullGrid = 128;            // blocks that a sample should give work to
-constexpr int kLeastGridPackets = 4;      // of a thread of such a team, for which a barrier of the grid is hidden
-
 }  // namespace diffkern

@@ -23,21 +23,6 @@
 namespace diffkern {
 namespace {
 
-// Past the caches, which hold what is still to be read.
-template <typename T, typename Plan, typename Task>
-__device__ __forceinline__ void write_normalised(const GroupNormParams& p, const Plan& plan, const Task& task,
-                                                 typename Task::Norm& norm, int item, const uint4& packet, T* out) {
-  constexpr int kCount = kPacketSize<T>;
-  float values[kCount];
-  unpack<T>(packet, values);
-  norm.apply(p, plan, task, item, values);
-  if (p.silu) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) values[j] = silu<T>(values[j]);
-  }
-  __stcs(reinterpret_cast<uint4*>(out), pack_packet<T>(values));
-}
-
 // --- the kernel ----------------------------------------------------------------------------------------------
 
 template <typename T, template <typename> class Layout>
@@ -45,6 +30,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     group_norm_resident(const GroupNormParams p, const typename Layout<T>::Plan plan, const uint32_t parts) {
 #if __CUDA_ARCH__ >= 800
   using Task = Layout<T>;
+  constexpr int kCount = kPacketSize<T>;
   constexpr int kBatches = kResidentSlots / kResidentBatch;
   constexpr int kBatchPackets = kResidentBatch * kResidentThreads;
   extern __shared__ uint4 packets[];
@@ -152,7 +138,15 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #pragma unroll
       for (int i = 0; i < kResidentBatch; ++i) {
         if (item + i >= task.items) continue;
-        write_normalised<T>(p, plan, task, norm, item + i, held[i], out + i * out_stride);
+        float values[kCount];
+        unpack<T>(held[i], values);
+        norm.apply(p, plan, task, item + i, values);
+        if (p.silu) {
+#pragma unroll
+          for (int j = 0; j < kCount; ++j) values[j] = silu<T>(values[j]);
+        }
+        // Past the caches, which hold what is still to be read.
+        __stcs(reinterpret_cast<uint4*>(out + i * out_stride), pack_packet<T>(values));
       }
     }
   }
@@ -180,21 +174,15 @@ inline int64_t resident_parts(const GroupNormParams& p) {
 
 constexpr int kMostDevices = 64;  // of a process, for which it is remembered what they can do
 
-// The multiprocessors of the current device if they hold a block of a kernel that has so many bytes of shared memory
-// and whose body was compiled for an architecture of at least `arch`, else 0.
-inline int processors_for(int device, const void* kernel, int bytes, int arch) {
+// The multiprocessors of the current device if their shared memory holds a block of so many bytes, else 0.
+inline int processors_for(int device, int bytes) {
   int shared = 0;
   int together = 0;
   int processors = 0;
-  cudaFuncAttributes compiled{};
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   cudaDeviceGetAttribute(&together, cudaDevAttrCooperativeLaunch, device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (together == 0 || shared < bytes) return 0;
-  const bool usable = cudaFuncGetAttributes(&compiled, kernel) == cudaSuccess && compiled.ptxVersion >= arch &&
-                      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
-  if (!usable) cudaGetLastError();
-  return usable ? processors : 0;
+  return together != 0 && shared >= bytes ? processors : 0;
 }
 
 template <typename T, template <typename> class Layout>
@@ -207,7 +195,11 @@ bool launch_resident(const GroupNormParams& p, const typename Layout<T>::Plan& p
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
   int processors = known[device].load(std::memory_order_relaxed) - 1;
   if (processors < 0) {
-    processors = processors_for(device, kernel, kBytes, 80);
+    processors = processors_for(device, kBytes);
+    if (processors != 0 &&
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess) {
+      processors = 0;
+    }
     known[device].store(processors + 1, std::memory_order_relaxed);
   }
   if (processors == 0) return false;

@@ -12,6 +12,7 @@
 namespace diffkern {
 namespace {
 
+
 struct PlaneParts {
   Divisor groups;
   Divisor number;       // parts of a group
@@ -20,20 +21,15 @@ struct PlaneParts {
   uint32_t length;      // packets of a part; the last one may have fewer
 };
 
-// In so many parts of a group, or one fewer where the last would be empty.
-inline PlaneParts split_planes(const GroupNormParams& p, int64_t parts) {
+inline PlaneParts plan_resident_planes(const GroupNormParams& p) {
   const int64_t count = kPacketBytes / bytes_of(p.x_dtype);
   const int64_t packets = p.shape.channels / p.groups * p.shape.positions / count;
+  const int64_t most = ceil_div(packets, kResidentThreads * kLeastPositions);
+  const int64_t parts = std::min(std::max<int64_t>(kResidentPixels.sum_blocks / p.groups, 1), most);
   const auto divisor = [](int64_t value) { return make_divisor(static_cast<uint32_t>(value)); };
   const int64_t length = ceil_div(packets, parts);
   return {divisor(p.groups), divisor(ceil_div(packets, length)), divisor(p.shape.positions / count),
           static_cast<uint32_t>(packets), static_cast<uint32_t>(length)};
-}
-
-inline PlaneParts plan_resident_planes(const GroupNormParams& p) {
-  const int64_t packets = p.shape.channels / p.groups * p.shape.positions * bytes_of(p.x_dtype) / kPacketBytes;
-  const int64_t most = ceil_div(packets, kResidentThreads * kLeastPositions);
-  return split_planes(p, std::min(std::max<int64_t>(kResidentPixels.sum_blocks / p.groups, 1), most));
 }
 
 template <typename T>

@@ -357,26 +357,6 @@ def test_an_image_larger_than_the_shared_memory_of_a_gpu(layout: str, provider: 
     _check(x, 2, None, None, add, provider=provider, memory_format=torch.preserve_format)
 
 
-@pytest.mark.gpu
-@pytest.mark.sanitize
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize(
-    ("shape", "groups"), [((4, 32, 128, 128), 8), ((2, 8, 1024, 512), 2), ((2, 512, 72, 128), 8)], ids=str
-)
-def test_teams_of_blocks_that_hold_two_groups_at_once(
-    shape: tuple[int, ...], groups: int, layout: str, provider: str, device: str
-) -> None:
-    """On an H200 planes by clusters, planes by the whole grid, and tiles of channels by the whole grid."""
-    x = make_image(layout, shape, torch.bfloat16, device, shift=1.0)
-    weight, bias = torch.randn(2, shape[1], device=device).unbind()
-    add = make_add(shape, torch.float32, device, seed=1)
-    y = _check(x, groups, weight, bias, add, provider=provider, memory_format=torch.preserve_format)
-    for sample in range(2 if provider == "compiled" else 0):
-        one = slice(sample, sample + 1)
-        z = _check(x[one], groups, weight, bias, add[one], provider=provider, memory_format=torch.preserve_format)
-        assert torch.equal(y[one], z)
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_results_do_not_depend_on_the_batch_nor_on_the_run(layout: str, provider: str, device: str) -> None:
     if provider == "eager":
