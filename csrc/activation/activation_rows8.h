@@ -22,6 +22,8 @@ namespace {
 constexpr int kRows8Threads = 512;
 constexpr int kRows8MostThreads = 1024;
 constexpr int kRows8Packets = 4;  // of a thread, at most
+constexpr int kRows8ManyRows = 1024;
+constexpr int kRows8FewPackets = 128;
 
 // --- activations for numbers that are rounded to e4m3 --------------------------------------------------------
 
@@ -188,7 +190,11 @@ void launch_rows8_packets(const ActivationRows8& p, GpuStream stream) {
   if (wanted == 4 && packets <= kRows8Threads * 4) return launch_rows8_of<T, kActivation, 4>(p, packets, stream);
   if (wanted == 8 && packets <= kRows8Threads * 8) return launch_rows8_of<T, kActivation, 8>(p, packets, stream);
 #endif
-  if (packets <= kRows8Threads) {
+  // Where rows fill the GPU, threads that compute several packets wait less for each other.
+  const bool fewer = kActivation != Activation::kNone && p.map.rows >= kRows8ManyRows && packets > kRows8FewPackets;
+  if (fewer && packets <= kRows8Threads * kRows8Packets) {
+    launch_rows8_of<T, kActivation, kRows8Packets>(p, packets, stream);
+  } else if (packets <= kRows8Threads) {
     launch_rows8_of<T, kActivation, 1>(p, packets, stream);
   } else if (packets <= kRows8Threads * 2) {
     launch_rows8_of<T, kActivation, 2>(p, packets, stream);

@@ -3,6 +3,7 @@
 from diffkern.cache.derived import (
     DerivedCache,
     TensorFingerprint,
+    caches_of,
     checks_paused,
     entries_of,
     generation,
@@ -16,6 +17,7 @@ __all__ = [
     "UNDO",
     "DerivedCache",
     "TensorFingerprint",
+    "caches_of",
     "checks_paused",
     "drop",
     "entries_of",

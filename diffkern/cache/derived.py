@@ -6,10 +6,10 @@ DLPack; a checksum over the whole tensor finds these:
 
 - On the CPU, and on every device but CUDA, a cache compares the checksums of all its sources at every call, before it
   returns anything. The first call after a write is right.
-- On CUDA the comparison is a *round*: one for all caches of a device, which begins when a cache is called that was
-  called since the last round began, so once in each step of a model. A round enqueues checksums of every small source
+- On CUDA the comparison is a *round*: one for all caches of a device that were called since the last one, which begins
+  when one of them is called again, so once in each step of a model. A round enqueues checksums of every small source
   (texts, vectors, tables) and of every ``ROUNDS``-th weight matrix. The next round reads the answer: by then a whole
-  step lies between, and the GPU does not run dry while the host waits.
+  step lies between, and the GPU does not run dry while the host waits. A model that does not run costs nothing.
 
 A write that is found warns, and invalidates everything that is kept anywhere.
 """
@@ -121,7 +121,7 @@ class TensorFingerprint:
         strides: How the data was laid out.
         generation: How often everything that is kept had been invalidated.
         checksum: See :func:`checksum`.
-        turn: The round, modulo :data:`ROUNDS`, that compares it on CUDA; None for every round.
+        turn: Which of :data:`ROUNDS` rounds of its cache, on CUDA, compare it; None for every round.
     """
 
     tensor: weakref.ref[Tensor]
@@ -189,7 +189,9 @@ class DerivedCache(ABC):
 
     def __init__(self) -> None:
         self.is_disabled = False
-        self._round: tuple[torch.device, int] | None = None
+        #: The round in which it was called last, and in how many rounds it was compared.
+        self.called: tuple[torch.device, int] | None = None
+        self.compared = 0
         _rounds.add(self)
 
     @abstractmethod
@@ -213,10 +215,10 @@ class DerivedCache(ABC):
                 _rounds.invalidate()
         elif not torch.cuda.is_current_stream_capturing():
             now = device, _rounds.number(device)
-            if self._round == now:
-                start_round(device)
+            if self.called == now:
+                start_round(device, ())
                 now = device, _rounds.number(device)
-            self._round = now
+            self.called = now
 
 
 class _Rounds:
@@ -238,19 +240,25 @@ class _Rounds:
         return self._numbers.get(device, 0)
 
     @torch.no_grad()
-    def start(self, device: torch.device) -> None:
+    def start(self, device: torch.device, called: Iterable[DerivedCache] | None) -> None:
         with self._lock:
-            self._numbers[device] = number = self.number(device) + 1
+            now = device, self.number(device)
+            for cache in called or ():
+                cache.called = now
+            self._numbers[device] = now[1] + 1
             flag, event = self._answers.pop(device, (None, None))
             if event is not None:
                 event.synchronize()
             if flag is not None and flag.item():
                 self.invalidate()
+            used = [cache for cache in tuple(self._caches) if called is None or cache.called == now]
+            for cache in used:
+                cache.compared += 1
             pairs = [
                 pair
-                for cache in tuple(self._caches)
+                for cache in used
                 for fingerprint in cache.fingerprints()
-                if fingerprint.turn is None or fingerprint.turn == number % ROUNDS
+                if fingerprint.turn is None or fingerprint.turn == cache.compared % ROUNDS
                 for pair in fingerprint.pairs(device)
             ]
             if pairs:
@@ -299,9 +307,24 @@ def entries_of(module: nn.Module) -> list[object]:
     return found
 
 
-def start_round(device: torch.device) -> None:
-    """Reads the answer of the last round on ``device``, and begins the next; for steps that call no cache."""
-    _rounds.start(device)
+def caches_of(module: nn.Module) -> list[DerivedCache]:
+    """The caches of a module."""
+    found: list[DerivedCache] = []
+    for value in tuple(memory(module).values()):
+        several = tuple(value.values()) if isinstance(value, dict) else (value,)
+        found += [one for one in several if isinstance(one, DerivedCache)]
+    return found
+
+
+def start_round(device: torch.device, called: Iterable[DerivedCache] | None = None) -> None:
+    """Reads the answer of the last round on ``device``, and begins the next.
+
+    Args:
+        device: The device.
+        called: Caches that a step uses without a call of them, beside those that were called since the last round; None
+            for all that there are.
+    """
+    _rounds.start(device, called)
 
 
 def generation() -> int:

@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from diffkern.cache import DerivedCache
 
 #: Plain values that a graph has written into it.
 CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
@@ -107,6 +109,7 @@ class CapturedStep:
         spec: How the outputs were nested.
         pool: Where it computes.
         kept: What else it reads, kept alive.
+        caches: Those that keep it, which a replay uses and does not call; not kept alive.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -115,6 +118,7 @@ class CapturedStep:
     spec: TreeSpec
     pool: GraphPool
     kept: list[Any] = field(default_factory=list)
+    caches: list[ReferenceType[DerivedCache]] = field(default_factory=list)
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Has the GPU compute the step; other threads and streams wait for the inputs and outputs to be free again."""

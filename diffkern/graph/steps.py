@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -205,7 +206,8 @@ class StepGraphs:
         warm, self._thread.warm = getattr(self._thread, "warm", False), True
         kind = self.kinds.get(call.signature)
         if kind is not None and kind.step is not None:
-            cache.start_round(call.tensors[0].device)  # a replay calls no block that would
+            used = [one for one in [own() for own in kind.step.caches] if one is not None]
+            cache.start_round(call.tensors[0].device, used)  # a replay calls no block that would
         derived = derived_state(patched)
         if kind is None:
             reason, kind = FIRST_CALL, _Kind(now, derived)
@@ -273,8 +275,10 @@ class StepGraphs:
                 if isinstance(error, NoRoomError):  # what the pool grew by is free once no graph is left in it
                     self.kinds.clear()
                 raise
-            inside = (child for child in module.modules() if child is not module)
-            step.kept.extend(entry for child in inside for entry in cache.entries_of(child))
+            for child in module.modules():
+                if child is not module:
+                    step.kept.extend(cache.entries_of(child))
+                    step.caches.extend(map(weakref.ref, cache.caches_of(child)))
             after = self.snapshot(module, patches)
             derived = derived_state(patched(after))
             change = kind.snapshot.difference(after)

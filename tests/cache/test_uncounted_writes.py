@@ -468,6 +468,24 @@ def test_rounds_find_a_vector_at_once_and_every_matrix_in_time(shape: tuple[int,
         assert rounds <= latest < 20
 
 
+def test_a_round_compares_what_is_in_use_and_every_matrix_of_it_in_time() -> None:
+    """However seldom a model runs: a matrix has its turn among the rounds of its own cache."""
+    tensors, device = [torch.randn(8, 8) for _ in range(2 * derived.ROUNDS)], torch.device("cpu")
+    idle, used = Kept(*tensors[:1]), Kept(*tensors[1:])
+    cache.start_round(device)
+    tensors[0].data[0] += 1
+    known = cache.generation()
+    for _ in range(2 * derived.ROUNDS):
+        cache.start_round(device, [used])
+    assert cache.generation() == known
+    with pytest.warns(UserWarning, match=UNCOUNTED):
+        for _ in range(derived.ROUNDS + 1):
+            cache.start_round(device, [idle])
+            for _ in range(derived.ROUNDS - 1):
+                cache.start_round(device, [used])
+    assert cache.generation() == known + 1
+
+
 def test_rounds_compare_equal_shares_of_the_matrices() -> None:
     turns = [fingerprint.turn for fingerprint in Kept(*[torch.zeros(2, 2)] * (2 * derived.ROUNDS)).kept]
     assert sorted(turns) == sorted([*range(derived.ROUNDS)] * 2)  # type: ignore[type-var]

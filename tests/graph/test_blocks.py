@@ -40,7 +40,7 @@ class Repeats:
     ) -> None:
         if self.refuses is not None:
             raise self.refuses
-        self.run, self.leaves, self.kept = run, leaves, list[Any]()
+        self.run, self.leaves, self.kept, self.caches = run, leaves, list[Any](), list[Any]()
         capturing[0] = True
         try:
             self.run(leaves)

@@ -65,6 +65,7 @@ class Recorded:
         self.scale = current[0].scale
         self.power = next((leaf for leaf in leaves if isinstance(leaf, int)), 1)
         self.kept: list[Any] = []
+        self.caches: list[Any] = []
         self.replays = 0
 
     def replay(self, tensors: list[Tensor]) -> Tensor:

@@ -115,6 +115,7 @@ class Repeats:
             raise self.refuses
         run(leaves)
         self.kept: list[Any] = []
+        self.caches: list[Any] = []
         self.limit = limit
 
     def replay(self, tensors: list[Tensor]) -> Tensor:
