@@ -17,7 +17,7 @@ import torch
 from diffusers import LTXPipeline
 from torch import Tensor
 
-from diffkern import optimized
+from diffkern import KernelConfig, optimized
 from diffkern.bench.measure import psnr, relative_error, ssim
 from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 
@@ -125,15 +125,18 @@ def test_every_tier_on_a_gpu(judge: ModuleType, asked: list[tuple[str, str, str,
     if fp8_unavailable_reason(torch.device("cuda")) is None:
         tiers.append("fp8")
     for numerics in tiers:
-        with optimized(pipe, numerics=numerics) as report:
+        small = ("*transformer_blocks.*",) if numerics == "fp8" else ()  # layers of this model, which gain nothing
+        with optimized(pipe, numerics=numerics, config=KernelConfig(fp8_include=small)) as report:
             frames = generate(pipe, prompts)
             assert report.patched
+        assert any("fp8" in str(site.op) for site in report.patched) is (numerics == "fp8")
         assert [astuple(judge.look(video)) for video in frames] == asked
         final, of_float32, of_stock = frames[:, -1], reference[:, -1], stock[:, -1]
         if numerics == "exact" and not report.failed:
             assert torch.equal(frames, stock)
         if numerics == "fast":
             assert all(psnr(a, b) >= 40 for a, b in zip(final, of_stock, strict=True))
+        assert psnr(final, of_stock) >= 30
         assert ssim(final, of_float32) >= (FP8_SSIM if numerics == "fp8" else 0.99)
         print(numerics, psnr(final, of_float32), ssim(final, of_float32))
     assert torch.equal(generate(pipe, prompts), stock)
