@@ -148,6 +148,7 @@ class Prepared:
         profiles: dict[str, list[Mapping[str, float]]] = {name: [] for name in self.running}
         for _ in range(PROFILES):
             for name, own in self.running.items():
+                _timed(own, self.inputs, self.device)
                 with profiled(self.device) as profile:
                     own(**self.inputs)
                 profiles[name].append(profile.milliseconds)
