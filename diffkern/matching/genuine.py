@@ -60,12 +60,12 @@ def stays(what: Any) -> bool:
     return in_library(what) and getattr(sys.modules.get(what.__module__), what.__qualname__, None) is what
 
 
-def replaced_function(functions: tuple[Callable[..., Any], ...]) -> str | None:
-    """Names the first of some functions of diffusers or transformers that another one stands in the place of, or None.
+def replaced_function(functions: tuple[Callable[..., Any], ...], module: str = "diffusers") -> str | None:
+    """Names the first of some functions of a library's module that another one stands in the place of, or None.
 
-    Their modules are not known: it suffices that a library wrote them.
+    It suffices that a library wrote them.
     """
-    return next((name for function in functions if (name := _foreign(function, "diffusers"))), None)
+    return next((name for function in functions if (name := _foreign(function, module))), None)
 
 
 def functional_is_torchs() -> bool:

@@ -79,6 +79,8 @@ class SitePlan:
         moves_calls: Whether a module would be called in another order than in the source.
         halves: The names of operands that are the parts of one tensor, in their order there; empty if none are.
         read_by: Path of the linear layer that alone reads the result, behind something else; empty if none does.
+        functions: Names of global functions that the op computes in the place of, see
+            :func:`~diffkern.rewrite.functions.global_at`.
         attended: Whether the results are queries and keys that a call of attention alone reads.
     """
 
@@ -97,6 +99,7 @@ class SitePlan:
     moves_calls: bool
     halves: tuple[str, ...] = ()
     read_by: Path = ()
+    functions: tuple[str, ...] = ()
     attended: bool = False
 
     def computes_what(self, other: SitePlan) -> bool:
@@ -298,12 +301,14 @@ class _Planner:
             return placement
         pure = [name for name, is_known in self._pure.items() if is_known]  # what the place may depend on
         called = () if isinstance(rule.shape, MaskedAttention) else functions_called(region.original, scope.namespace)
-        self.replaced.update({name: self._function(name) for name in (*match.functions, *called, *pure)})  # type: ignore[misc]
+        functions = tuple(dict.fromkeys((*match.functions, *called)))
+        self.replaced.update({name: self._function(name) for name in (*functions, *pure)})  # type: ignore[misc]
         found = {helper for step in match.steps if (helper := inline.helper_of(step)) is not None}
         if not match.operands.keys() >= {"residual", "scale"}:
             found -= inline.modulating(self._facts, found)  # which are patched themselves
         self.helpers |= found
         site = self._site(rule, scope, root, match, region, placement, kept is not None)
+        site = replace(site, functions=functions)
         same = next((known for known in self.sites if known.computes_what(site)), None)
         if same is None:
             self.sites.append(site)

@@ -27,6 +27,7 @@ from diffkern.providers.hub import refusals_raise
 from diffkern.rewrite.draws import draws_of, random_like
 from diffkern.rewrite.expressions import ANY_ACTIVATION
 from diffkern.rewrite.facts import LAST_DIM, child_of
+from diffkern.rewrite.functions import put_in_place
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.reference import CastsLifted, clone_for_verification, float64_twin, to_float64
 from diffkern.rewrite.rotation import FORMS, NORMS, columns_of, has_wide_tables
@@ -187,7 +188,7 @@ class SiteVerifier:
         return replace(known, fused=error, stock=allowed, bit_identical=identical, passed=not reason, reason=reason)
 
     def _prove(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | str:
-        unfit = _unfit(leaves)
+        unfit = put_in_place(site.plan.functions, site.original.__globals__) or _unfit(leaves)
         if unfit is not None:
             return unfit
         twin = float64_twin(module, list(site.plan.modules.values()))

@@ -98,6 +98,45 @@ def test_the_rotation_of_a_processor(monkeypatch: pytest.MonkeyPatch, imported: 
     check(monkeypatch, model_of, run, owner, "apply_rotary_emb", before)
 
 
+class Scale:
+    """A callable that computes what a function computes, times a number that may change, and counts its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.factor, self.calls = function, 1.0, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.function(*args, **kwargs) * self.factor
+
+
+def wrapped(scale: Scale) -> Callable[..., Any]:
+    return functools.wraps(scale.function)(lambda *args, **kwargs: scale(*args, **kwargs))
+
+
+@pytest.mark.parametrize("put", [lambda scale: scale, functools.partial, wrapped], ids=["object", "partial", "wraps"])
+def test_a_rotation_that_returned_the_same_at_the_injection_is_called(
+    monkeypatch: pytest.MonkeyPatch, put: Callable[[Scale], Callable[..., Any]]
+) -> None:
+    model, stock = tiny_ltx(1), tiny_ltx(1)
+    plain, scale = run(stock), Scale(transformer_ltx.apply_rotary_emb)
+    monkeypatch.setattr(transformer_ltx, "apply_rotary_emb", put(scale))
+    report = inject_optimized_kernels(model)
+    run(model)
+    before = scale.calls
+    torch.testing.assert_close(run(model), plain, rtol=1e-4, atol=1e-5)
+    assert scale.calls == before + 2
+    (reason,) = report.calls()["transformer_blocks.0.attn1"]["stock_reasons"]
+    assert "the function apply_rotary_emb was replaced by" in reason
+    scale.factor = 1.5
+    torch.testing.assert_close(run(model), run(stock), rtol=1e-4, atol=1e-5)
+    monkeypatch.undo()
+    torch.testing.assert_close(run(model), plain, rtol=1e-4, atol=1e-5)
+    again = tiny_ltx(1)
+    report = inject_optimized_kernels(again)
+    torch.testing.assert_close(run(again), plain, rtol=1e-4, atol=1e-5)
+    assert report.calls()["transformer_blocks.0.attn1"]["fused"] == 1
+
+
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(
     ("owner", "name"),
