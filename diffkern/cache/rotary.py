@@ -79,16 +79,21 @@ def keep_axes(kept: KeptTables) -> None:
     _kept[kept.tables[0]] = weakref.ref(kept)
 
 
-def by_axis(tables: Sequence[Tensor]) -> Mapping[str, Any] | None:
+def by_axis(tables: Sequence[Tensor], samples: int | None = None) -> Mapping[str, Any] | None:
     """Returns full tables as the arguments of :func:`diffkern.ops.qk_norm_rope` for tables by axis.
 
+    Args:
+        tables: Cosines and sines ``[B, S, D]``.
+        samples: How many samples are rotated; None for as many as the tables have.
+
     Returns:
-        None for tables of which no axes are kept, for written ones, and in a graph of the compiler.
+        None for tables of which no axes are kept, for written ones, for tables of more samples than are rotated, or of
+        too few, which axes know nothing of, and in a graph of the compiler.
     """
     if torch.compiler.is_compiling() or len(tables) != 2:
         return None
     axes = _axes_of(*tables)
-    if axes is None:
+    if axes is None or tables[0].shape[0] not in (1, samples or tables[0].shape[0]):
         return None
     # A recorded call asks again: for other tables it is another call.
     parts = once_in_call(_parts, *tables, axes.grid, axes.front_pad)

@@ -256,7 +256,7 @@ def call_qk_norm_rope(
         )  # fmt: skip
         return joint if order is None else (restored(joint[0], order), restored(joint[1], order))
     whole = shared and form == _WHOLE_ROWS and len(queries) == 1 and "rotary_dim" not in options
-    axes = by_axis(given[0]) if whole else None
+    axes = by_axis(given[0], queries[0].shape[0]) if whole else None
     results = []
     for q, k, ((cos, sin), (cos_k, sin_k)), norm in zip(queries, keys, tables, norms, strict=True):
         of_all: Mapping[str, Any] = axes or {"cos": cos, "sin": sin}

@@ -538,6 +538,25 @@ def test_rotary_tables_are_computed_once_and_read_by_axis() -> None:
     torch.testing.assert_close(kept, _denoise(model, arguments), rtol=1e-4, atol=1e-5)
 
 
+def test_tables_of_other_samples_than_are_rotated_do_as_in_stock() -> None:
+    model, stock, given = tiny_ltx(1), tiny_ltx(1).transformer_blocks[0].attn1, ltx_inputs(batch=2, frames=3)
+    inject_optimized_kernels(model)
+    attention = model.transformer_blocks[0].attn1
+    with torch.no_grad():
+        model(**given)
+        tables = model.rope(given["hidden_states"], 3, 4, 4)
+        assert by_axis(tables) is not None
+        for _ in range(3):
+            for x in (torch.randn(2, 48, DIM), torch.randn(1, 48, DIM)):
+                torch.testing.assert_close(attention(x, image_rotary_emb=tables), stock(x, image_rotary_emb=tables))
+            with pytest.raises(RuntimeError, match="size of tensor a"):
+                attention(torch.randn(4, 48, DIM), image_rotary_emb=tables)
+        one = model.rope(given["hidden_states"][:1], 3, 4, 4)
+        assert by_axis(one, 3) is not None
+        for x in torch.randn(3, 3, 48, DIM):
+            torch.testing.assert_close(attention(x, image_rotary_emb=one), stock(x, image_rotary_emb=one))
+
+
 def test_tables_that_somebody_wrote_into_are_neither_kept_nor_read_by_axis() -> None:
     model, x = tiny_ltx(), torch.zeros(1, 1, 1)
     inject_optimized_kernels(model)
