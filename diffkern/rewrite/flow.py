@@ -94,7 +94,25 @@ class Flow:
         for definition in {*self.parameters.values(), *self._bound.values()}:
             definition.is_captured = definition.name in self._captured or definition in self._wanted
         operations = [node for node in self.nodes if isinstance(node, (ast.BinOp, ast.Call, ast.Tuple))]
-        self.roots = [node for node in reversed(operations) if node in self.statement]
+        numbers = self._numbers()
+        self.roots = [node for node in reversed(operations) if node in self.statement and node not in numbers]
+
+    def _numbers(self) -> set[ast.AST]:
+        """Arithmetic whose result bounds a slice or a range, as in ``x[:, j * n:(j + 1) * n]``: none of tensors."""
+        left = [bound for node in self.nodes if isinstance(node, ast.Slice) for bound in ast.iter_child_nodes(node)]
+        for node in self.nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
+                left += node.args
+        found: set[ast.AST] = set()
+        while left:
+            node = left.pop()
+            definition = self.single(node) if isinstance(node, ast.Name) else None
+            if definition is not None and definition.value is not None:
+                left.append(definition.value)
+            elif isinstance(node, (ast.BinOp, ast.UnaryOp)):
+                found.add(node)
+                left += ast.iter_child_nodes(node)
+        return found
 
     def reaching(self, statement: ast.stmt, name: str) -> frozenset[Definition]:
         """The definitions of ``name`` that reach a statement; none for names that are not local there."""

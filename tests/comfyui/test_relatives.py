@@ -89,6 +89,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]],
         lambda random, times: {"x": random(2, 16, 2, 6, 8), "timesteps": times, "context": random(2, 7, TEXT)},
         AT_LEAST_ONE,
     ),
+    "HiDream": (
+        "hidream.model", "HiDreamImageTransformer2DModel",
+        {"patch_size": 2, "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2,
+         "caption_channels": [TEXT, TEXT], "text_emb_dim": 16, "axes_dims_rope": (64, 32, 32), "llama_layers": [0, 1]},
+        lambda random, times: {
+            "x": random(2, 16, 8, 8), "t": times, "y": random(2, 16), "context": random(2, 7, TEXT),
+            "encoder_hidden_states_llama3": random(2, 2, 5, TEXT),
+        },
+        AT_LEAST_ONE,
+    ),
     "Kandinsky 5": (
         "kandinsky5.model", "Kandinsky5",
         {"in_text_dim": TEXT, "in_text_dim2": TEXT, "time_dim": 64, "model_dim": 256, "ff_dim": 128,
@@ -134,6 +144,29 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]],
         },
         AT_LEAST_ONE,
     ),
+    "Wan Animate": (
+        "wan.model_animate", "AnimateWanModel", {**_WAN, "num_layers": 5},
+        lambda random, times: {
+            **_wan(random, times), "clip_fea": random(2, 257, 1280), "pose_latents": random(2, 16, 1, 6, 8),
+            "face_pixel_values": random(2, 3, 1, 512, 512),
+        },
+        AT_LEAST_ONE,
+    ),
+    "Wan Animate 2": (
+        "wan.model_animate2", "WanAnimate2Model", {**_WAN, "in_dim": 36},
+        lambda random, times: {
+            **_wan(random, times), "x": random(2, 36, 2, 6, 8), "clip_fea": random(2, 257, 1280),
+            "pose_latents": random(2, 16, 1, 6, 8),
+        },
+        AT_LEAST_ONE,
+    ),
+    "Wan Camera": (
+        "wan.model", "CameraWanModel", _WAN,
+        lambda random, times: {
+            **_wan(random, times), "clip_fea": random(2, 257, 1280), "camera_conditions": random(2, 24, 2, 48, 64),
+        },
+        AT_LEAST_ONE,
+    ),
     "Wan VACE": (
         "wan.model", "VaceWanModel", {**_WAN, "vace_layers": 1, "vace_in_dim": 96},
         lambda random, times: {
@@ -150,6 +183,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[..., dict[str, Any]],
         "wan.model", "WanModel", {**_WAN, "model_type": "t2v", "qk_norm": False, "cross_attn_norm": False},
         lambda random, times: {**_wan(random, times), "timestep": torch.tensor([[500.0, 0.0], [400.0, 0.0]])},
         3,
+    ),
+    "Z-Image": (
+        "lumina.model", "NextDiT",
+        {"in_channels": 16, "dim": 256, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2,
+         "qk_norm": True, "cap_feat_dim": TEXT, "axes_dims": [32, 48, 48], "axes_lens": [64, 64, 64],
+         "ffn_dim_multiplier": 8 / 3, "rope_theta": 256.0, "z_image_modulation": True, "time_scale": 1000.0,
+         "pad_tokens_multiple": 32},
+        lambda random, times: {
+            "x": random(2, 16, 8, 8), "timesteps": times, "context": random(2, 7, TEXT), "num_tokens": 7,
+        },
+        AT_LEAST_ONE,
     ),
 }  # fmt: skip
 

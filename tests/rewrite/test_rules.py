@@ -121,3 +121,20 @@ def test_a_product_of_numbers_runs_as_it_is_written() -> None:
     assert torch.equal(found.function(module, x, 0.5), module(x, 0.5))
     assert found.sites[0].fused_calls == 0 and found.sites[0].original_calls == 1
     assert "not a tensor" in next(iter(found.sites[0].reasons.values()))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return [z[:, (i + 1) * n:] for i in (0, 1)], z[:, :(n + 1) * n]",
+        "stop = (n + 1) * n\nreturn z[:, 1:-stop:(n + 1) * n], z",
+        "times = (n + 1) * n\nreturn [z for i in range(times)] + [z for i in range(n * (1 + n))]",
+    ],
+)
+def test_sizes_and_offsets_are_no_modulations(body: str) -> None:
+    names = "x, scale, shift"
+    module = block(f"{names}, n", f"z = self.norm(x) * (1 + scale) + shift\n{body}")
+    found = rewritten(module)
+    assert rules(found) == [MODULATION]
+    for one, other in zip(found.function(module, **leaves(names), n=2), module(**leaves(names), n=2), strict=True):
+        torch.testing.assert_close(one, other)
