@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from diffkern.rewrite.expressions import (
     ANY_ACTIVATION,
@@ -28,6 +28,9 @@ from diffkern.rewrite.expressions import (
 from diffkern.rewrite.facts import LAST_DIM, Facts
 from diffkern.rewrite.flow import Definition, Flow
 from diffkern.rewrite.functions import read_by
+
+if TYPE_CHECKING:
+    from diffkern.rewrite.plan import SitePlan
 
 #: Methods that write into a tensor, and return it.
 _WRITES = frozenset({"add_", "mul_", "addcmul_"})
@@ -70,11 +73,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Scope:
-    """What shapes ask: def-use of the function, what is known about its modules, and its globals."""
+    """What shapes ask: def-use of the function, what is known about its modules, its globals, and the sites so far."""
 
     flow: Flow
     facts: Facts
     namespace: Mapping[str, Any] = field(default_factory=dict)
+    sites: Sequence[SitePlan] = ()
 
 
 class Shape(Protocol):

@@ -218,7 +218,7 @@ class _Planner:
     def run(self) -> str | None:
         flow = Flow(self._source.tree)
         for rule in RULES:
-            scope = Scope(flow, self._facts, self._source.function.__globals__)
+            scope = Scope(flow, self._facts, self._source.function.__globals__, self.sites)
             kind = rule.shape.kind if isinstance(rule.shape, QueryKey) else None
             pairs = kind is not None and flow.decline is None and pair_statements(scope, kind)
             if pairs:

@@ -28,7 +28,7 @@ from diffkern.rewrite.rooms import HalvesSite, JoinSite, NormSite, StreamSite, l
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
-from diffkern.rewrite.streams import Joined, LinearOfStream, Repeated, SideBySide
+from diffkern.rewrite.streams import MODULATES, Joined, LinearOfStream, Repeated, SideBySide
 from diffkern.rewrite.texts import OfText
 from diffkern.rewrite.twins import twin_of, twins_in
 from diffkern.rewrite.unrotated import UnrotatedSite
@@ -49,8 +49,6 @@ _SITES: Mapping[type, type[FusedSite]] = {
     ImageOfTokens: ImageSite,
     Repeated: RepeatedSite,
 }
-#: Ops whose results may have room around their rows.
-_MODULATES = frozenset({"norm_modulate", "gate_residual_norm_modulate"})
 #: Layers of which nothing but their parameters decides how a site computes: their settings are read at every call.
 _READ_AT_CALLS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.GroupNorm)
 #: Plans by function; they hold code and no function, so that a class can go.
@@ -164,7 +162,7 @@ class Rewriter:
 
         def made(plan: SitePlan) -> FusedSite:
             op = plan.rule.op
-            kind = _SITES.get(type(plan.rule.shape), NormSite if op in _MODULATES else FusedSite)
+            kind = _SITES.get(type(plan.rule.shape), NormSite if op in MODULATES else FusedSite)
             if self._for_fp8 and plan.read_by and op in self._off:  # since its layer computes in fp8
                 kind = SingleStreamSite
             if plan.attended:

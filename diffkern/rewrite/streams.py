@@ -8,13 +8,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from diffkern.rewrite.effects import SITES
 from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, through_views
 from diffkern.rewrite.query_key import concatenated, is_processor
 
+if TYPE_CHECKING:
+    from diffkern.rewrite.plan import SitePlan
+
 #: The dimension of tokens, with heads behind them and in front.
 TOKENS_FIRST, HEADS_FIRST = (1, -3), (2, -2)
+#: Ops whose results may have room around their rows.
+MODULATES = frozenset({"norm_modulate", "gate_residual_norm_modulate"})
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Joined:
         found = concatenated(node)
         if found is None or not is_processor(scope) or len(found[0]) < 2:
             return
-        if found[1] in HEADS_FIRST or (found[1] in TOKENS_FIRST and any(_is_site(scope, part) for part in found[0])):
+        if found[1] in HEADS_FIRST or (found[1] in TOKENS_FIRST and any(_site(scope, part) for part in found[0])):
             operands = {f"q{i}": Operand(part) for i, part in enumerate(found[0])}
             yield replace(match.step(node), operands=operands, options={"stream_dim": found[1]})
 
@@ -58,8 +64,8 @@ class SideBySide:
     blocks hand their streams on as two halves of a tensor.
 
     Attributes:
-        of_sites: Whether both are results of sites instead, read by nothing else in what is no processor: norms leave
-            room for each other.
+        of_sites: Whether both are results of modulated norms instead, read by nothing else in what is no processor:
+            these leave room for each other.
     """
 
     of_sites: bool = False
@@ -71,7 +77,7 @@ class SideBySide:
             return
         if self.of_sites and is_processor(scope):
             return
-        if all(_comes_from_site(scope, part) if self.of_sites else _is_handed_in(scope, part) for part in found[0]):
+        if all(_comes_from_norm(scope, part) if self.of_sites else _is_handed_in(scope, part) for part in found[0]):
             a, b = map(Operand, found[0])
             yield replace(match.step(node), operands={"a": a, "b": b}, options={"dim": found[1]})
 
@@ -98,24 +104,25 @@ class Repeated:
 
 
 def _is_handed_in(scope: Scope, part: ast.expr) -> bool:
-    """Whether a name stands for an argument, a slice, or one of several results of a call."""
+    """Whether a name stands for an argument, a slice, or one of several results of a call, which is none of a site."""
     reaching = [*scope.flow.definitions.get(part, ())] if isinstance(part, ast.Name) else []
     if len(reaching) != 1:
         return False
     source = reaching[0].value or reaching[0].source
-    unpacked = isinstance(source, ast.Call) and reaching[0].value is None
+    unpacked = isinstance(source, ast.Call) and reaching[0].value is None and _site(scope, source) is None
     return reaching[0].statement is None or unpacked or isinstance(source, ast.Subscript)
 
 
-def _comes_from_site(scope: Scope, part: ast.expr) -> bool:
-    """Whether a name stands for the result of a site, or for one of two, which nothing else reads."""
+def _comes_from_norm(scope: Scope, part: ast.expr) -> bool:
+    """Whether a name stands for the result of a modulated norm, or for one of two, which nothing else reads."""
     reaching = [*scope.flow.definitions.get(part, ())] if isinstance(part, ast.Name) else []
     if len(reaching) != 1 or reaching[0].uses != [part]:
         return False
     source = reaching[0].value or reaching[0].source
     if isinstance(source, ast.Name):
-        return _comes_from_site(scope, source)
-    return source is not None and _is_site(scope, source)
+        return _comes_from_norm(scope, source)
+    site = None if source is None else _site(scope, source)
+    return site is not None and site.rule.op in MODULATES
 
 
 def _joined_parts(scope: Scope) -> Iterator[ast.expr]:
@@ -142,7 +149,9 @@ def _is_slice(scope: Scope, node: ast.expr) -> bool:
     return isinstance(index, ast.Tuple) and len(index.elts) == 2 and isinstance(index.elts[1], ast.Slice)
 
 
-def _is_site(scope: Scope, part: ast.expr) -> bool:
+def _site(scope: Scope, part: ast.expr) -> SitePlan | None:
     base = through_views(scope, part, Match())[0]
     function = base.func if isinstance(base, ast.Call) else None
-    return isinstance(function, ast.Subscript) and ast.unparse(function.value) == SITES
+    if not isinstance(function, ast.Subscript) or ast.unparse(function.value) != SITES:
+        return None
+    return scope.sites[function.slice.value]  # type: ignore[attr-defined]

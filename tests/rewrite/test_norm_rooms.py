@@ -288,3 +288,26 @@ def test_a_norm_that_something_else_reads_is_copied() -> None:
     with torch.no_grad():
         for _ in range(3):
             module(x, text, scale)
+
+
+class Heads(nn.Module):
+    """Norms of queries and keys of each head, of two streams, concatenated: as in AuraFlow of ComfyUI."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q1, self.k1, self.q2, self.k2 = [nn.LayerNorm(16, elementwise_affine=False) for _ in range(4)]
+        self.proj = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        q, k = self.proj(x).view(2, 6, 2, 16), self.proj(x).view(2, 6, 2, 16)
+        tq, tk = self.proj(text).view(2, 3, 2, 16), self.proj(text).view(2, 3, 2, 16)
+        q, k = self.q1(q), self.k1(k)
+        tq, tk = self.q2(tq), self.k2(tk)
+        q, k = torch.cat([tq, q], dim=1), torch.cat([tk, k], dim=1)
+        return self.proj(q.flatten(2)) + self.proj(k.flatten(2))
+
+
+def test_norms_of_heads_leave_no_room_and_their_concatenation_is_no_site() -> None:
+    found = Rewriter().rewrite(Heads().eval())
+    assert isinstance(found, Rewritten)
+    assert [site.plan.rule.name for site in found.sites] == ["query and key norm"] * 2
