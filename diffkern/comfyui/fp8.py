@@ -24,7 +24,7 @@ from diffkern.blocks.stored_fp8 import StoredWeight
 from diffkern.comfyui.rewrites import Patch, describe, in_training
 from diffkern.hub import KernelConfig
 from diffkern.injection.counts import CallCounts
-from diffkern.injection.fp8_fusion import LEAST_ROWS, OP, Fp8Layers, is_linear, kind_of
+from diffkern.injection.fp8_fusion import LEAST_ROWS, OP, UNLESS_INCLUDED, Fp8Layers, is_linear, kind_of
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.matching import full_name
 from diffkern.providers import select
@@ -242,7 +242,8 @@ def plan(
         if not is_linear(module):
             continue
         left = rules.reason_of_place(_DENOISER + path.partition(".")[2], module)
-        site = Site(path, full_name(type(module)), how="table", op=OP, reason=left or "")
+        site = Site(path, full_name(type(module)), how="table", op=OP)
+        site.reason = (left or "").removesuffix(UNLESS_INCLUDED)  # the node has no such option
         if left is None:
             site.reason = _unknown(module) or conflict(path, module) or ""
         if left == "" or site.reason:

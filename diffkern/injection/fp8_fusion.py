@@ -50,6 +50,8 @@ OPS = OP, FEED_FORWARD_OP = "linear_fp8", "feed_forward_fp8"
 LEAST_FEATURES = 1024
 #: Rows below which nothing can be gained: modulation and time embeddings have one for each sample.
 LEAST_ROWS = 32
+#: How a delicate layer is in fp8 all the same.
+UNLESS_INCLUDED = ": in fp8 only if fp8_include names it"
 #: Multiplications from which on a product in fp8 is certain to gain: such are not timed.
 CERTAIN = 1 << 37
 #: A part of a path that says: modulation, embedding, time, norm, router. What these compute is small, and scales or
@@ -94,7 +96,7 @@ class Fp8Layers:
         if rule is not None and not any(rule.choices()):
             return "left in its dtype by config"
         if not included and (why := self._delicate(path)) is not None:
-            return f"{why}: in fp8 only if fp8_include names it"
+            return f"{why}{UNLESS_INCLUDED}"
         return None
 
     def reason(self, path: str, module: nn.Module) -> str | None:
