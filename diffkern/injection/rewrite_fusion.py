@@ -17,7 +17,7 @@ from diffkern.injection import notes
 from diffkern.injection.patching import patches
 from diffkern.injection.state import ATTRIBUTE, STOCK, PatchState, StrictModeError
 from diffkern.providers import Choice, hub, requested, select
-from diffkern.rewrite import AllowedInStrict, FusedSite, Rewriter, Rewritten, Trained, prove_ahead
+from diffkern.rewrite import AllowedInStrict, FusedSite, Rewriter, Rewritten, Trained, prove_ahead, serves_in_graphs
 from diffkern.rewrite.signature import dtypes_in
 from diffkern.verify.fusion import Fusion
 from diffkern.verify.measures import Measurement
@@ -207,9 +207,10 @@ class RewriteFusion(Fusion):
 
     @override
     def lacks_proof(self, device: torch.device, dtype: torch.dtype) -> bool:
-        sites = self._sites()
-        known = any((device, dtype) in site.tried or dtype in dtypes_in(tuple(site.ways)) for site in sites)
-        return bool(sites) and not known
+        sites = [site for site in self._sites() if serves_in_graphs(site)]
+        met = [signature for site in sites for signature in tuple(site.ways)]  # the device comes first
+        known = any(device == signature[0] and dtype in dtypes_in(signature) for signature in met)
+        return bool(sites) and not (known or any((device, dtype) in site.tried for site in sites))
 
     @override
     def refused(self) -> dict[str, str]:

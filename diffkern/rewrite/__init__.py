@@ -4,7 +4,7 @@
 calls its op if that is proven and no hook watches what it replaces, and the expression of the source otherwise.
 """
 
-from diffkern.rewrite.ahead import prove_ahead
+from diffkern.rewrite.ahead import prove_ahead, serves_in_graphs
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
 from diffkern.rewrite.rules import RULES
 from diffkern.rewrite.site import AllowedInStrict, FusedSite, Trained, Way
@@ -25,4 +25,5 @@ __all__ = [
     "Trained",
     "Way",
     "prove_ahead",
+    "serves_in_graphs",
 ]

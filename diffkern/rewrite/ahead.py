@@ -31,6 +31,11 @@ Shape = tuple[int, ...]
 _UNPROVEN = (DividedSite, HalvesSite, ImageSite, MaskedAttentionSite, OnceSite, RepeatedSite, StreamSite, TextSite)
 
 
+def serves_in_graphs(site: FusedSite) -> bool:
+    """Whether a graph of ``torch.compile`` holds the op of a site that is proven: some run as written there."""
+    return not (isinstance(site, _UNPROVEN) or (site.plan.rule.is_left_to_compiler and site.provider is None))
+
+
 def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Proves a site for the operands that a model of ``dtype`` will probably have; what is met besides waits."""
     if (device, dtype) in site.tried or isinstance(site, _UNPROVEN):

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch._dynamo
 from diffusers.models.transformers.sana_transformer import GLUMBConv
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoIndividualTokenRefinerBlock
 from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
 from diffkern.rewrite import RULES
 from tests.injection.models import ltx_inputs, run, tiny_ltx
+from tests.rewrite.modules import SIZE, block
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,32 @@ def test_compiled_and_injected_gives_the_same_and_uses_the_ops() -> None:
     names |= {target.split(".")[1].rpartition("_by_")[0] for target in targets if target.startswith("diffkern.")}
     names = {name.removesuffix("_plain") for name in names}
     assert {"norm_modulate", "qk_norm_rope", "gate_residual_norm_modulate"} <= names
+
+
+@pytest.mark.parametrize("kind", ["left to the compiler", "kept between calls"])
+def test_a_graph_of_parts_that_no_proof_would_change_is_not_said_to_lack_one(kind: str) -> None:
+    if kind == "kept between calls":
+        refiner = HunyuanVideoIndividualTokenRefinerBlock(num_attention_heads=2, attention_head_dim=16)
+        layer: nn.Module = refiner.requires_grad_(False).eval()
+        inputs = torch.randn(1, 5, 32), torch.randn(1, 32)
+    else:
+        layer = block("x, y, gate", "return x + gate * y")
+        inputs = torch.randn(1, 5, SIZE), torch.randn(1, 5, SIZE), torch.randn(1, 1, SIZE)  # type: ignore[assignment]
+    report = inject_optimized_kernels(layer)
+    if kind == "left to the compiler":
+        layer.bfloat16()
+        inputs = tuple([x.bfloat16() for x in inputs])  # type: ignore[assignment]
+    with torch.no_grad():
+        torch.compile(layer, backend="eager", fullgraph=True)(*inputs)
+    assert report.patched and not [note for note in report.notes if "not being proven yet" in note]
+
+
+def test_a_proof_on_one_device_is_none_on_another() -> None:
+    report = inject_optimized_kernels(tiny_ltx(1))
+    site = next(site for site in report.patched if site.class_name.endswith(".LTXVideoTransformerBlock"))
+    lacks = site._state.fusion.lacks_proof
+    assert not lacks(torch.device("cpu"), torch.float32)
+    assert lacks(torch.device("cuda", 0), torch.float32) and lacks(torch.device("cpu"), torch.float64)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-6)], ids=["layer_norm", "rms_norm"])
