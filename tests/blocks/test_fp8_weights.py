@@ -233,25 +233,6 @@ def test_models_run_from_several_threads(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes_than_bfloat16_run_as_fast_on_a_gpu_and_the_report_says_so(dtype: torch.dtype) -> None:
-    model = tiny_ltx(1).to("cuda", dtype)
-    inputs = {
-        name: value.to("cuda", dtype if value.is_floating_point() else value.dtype)
-        if isinstance(value, Tensor)
-        else value
-        for name, value in ltx_inputs().items()
-    }
-    results = []
-    for numerics in ("fast", "fp8"):
-        report = inject_optimized_kernels(model, numerics=numerics)
-        with torch.no_grad():
-            results.append(model(**inputs)[0])
-        report.restore()
-    assert torch.equal(*results)
-
-
-@pytest.mark.gpu
 def test_every_graph_notices_weights_that_were_written_in_place() -> None:
     model = model_on("cuda", layers=2)
     report = inject_optimized_kernels(model, numerics="fp8", cuda_graph=True)
