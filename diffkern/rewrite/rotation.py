@@ -118,8 +118,8 @@ FORMS = tuple(
     + [Form(AXES, dim, pairing, heads_in_tables=True) for pairing in ("interleaved", "half") for dim in (-4, -3)]
 )
 NORMS = (Form(), Form(across_heads=True))
-#: Rows that are one wide head are taken for heads of this many elements, which kernels for tables by axis are made for.
-_WIDTH = 64
+#: Rows that are one wide head are taken for heads of so many elements, normalised together: kernels for those are quicker.
+_WIDTH, _WIDE = 64, 1024
 #: Tables that have all columns of what they rotate, of which those of each axis may be kept.
 _WHOLE_ROWS = Form("cosines and sines", partial=True)
 
@@ -262,7 +262,8 @@ def call_qk_norm_rope(
         of_all: Mapping[str, Any] = axes or {"cos": cos, "sin": sin}
         of_k: dict[str, Any] = {} if shared else {"cos_k": cos_k, "sin_k": sin_k}
         flat = [x.flatten(-2) if heads else x for x in (q, k)]
-        if axes is not None and q.shape[-1] % _WIDTH == 0 and q.shape[-1] == k.shape[-1]:
+        wide = norm["norm"] == "rms" and q.shape[-1] >= _WIDE and form == NORMS[0]
+        if (axes is not None or wide) and q.shape[-1] % _WIDTH == 0 and q.shape[-1] == k.shape[-1]:
             heads = q.shape[-1] // _WIDTH
         both = op.qk_norm_rope(
             flat[0], flat[1], **of_all, **of_k, **norm, across_heads=heads, **options, provider=provider
