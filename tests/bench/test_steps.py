@@ -53,6 +53,7 @@ def test_all_arms_share_the_weights_and_are_compared_with_the_first() -> None:
 def test_an_arm_of_ours_is_what_one_call_gives_a_graph_where_the_host_is_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("DIFFKERN_MEASURE", raising=False)  # times are asked for, and then all speak for a graph
     monkeypatch.setattr(timing, "reason_not_to_capture", lambda now: None)
     monkeypatch.setattr(timing, "reason_not_to_keep", lambda now, replayed: None)
     results = steps.run(_TINY, (arms.STOCK, arms.FAST, arms.FAST_COMPILED), torch.device("cuda"), repetitions=2)

@@ -35,7 +35,8 @@ def test_before_and_after_moving_to_the_gpu(inject_first: bool, dtype: torch.dty
     else:
         report = inject_optimized_kernels(model.to(device))
     # What is only remembered is computed by no kernel.
-    providers = {site.provider for site in report.patched if site.op not in ("ltx_rope", "caption")}
+    others = ("ltx_rope", "caption", "linear_gelu")  # whose product is torch's
+    providers = {site.provider for site in report.patched if site.op not in others}
     # Where it is injected on the GPU, two products compute their GELU.
     assert len(report.patched) in (23, 25) and providers <= {"compiled", "triton", "python"}
     with torch.no_grad():
