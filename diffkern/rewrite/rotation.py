@@ -118,7 +118,7 @@ FORMS = tuple(
     + [Form(AXES, dim, pairing, heads_in_tables=True) for pairing in ("interleaved", "half") for dim in (-4, -3)]
 )
 NORMS = (Form(), Form(across_heads=True))
-#: Rows that are one wide head are taken for heads of so many elements, normalised together: kernels for those are quicker.
+#: Rows that are one wide head are taken for heads of so many elements that are normalised together, which is quicker.
 _WIDTH, _WIDE = 64, 1024
 #: Tables that have all columns of what they rotate, of which those of each axis may be kept.
 _WHOLE_ROWS = Form("cosines and sines", partial=True)
