@@ -19,8 +19,8 @@ _JOINED, _ROTATED, _NORMED = (
 )  # fmt: skip
 _STREAMS = ("linear of a stream", "concatenation of streams")
 _HALVES, _DIVIDED = "concatenation of halves", "division by one"
-#: Fused calls of one pipeline at two steps, by rule: a model that runs stock does not pass. The only single-stream block
-#: of the tiny Flux is its first, whose streams lie apart.
+#: Fused calls of one pipeline at two steps, by rule: a model that runs stock does not pass. The only single-stream
+#: block of the tiny Flux is its first, whose streams lie apart.
 FUSED = {
     "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _ROTATED, *_STREAMS},  # noqa: E501
     "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _NORMED, _ROTATED},  # noqa: E501
