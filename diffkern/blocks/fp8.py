@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.pieces import has_plain_parameters, plain, run_layer, runs_fused, untouched
+from diffkern.blocks.pieces import has_plain_parameters, plain, runs_fused, untouched
 from diffkern.blocks.stored_fp8 import stored_weight
-from diffkern.cache import UNDO, DerivedCache, TensorFingerprint, match_all, memory, version
+from diffkern.cache import UNDO, DerivedCache, TensorFingerprint, memory, version
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import layers
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -98,10 +98,10 @@ def replace_weight(layer: nn.Module) -> None:
     key, home = id(weight), weight.device
     _away[key] = weakref.ref(weight, lambda gone: _away.pop(key, None)), home
     memory(layer).setdefault(UNDO, set()).add(_put_back)
-    copy = _copied([weight], [], home)
+    copy = _copy_of(weight, home)
     weight.data = weight.data.to(STORE)
-    copy.sources = (TensorFingerprint.of(weight, sums=False),)
-    _known(layer)._copies["weight"] = copy
+    copy.source = TensorFingerprint.of(weight, sums=False)
+    _known(layer).keep(copy)
 
 
 def _put_back(layer: nn.Module) -> None:
@@ -219,30 +219,28 @@ WASTED = 3
 
 @dataclass(eq=False)
 class _Copy:
-    """Weights in fp8, one below the other, and what they were computed from.
+    """A weight in fp8.
 
     Attributes:
-        sources: The weights, and the biases where several of them are concatenated.
+        source: The weight.
         values: ``[N, K]``.
         scales: Of the rows, ``[N, 1]``.
-        bias: The biases of several layers, concatenated.
         uses: How often it was read.
         wasted: How many copies before it, in a row, were read no more than once.
     """
 
-    sources: tuple[TensorFingerprint, ...]
+    source: TensorFingerprint
     values: Tensor
     scales: Tensor
-    bias: Tensor | None
     uses: int = field(default=0, repr=False)
     wasted: int = field(default=0, repr=False)
 
 
-class Fp8Weights(DerivedCache):
-    """The weights of one block, or of one layer, in fp8.
+class Fp8Weight(DerivedCache):
+    """The weight of a layer in fp8.
 
     Attributes:
-        moves: Whether copies were of no use, because the weights are others at every call.
+        moves: Whether copies were of no use, because the weight is another one at every call.
         provider: Who quantised the input of the layer last; None for the first that can.
         took: For kinds of inputs, whether the layer computed the last such call in fp8.
     """
@@ -252,38 +250,37 @@ class Fp8Weights(DerivedCache):
         self.moves = False
         self.provider: str | None = None
         self.took: dict[_Kind, bool] = {}
-        self._copies: dict[str, _Copy] = {}
+        self._copy: _Copy | None = None
         self._made = 0
 
     def call(self, layer: nn.Module, x: Tensor, provider: str | None) -> Tensor:
-        """Calls a layer in fp8, and notes that it took such an input.
+        """Calls the layer in fp8, and notes that it took such an input.
 
         Args:
-            layer: The layer, whose own copy this is.
+            layer: The layer.
             x: Its input.
             provider: Who quantises that, unless it is in fp8 already.
         """
         kind = _kind_of(x)
         self.took[kind] = False  # if it raises
-        y = self.run("weight", layer, shared_rows(x, layer, provider))
+        y = self.run(layer, shared_rows(x, layer, provider))
         self.took[kind], self.provider = True, provider
         return y
 
     @override
     def fingerprints(self) -> Iterable[TensorFingerprint]:
-        return [source for copy in tuple(self._copies.values()) for source in copy.sources]
+        copy = self._copy
+        return () if copy is None else (copy.source,)
 
-    def run(self, name: str, layer: nn.Module, x: Tensor | RowwiseFp8, out: Tensor | None = None) -> Tensor:
-        """Calls a layer, which is known as ``name`` in this block, in fp8 if its input is.
+    def run(self, layer: nn.Module, x: RowwiseFp8, out: Tensor | None = None) -> Tensor:
+        """Calls the layer in fp8.
 
         Rows ``[B, S, K]`` may be told where their result shall be: ``out`` is ``[B, S, N]`` of the dtype of the weight,
         each sample of it contiguous, and takes a product each.
         """
-        if not isinstance(x, RowwiseFp8):
-            return run_layer(layer, x)
         parameters: Any = layer._parameters
         weight = parameters["weight"]
-        copy = stored_weight(weight) or self._copy(name, [weight], [], x.values.device)
+        copy = stored_weight(weight) or self._copied(weight, x.values.device)
         # Not the op, whose checks take half as long as the rest: nothing here has a gradient or is traced.
         # The tensor cores make bfloat16 of such products.
         dtype = torch.bfloat16 if x.values.is_cuda else weight.dtype
@@ -298,46 +295,48 @@ class Fp8Weights(DerivedCache):
                 into.copy_(layers.linear_rows(values, scales, *of_weight))
         return out
 
-    def _copy(self, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device) -> _Copy:
-        copy = self._copies.get(name)
-        if copy is None or copy.values.device != device or not match_all(copy.sources, [*weights, *biases]):
+    def _copied(self, weight: Tensor, device: torch.device) -> _Copy:
+        copy = self._copy
+        if copy is None or copy.values.device != device or not copy.source.matches(weight):
             wasted = copy.wasted + 1 if copy is not None and copy.uses < 2 else 0
-            copy = self._copies[name] = _copied(weights, biases, device)
+            copy = self._copy = _copy_of(weight, device)
             copy.wasted = wasted
             self._made += 1
             self.moves |= wasted >= WASTED
         copy.uses += 1
         return copy
 
-    def drop(self, prefix: str) -> None:
-        """Drops copies of layers that are not plain any more: an adapter may be merged when it is removed."""
-        for name in tuple(self._copies):
-            if name.startswith(prefix):
-                self._copies.pop(name, None)
+    def keep(self, copy: _Copy) -> None:
+        """Keeps a copy that was made of the weight before that went away."""
+        self._copy = copy
+
+    def drop(self) -> None:
+        """Drops the copy, where the layer does not read it any more."""
+        self._copy = None
 
     @override
     def entries(self) -> list[object]:
-        return list(self._copies.values())
+        return [] if self._copy is None else [self._copy]
 
     def state(self) -> Hashable:
-        """Changes as soon as a copy is made, or PyTorch counts a write into one of its sources."""
+        """Changes as soon as a copy is made, or PyTorch counts a write into its source."""
         tensors = [source.tensor() for source in self.fingerprints()]
         return self._made, tuple([None if tensor is None else version(tensor) for tensor in tensors])
 
 
-def weights_of(block: nn.Module, device: torch.device) -> Fp8Weights:
-    """The weights of a block or a layer in fp8, quantised as needed, and checked: to be called once in each step."""
-    weights = _known(block)
-    weights.on_call(device)
-    return weights
+def weight_of(layer: nn.Module, device: torch.device) -> Fp8Weight:
+    """The weight of a layer in fp8, quantised as needed, and checked: to be called once in each step."""
+    weight = _known(layer)
+    weight.on_call(device)
+    return weight
 
 
-def _known(block: nn.Module) -> Fp8Weights:
-    known = memory(block)
+def _known(layer: nn.Module) -> Fp8Weight:
+    known = memory(layer)
     if "fp8" not in known:
-        known["fp8"] = Fp8Weights()
-    weights: Fp8Weights = known["fp8"]
-    return weights
+        known["fp8"] = Fp8Weight()
+    weight: Fp8Weight = known["fp8"]
+    return weight
 
 
 def _kind_of(x: Tensor) -> _Kind:
@@ -356,25 +355,23 @@ def takes_rows(layer: nn.Module | None, x: Tensor) -> bool | None:
     """
     if layer is None or type(x) is not Tensor or not untouched(layer, nn.Linear) or not runs_fused(layer):
         return False
-    weights = _known(layer)
-    if weights.moves or modes_active() or transforms_active() or unfit_weights(layer, x.device, x.dtype) is not None:
+    weight = _known(layer)
+    if weight.moves or modes_active() or transforms_active() or unfit_weights(layer, x.device, x.dtype) is not None:
         return False
-    return weights.took.get(_kind_of(x))
+    return weight.took.get(_kind_of(x))
 
 
-def state_of(block: nn.Module) -> Hashable:
-    """What a CUDA graph of a block depends on: which copies it read, and that they are valid."""
-    weights: Fp8Weights | None = memory(block).get("fp8")
-    return None if weights is None else weights.state()
+def state_of(layer: nn.Module) -> Hashable:
+    """What a CUDA graph of a layer depends on: which copy it read, and that this is valid."""
+    weight: Fp8Weight | None = memory(layer).get("fp8")
+    return None if weight is None else weight.state()
 
 
 @torch.no_grad()
-def _copied(weights: Sequence[Tensor], biases: Sequence[Tensor], device: torch.device) -> _Copy:
-    sums = weights[0].device == device  # the host would take seconds for them
-    sources = tuple([TensorFingerprint.of(source, rotates=True, sums=sums) for source in (*weights, *biases)])
-    whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-    values, scales = activation_fp8(whole.to(device))
-    return _Copy(sources, values, scales, torch.cat(list(biases)) if biases else None)
+def _copy_of(weight: Tensor, device: torch.device) -> _Copy:
+    sums = weight.device == device  # the host would take seconds for them
+    source = TensorFingerprint.of(weight, rotates=True, sums=sums)
+    return _Copy(source, *activation_fp8(weight.detach().to(device)))
 
 
 def parts_of_feed_forward(feed_forward: Any) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -382,20 +379,3 @@ def parts_of_feed_forward(feed_forward: Any) -> tuple[list[nn.Module], list[nn.M
     first, *rest = feed_forward._modules["net"]._modules.values()
     layers = [first._modules["proj"], *(layer for layer in rest if type(layer) is nn.Linear)]
     return layers, [layer for layer in rest if type(layer) is not nn.Linear]
-
-
-def gelu_feed_forward(
-    run: Callable[[str, nn.Module, RowwiseFp8], Tensor], layers: Sequence[nn.Module], function: str, rows: RowwiseFp8,
-    provider: str | None,
-) -> Tensor:  # fmt: skip
-    """Two layers with a GELU between them, both products in fp8: the GELU writes its rows so.
-
-    Args:
-        run: Calls a layer, by the name that its weight has where the copies are kept.
-        layers: The two layers.
-        function: ``"gelu"`` or ``"gelu_tanh"``.
-        rows: The input.
-        provider: Who computes the GELU.
-    """
-    x = run("ff.0", layers[0], rows)
-    return run("ff.1", layers[1], RowwiseFp8(*activation_fp8(x, function, provider=provider)))

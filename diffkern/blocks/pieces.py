@@ -7,13 +7,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
 from diffkern.matching.genuine import functional_is_torchs, is_own
 from diffkern.providers import KERNEL_DTYPES
-from diffkern.providers.cublaslt import layers
 
 #: Functions that, bound to a module as its forward, compute what the forward of its class computes.
 EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()
@@ -129,18 +127,6 @@ def has_plain_parameters(
 def _is_hidden(layer: nn.Module) -> bool:
     """Whether an attribute stands in front of a parameter of a linear layer."""
     return "weight" in layer.__dict__ or "bias" in layer.__dict__
-
-
-def run_layer(layer: nn.Module, x: Tensor) -> Tensor:
-    """Calls a layer, or does without the cost of a call where it is torch's own, and no hook watches it."""
-    if untouched(layer, nn.Linear):
-        parameters = layer._parameters
-        if "weight" in parameters and "bias" in parameters and not _is_hidden(layer):
-            run = F.linear if torch.is_grad_enabled() or torch.compiler.is_compiling() else layers.linear
-            return run(x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
-    if untouched(layer, nn.Dropout) and not layer.training:
-        return x
-    return layer(x)  # type: ignore[no-any-return]
 
 
 def are_silent(layers: Iterable[nn.Module]) -> bool:

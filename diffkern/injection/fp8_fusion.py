@@ -19,13 +19,12 @@ from diffkern.blocks.fp8 import (
     MULTIPLE,
     STORE,
     RowwiseFp8,
-    gelu_feed_forward,
     parts_of_feed_forward,
     quantize_rowwise,
     replace_weight,
     shared_rows,
     unfit_weights,
-    weights_of,
+    weight_of,
 )
 from diffkern.blocks.pieces import are_silent, runs_fused, unfit, untouched
 from diffkern.blocks.stored_fp8 import dequantized, stored_weight
@@ -35,6 +34,7 @@ from diffkern.hub.rule import Rule
 from diffkern.injection.components import is_denoiser
 from diffkern.injection.state import STOCK
 from diffkern.matching import full_name
+from diffkern.ops import activation_fp8
 from diffkern.providers import Choice, select
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.verify import gradients
@@ -254,7 +254,7 @@ class Fp8Fusion(OneTensorFusion):
             return "a mode or a transform of torch watches its operations"
         weights = memory(module).get("fp8")
         if weights is not None and weights.moves:
-            weights.drop("")
+            weights.drop()
             return "its weight is another one at every call, as offloading makes it: a copy in fp8 would be of no use"
         if "forward" in module.__dict__ and not runs_fused(module):
             return "a hook on it moves or casts its weight at every call: a copy in fp8 would stay on the GPU"
@@ -263,14 +263,14 @@ class Fp8Fusion(OneTensorFusion):
     @override
     def weigh(self, module: nn.Module, call: Tensor, patched: Callable[..., Any]) -> str | None:
         linear: Any = module
-        weights = weights_of(module, call.device)
+        weights = weight_of(module, call.device)
 
         def fused() -> Tensor:
-            return weights.run("weight", module, quantize_rowwise(call, None))
+            return weights.run(module, quantize_rowwise(call, None))
 
         reason = self._slower(call, linear.out_features, fused, lambda: self.stock(module, call))
         if reason:
-            weights.drop("")
+            weights.drop()
         return reason
 
     def _slower(self, call: Tensor, features: int, fused: Callable[[], Tensor], stock: Callable[[], Tensor]) -> str:
@@ -298,7 +298,7 @@ class Fp8Fusion(OneTensorFusion):
         if torch.compiler.is_compiling():  # nothing can be kept in a graph
             parameters: Any = module._parameters
             return F.linear(call, parameters["weight"], parameters["bias"])
-        return weights_of(module, call.device).call(module, call, provider)
+        return weight_of(module, call.device).call(module, call, provider)
 
     @override
     def kind(self, module: nn.Module) -> Hashable:
@@ -388,14 +388,12 @@ class Fp8FeedForward(Fp8Fusion):
 
     @override
     def compute(self, module: nn.Module, call: Tensor, provider: str | None, stock: tuple[str, ...]) -> Tensor:
-        layers, _ = parts_of_feed_forward(module)
-
-        def run(name: str, layer: nn.Module, rows: RowwiseFp8) -> Tensor:
-            return weights_of(layer, call.device).run("weight", layer, rows)
-
+        (first, last), _ = parts_of_feed_forward(module)
         function = _gelu_of(module)
         assert function is not None
-        return gelu_feed_forward(run, layers, function, shared_rows(call, module, provider), provider)
+        x = weight_of(first, call.device).run(first, shared_rows(call, module, provider))
+        rows = RowwiseFp8(*activation_fp8(x, function, provider=provider))  # by the GELU itself
+        return weight_of(last, call.device).run(last, rows)
 
     @override
     def clone_for_verification(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

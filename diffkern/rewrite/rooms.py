@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from diffkern.blocks.fp8 import RowMaker, shared_rows, takes_rows, weights_of
+from diffkern.blocks.fp8 import RowMaker, shared_rows, takes_rows, weight_of
 from diffkern.blocks.pieces import has_plain_parameters, runs_fused
 from diffkern.ops.copying import copy_rows
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -232,8 +232,8 @@ def _fp8_product(layer: Any, x: Tensor, room: tuple[int, int]) -> Tensor | None:
     """The same of a layer in fp8, whose one product of all samples adds the bias as well: only where there is room."""
     if room == (0, 0) or _pays_together(x):
         return None
-    weights = weights_of(layer, x.device)
-    return weights.run("weight", layer, shared_rows(x, layer, weights.provider), _between(x, layer.weight, room))
+    weights = weight_of(layer, x.device)
+    return weights.run(layer, shared_rows(x, layer, weights.provider), _between(x, layer.weight, room))
 
 
 def _pays_together(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern import ops
-from diffkern.blocks.fp8 import RowwiseFp8, takes_rows, was_asked, weights_of
+from diffkern.blocks.fp8 import RowwiseFp8, takes_rows, was_asked, weight_of
 from diffkern.ops.linear import concatenate
 from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.site import FusedSite
@@ -92,5 +92,5 @@ def read(layer: nn.Module, x: Tensor | RowwiseFp8 | _Both) -> Tensor:
             return y
         x = x.rows
     if isinstance(x, RowwiseFp8):
-        return weights_of(layer, x.values.device).run("weight", layer, x)
+        return weight_of(layer, x.values.device).run(layer, x)
     return layer(x)  # type: ignore[no-any-return]

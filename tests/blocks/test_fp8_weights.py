@@ -182,8 +182,7 @@ def test_copies_may_be_made_while_another_thread_compares_them(device: str, monk
     model = model_on(device, layers=1)
     report = inject_optimized_kernels(model, numerics="fp8")
     output(model, device)
-    weights: fp8.Fp8Weights = memory(model.transformer_blocks[0].ff.net[2])["fp8"]
-    layer = torch.nn.Linear(16, 16, device=device, dtype=torch.bfloat16)
+    known: fp8.Fp8Weight = memory(model.transformer_blocks[0].ff.net[2])["fp8"]
     rows = fp8.quantize_rowwise(torch.ones(1, 16, device=device, dtype=torch.bfloat16), None)
     version, main = derived.version, threading.current_thread()
     names = iter(range(100))
@@ -191,7 +190,9 @@ def test_copies_may_be_made_while_another_thread_compares_them(device: str, monk
     def interrupted(weight: Tensor) -> int | None:
         """Where the comparison asks for a version, another thread gets to run."""
         if threading.current_thread() is main:
-            thread = threading.Thread(target=weights.run, args=(f"another {next(names)}", layer, rows))
+            next(names)
+            layer = torch.nn.Linear(16, 16, device=device, dtype=torch.bfloat16)  # as if the weight had been replaced
+            thread = threading.Thread(target=known.run, args=(layer, rows))
             thread.start()
             thread.join()
         return version(weight)

@@ -534,7 +534,8 @@ def test_a_gelu_between_two_layers_writes_its_rows_in_fp8(approximate: str, monk
         return activation_fp8(x, function, **options)
 
     with monkeypatch.context() as within:
-        within.setattr(fp8, "activation_fp8", noted)
+        for file in (fp8, fp8_fusion):
+            within.setattr(file, "activation_fp8", noted)
         y = module(x)
     gelu = "gelu_tanh" if approximate == "gelu-approximate" else "gelu"
     assert [function for function in functions if function != "identity"] == [gelu]
@@ -691,8 +692,8 @@ def weights_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
         replace(layer)
         kept[id(layer.weight)] = layer.weight.data
         layer.weight.data = torch.full_like(layer.weight, torch.nan)
-        copy = memory(layer)["fp8"]._copies["weight"]
-        copy.sources = (fp8.TensorFingerprint.of(layer.weight, sums=False),)
+        (copy,) = memory(layer)["fp8"].entries()
+        copy.source = fp8.TensorFingerprint.of(layer.weight, sums=False)
 
     def back(layer: nn.Linear) -> None:
         layer.weight.data = kept.pop(id(layer.weight))

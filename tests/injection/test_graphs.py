@@ -17,7 +17,7 @@ from diffkern.blocks import fp8
 from diffkern.graph import MAX_GRAPHS, ModuleSnapshot
 from diffkern.graph.capture import CapturedStep
 from diffkern.graph.steps import FIRST_CALL
-from diffkern.injection import graph_fusion, inject
+from diffkern.injection import fp8_fusion, graph_fusion, inject, planning
 from diffkern.injection.patching import patches, run_below
 from diffkern.ops import activation_fp8
 from tests.injection.models import ltx_inputs, replay_dependencies, run, tiny_ltx
@@ -259,15 +259,16 @@ def test_the_snapshot_sees_adapters_and_what_they_are_set_to() -> None:
     assert all(facts[i] != facts[j] for i in range(len(facts)) for j in range(i))
 
 
-def test_the_snapshot_sees_copies_in_8_bits() -> None:
-    model = tiny_ltx(layers=1)
-    inject_optimized_kernels(model)
+def test_the_snapshot_sees_copies_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "fp8_unavailable_reason", lambda device: None)
+    monkeypatch.setattr(fp8_fusion, "LEAST_FEATURES", 16)
+    model = nn.Module.to(tiny_ltx(layers=1), torch.bfloat16)
+    inject_optimized_kernels(model, numerics="fp8")
     block = model.transformer_blocks[0]
     facts = [replay_dependencies(model)]
-    weights = fp8.weights_of(block, torch.device("cpu"))
-    x = fp8.RowwiseFp8(*activation_fp8(torch.randn(4, 32)))
-    for name in ("to_q", "to_k"):
-        weights.run(name, block.attn1._modules[name], x)
+    x = fp8.RowwiseFp8(*activation_fp8(torch.randn(4, 32).bfloat16()))
+    for layer in (block.attn1.to_q, block.attn1.to_k):
+        fp8.weight_of(layer, torch.device("cpu")).run(layer, x)
         facts.append(replay_dependencies(model))
     with torch.no_grad():
         block.attn1.to_q.weight.mul_(2)

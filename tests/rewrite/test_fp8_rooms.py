@@ -232,8 +232,8 @@ def test_weights_that_are_elsewhere_or_in_fp8_already_are_read_from_their_bytes(
     for name in LAYERS:  # whatever stands in the place of a weight, it is not read
         layer = replaced.transformer_blocks[0].get_submodule(name)
         layer.weight.data = torch.full_like(layer.weight, torch.nan)
-        copied = memory(layer)["fp8"]._copies["weight"]
-        copied.sources = (fp8.TensorFingerprint.of(layer.weight, sums=False),)
+        (copied,) = memory(layer)["fp8"].entries()
+        copied.source = fp8.TensorFingerprint.of(layer.weight, sums=False)
     for one in (stored, replaced):
         for _ in range(4):
             y = output(one, arguments)
@@ -248,12 +248,12 @@ def test_a_product_into_memory_of_another_is_that_product(dtype: torch.dtype, bi
     torch.manual_seed(0)
     layer = nn.Linear(64, 48, bias=bias).to(device, dtype)
     rows = fp8.RowwiseFp8(*activation_fp8(torch.randn(2, 18, 64, device=device).to(dtype)))
-    weights = fp8.Fp8Weights()
+    weight = fp8.Fp8Weight()
     whole = torch.full((2, 25, 48), 7.0, device=device, dtype=dtype)
-    y = weights.run("weight", layer, rows, whole[:, 4:22])
+    y = weight.run(layer, rows, whole[:, 4:22])
     assert y.data_ptr() == whole[:, 4].data_ptr() and (whole[:, :4] == 7).all() and (whole[:, 22:] == 7).all()
-    torch.testing.assert_close(y, weights.run("weight", layer, rows), rtol=2**-7, atol=1e-3)
-    (copied,) = weights.entries()
+    torch.testing.assert_close(y, weight.run(layer, rows), rtol=2**-7, atol=1e-3)
+    (copied,) = weight.entries()
     assert copied.uses == 2, "a call each"  # type: ignore[attr-defined]
 
 

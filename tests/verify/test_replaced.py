@@ -16,7 +16,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from diffkern import inject_optimized_kernels
-from diffkern.blocks.pieces import run_layer, unfit_surroundings, untouched
+from diffkern.blocks.pieces import unfit_surroundings, untouched
 from diffkern.matching.genuine import replaced_function, replacement
 from tests.injection.models import run, tiny_ltx
 from tests.transformers.models import build, inputs, logits
@@ -198,14 +198,18 @@ def test_a_graph_hears_of_it_and_is_not_compiled_again_for_another_class(monkeyp
 
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
     expected = layer(x)
-    compiled = torch.compile(lambda x: run_layer(layer, x), backend=backend, fullgraph=True)
-    assert torch.equal(compiled(x), expected)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return layer(x) * (2 if untouched(layer, nn.Linear) else 1)
+
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(x), expected * 2)
 
     class Another(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
     assert untouched(Another(2, 2), Another) and untouched(nn.Tanh(), nn.Tanh)
-    assert torch.equal(compiled(x), expected) and len(graphs) == 1
+    assert torch.equal(compiled(x), expected * 2) and len(graphs) == 1
     monkeypatch.setattr(nn.Linear, "forward", scaled(nn.Linear.forward))
     assert torch.equal(compiled(x), expected * 1.5) and len(graphs) == 2
