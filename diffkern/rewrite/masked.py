@@ -67,11 +67,19 @@ class MaskedAttentionSite(FusedSite):
                 if y is not None:
                     return y
             leaves = self._with(leaves, **dict(zip(("query", "key"), query.run(), strict=True)))
+        if self._splits_heads(leaves) and type(mask) is Tensor and not torch.compiler.is_compiling():
+            leaves = self._with(leaves, attn_mask=once_in_call(_for_any_head, mask))
         result = self._of_shown_keys(module, leaves, shown) if shown else None
         if result is None:
             return self.original(module, *leaves)
         self.count_fused(module)
         return result
+
+    def _splits_heads(self, leaves: tuple[Any, ...]) -> bool:
+        """Whether GPUs share the heads, of which stock does not split those of a mask, and raises."""
+        parallel = leaves[self._at["parallel_config"]] if "parallel_config" in self._at else None
+        own = getattr(parallel, "context_parallel_config", None)
+        return (getattr(own, "ulysses_degree", None) or 1) > 1
 
     def _with(self, leaves: tuple[Any, ...], **others: Any) -> tuple[Any, ...]:
         return tuple([others.get(role, leaf) for role, leaf in zip(self.plan.roles, leaves, strict=True)])
@@ -173,6 +181,12 @@ class MaskedAttentionSite(FusedSite):
     def _without_gain(self, compute: Callable[[], Tensor], stock: Callable[[], Tensor], kind: Any) -> str:
         timed = self.on_new_size is not None
         return reason_to_stay_stock((compute, stock), kind[0], True, str(self), *map(str, kind)) if timed else ""
+
+
+def _for_any_head(mask: Tensor) -> Tensor:
+    """A mask that is written out for every head as one for all of them; others as they are."""
+    first = mask[:, :1]
+    return first if mask.ndim == 4 and torch.equal(first.expand_as(mask), mask) else mask
 
 
 def _ask(whole: Tensor, shape: torch.Size, strides: tuple[int, ...], offset: int) -> int:

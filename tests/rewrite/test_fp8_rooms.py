@@ -270,7 +270,7 @@ def test_the_product_of_torch_writes_into_memory_of_another(
     x, weight = (activation_fp8(torch.randn(rows, 64, device=device).bfloat16()) for rows in (18, 48))
     added = torch.randn(48, device=device).bfloat16() if bias else None
     whole = torch.full((25, 48), 7.0, device=device, dtype=torch.bfloat16)
-    y = eager_fp8.linear_fp8(*x, *weight, added, torch.bfloat16, whole[4:22])
+    y = eager_fp8.multiply_rows(*x, *weight, added, torch.bfloat16, whole[4:22])
     assert y.data_ptr() == whole[4].data_ptr() and (whole[:4] == 7).all() and (whole[22:] == 7).all()
     assert torch.equal(y, eager_fp8.linear_fp8(*x, *weight, added, torch.bfloat16))
     wide = [values.double() * scales.double() for values, scales in (x, weight)]
@@ -293,7 +293,7 @@ def test_a_measured_algorithm_writes_into_memory_of_another_with_the_bits_of_tor
             )
             whole = torch.full((2, rows + 33, columns), 7.0, device="cuda", dtype=torch.bfloat16)
             for values, scales, into in zip(x[0].chunk(2), x[1].chunk(2), whole[:, :rows], strict=True):
-                expected = layers.linear_fp8(values, scales, *weight, bias, torch.bfloat16)
+                expected = eager_fp8.linear_fp8(values, scales, *weight, bias, torch.bfloat16)
                 y = layers.linear_rows(values, scales, *weight, bias, torch.bfloat16, into)
                 assert y.data_ptr() == into.data_ptr() and torch.equal(into, expected)
             assert (whole[:, rows:] == 7).all()

@@ -12,7 +12,7 @@ from torch import Tensor
 from diffkern.providers.cublaslt.choice import multiply
 from diffkern.providers.cublaslt.product import Scales
 from diffkern.providers.eager.activation import apply
-from diffkern.providers.eager.fp8 import linear_fp8
+from diffkern.providers.eager.fp8 import multiply_rows
 
 #: A float32 LTX block, which has this epilogue in it, lost its proof on an H100. That the epilogue is to blame is a
 #: guess that no run has confirmed yet; float32 takes the chain until one has.
@@ -53,7 +53,7 @@ def linear_rows(
     """Computes :func:`diffkern.ops.linear_fp8`, of a matrix maybe into ``out``, which is contiguous."""
     if out_dtype is torch.bfloat16:
         return multiply(x, weight, bias, out, (x_scale, weight_scale), False, _linear_rows)
-    return linear_fp8(x, x_scale, weight, weight_scale, bias, out_dtype, out)
+    return multiply_rows(x, x_scale, weight, weight_scale, bias, out_dtype, out)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None) -> Tensor:
@@ -73,7 +73,7 @@ def _gelu_of_linear(
 
 def _linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None) -> Tensor:
     assert scales is not None
-    return linear_fp8(x, scales[0], weight, scales[1], bias, torch.bfloat16, out)
+    return multiply_rows(x, scales[0], weight, scales[1], bias, torch.bfloat16, out)
 
 
 def may_have_epilogue(device_type: str, *dtypes: torch.dtype) -> bool:

@@ -80,13 +80,17 @@ gate_residual_norm_modulate_and_fp8 = _and_rows(gate_residual_norm_modulate)
 
 
 def linear_fp8(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-    out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Computes :func:`diffkern.ops.linear_fp8`: in hardware, or on the numbers that the bytes stand for.
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Computes :func:`diffkern.ops.linear_fp8`: in hardware, or on the numbers that the bytes stand for."""
+    return multiply_rows(x, x_scale, weight, weight_scale, bias, out_dtype, None)
 
-    ``out`` is contiguous memory for the result of ``x`` as a matrix, or None for a new tensor.
-    """
+
+def multiply_rows(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """:func:`linear_fp8`, of a matrix maybe into ``out``, which is contiguous."""
     *leading, width = x.shape
     if len(leading) != 1:
         x_scale = x_scale.reshape(-1, 1)
