@@ -300,20 +300,18 @@ def _answer(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tup
 
 def entries_of(module: nn.Module) -> list[object]:
     """What is kept now of a module, see :meth:`DerivedCache.entries`."""
-    found: list[object] = []
-    for value in tuple(memory(module).values()):
-        for one in tuple(value.values()) if isinstance(value, dict) else (value,):
-            found += one.entries() if isinstance(one, DerivedCache) else [one]
-    return found
+    held = [(one.entries() if isinstance(one, DerivedCache) else [one]) for one in _held(module)]
+    return [entry for entries in held for entry in entries]
 
 
 def caches_of(module: nn.Module) -> list[DerivedCache]:
     """The caches of a module."""
-    found: list[DerivedCache] = []
+    return [one for one in _held(module) if isinstance(one, DerivedCache)]
+
+
+def _held(module: nn.Module) -> Iterator[object]:
     for value in tuple(memory(module).values()):
-        several = tuple(value.values()) if isinstance(value, dict) else (value,)
-        found += [one for one in several if isinstance(one, DerivedCache)]
-    return found
+        yield from tuple(value.values()) if isinstance(value, dict) else (value,)
 
 
 def start_round(device: torch.device, called: Iterable[DerivedCache] | None = None) -> None:

@@ -262,11 +262,11 @@ def call_qk_norm_rope(
         of_all: Mapping[str, Any] = axes or {"cos": cos, "sin": sin}
         of_k: dict[str, Any] = {} if shared else {"cos_k": cos_k, "sin_k": sin_k}
         flat = [x.flatten(-2) if heads else x for x in (q, k)]
-        wide = norm["norm"] == "rms" and q.shape[-1] >= _WIDE and form == NORMS[0]
-        if (axes is not None or wide) and q.shape[-1] % _WIDTH == 0 and q.shape[-1] == k.shape[-1]:
-            heads = q.shape[-1] // _WIDTH
+        wide = axes is not None or (norm["norm"] == "rms" and q.shape[-1] >= _WIDE and form == NORMS[0])
+        parts = wide and q.shape[-1] % _WIDTH == 0 and q.shape[-1] == k.shape[-1]
+        together = q.shape[-1] // _WIDTH if parts else heads
         both = op.qk_norm_rope(
-            flat[0], flat[1], **of_all, **of_k, **norm, across_heads=heads, **options, provider=provider
+            flat[0], flat[1], **of_all, **of_k, **norm, across_heads=together, **options, provider=provider
         )
         by_head = [y.view_as(x) for y, x in zip(both, (q, k), strict=True)]
         by_head = [y.flatten(-2) for y in by_head] if form.heads_in_tables else by_head

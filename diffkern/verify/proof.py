@@ -7,7 +7,7 @@ those of :mod:`~diffkern.verify.contract`. These things must hold:
    the semantics: a class that changed its meaning upstream fails here.
 2. ``numerics="fast"``: error(fused) <= 1.05 error(stock) + 1e-6 against the reference, over at least 64
    random rows in the dtype of the call. ``numerics="exact"``: fused and stock are equal bit for bit.
-   ``numerics="fp8"``: as "fast", with an allowance that the recipe of a block states for its products in fp8.
+   ``numerics="fp8"``: as "fast", with an allowance that a layer in fp8 states.
 3. The same for a short call and for a second run, where the ratio is a matter of luck, and one rounding of the output
    dtype is allowed on top.
 4. The fused forward writes neither into its inputs nor into its weights, and returns no memory of its inputs, unless

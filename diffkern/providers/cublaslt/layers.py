@@ -19,11 +19,6 @@ from diffkern.providers.eager.fp8 import multiply_rows
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer without a gradient, by the fastest algorithm."""
-    return multiply(x, weight, bias, None, None, False, _linear)
-
-
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> Tensor:
     """Computes :func:`diffkern.ops.linear_gelu`."""
     if bias is not None and function == "gelu_tanh" and _has_epilogue(x, weight, bias):
@@ -54,11 +49,6 @@ def linear_rows(
     if out_dtype is torch.bfloat16:
         return multiply(x, weight, bias, out, (x_scale, weight_scale), False, _linear_rows)
     return multiply_rows(x, x_scale, weight, weight_scale, bias, out_dtype, out)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, scales: Scales | None) -> Tensor:
-    assert out is None
-    return F.linear(x, weight, bias)
 
 
 def _gelu_of_linear(
