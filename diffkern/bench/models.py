@@ -132,7 +132,23 @@ def _unet(side: int, width: int, **added: tuple[int, ...]) -> Made:
     return step_of(2, 4, side, side, first="sample", encoder_hidden_states=text, **(more if added else {}))
 
 
+def _sdxl(side: int) -> Made:
+    return _unet(side, 2048, text_embeds=(2, 1280), time_ids=(2, 6))
+
+
 _FLUX = flux(64, (512, 4096), pooled_projections=(1, 768), guidance=full(3.5, 1))
+_SDXL = {
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
 _WAN = step_of(1, 16, 21, 60, 104, encoder_hidden_states=(1, 512, 4096))
 
 #: How a model of the Hub reaches a command, as its messages say.
@@ -238,23 +254,8 @@ DENOISERS: Mapping[str, Denoiser] = {
         {"num_attention_heads": 48, "use_rotary_positional_embeddings": True},
         layers={"num_layers": 10},
     ),
-    "sdxl": Denoiser(
-        "UNet2DConditionModel",
-        "SDXL, 1024x1024, CFG",
-        _unet(128, 2048, text_embeds=(2, 1280), time_ids=(2, 6)),
-        {
-            "block_out_channels": (320, 640, 1280),
-            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            "transformer_layers_per_block": (1, 2, 10),
-            "attention_head_dim": (5, 10, 20),
-            "cross_attention_dim": 2048,
-            "use_linear_projection": True,
-            "addition_embed_type": "text_time",
-            "addition_time_embed_dim": 256,
-            "projection_class_embeddings_input_dim": 2816,
-        },
-    ),
+    "sdxl": Denoiser("UNet2DConditionModel", "SDXL, 1024x1024, CFG", _sdxl(128), _SDXL),
+    "sdxl_512": Denoiser("UNet2DConditionModel", "SDXL, 512x512, CFG", _sdxl(64), _SDXL),
     "sd15": Denoiser(
         "UNet2DConditionModel",
         "Stable Diffusion 1.5, 512x512, CFG",
