@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 #: The models whose published configurations and inputs are known, by name.
 NAMES = (
-    "flux, flux2, chroma, qwen, sd3, sana, z_image, lumina2, wan, wan_14b, hunyuan_video, cogvideox, sdxl, sdxl_512, sd15, "
-    "ltx, ltx_long"
+    "flux, flux2, chroma, qwen, sd3, sana, z_image, lumina2, wan, wan_14b, hunyuan_video, cogvideox, sdxl, sdxl_512, "
+    "sd15, ltx, ltx_long"
 )
 #: The autoencoders that ``bench step`` decodes or encodes with.
 VAES = ", ".join(

@@ -89,7 +89,7 @@ def test_what_from_pretrained_keeps_in_float32_is_in_float32() -> None:
 
 def test_every_model_takes_its_step() -> None:
     for name, denoiser in {**DENOISERS, **AUTOENCODERS}.items():
-        if name in ("lumina2", "sdxl", "sdxl_512"):  # reads data of its inputs, of which the meta device has none; takes seconds
+        if name in ("lumina2", "sdxl", "sdxl_512"):  # one reads data of its inputs; UNets of SDXL take seconds
             continue
         cut = {key: 1 for key in ("num_layers", "num_single_layers", "n_layers") if key in denoiser.layers}
         whole = {**denoiser.config, "num_layers": 1} if "num_layers" in denoiser.config else denoiser.config
