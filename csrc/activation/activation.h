@@ -62,4 +62,14 @@ struct ActivationRows8 {
 // The same on a stream of NVIDIA's GPUs.
 int activation_rows8_gpu(const ActivationRows8& params, void* stream);
 
+// A gated unit, whose runs are the rows of its last dimension, and these rows once more in e4m3: of the numbers that
+// were stored. All operands have one dtype; rows and scales lie one after another, as out does.
+struct GluRows8 {
+  ActivationParams glu;
+  uint8_t* rows;
+  float* scales;
+};
+
+int glu_rows8_gpu(const GluRows8& params, void* stream);
+
 }  // namespace diffkern

@@ -88,21 +88,30 @@ Tensor activation(Tensor x, std::string function) {
   return run("activation", params, x, nullptr, function, x.scalar_type());
 }
 
-Tensor glu(Tensor value, Tensor gate, std::string function, bool round_activation) {
-  STD_TORCH_CHECK(value.dim() == gate.dim(), "glu: value and gate must have the same shape");
+// What is known of a gated unit before anything is made for it.
+ActivationParams params_of_glu(const char* op, const Tensor& value, const Tensor& gate, bool round_activation) {
+  STD_TORCH_CHECK(value.dim() == gate.dim(), op, ": value and gate must have the same shape");
   for (int64_t dim = 0; dim < value.dim(); ++dim) {
-    STD_TORCH_CHECK(value.size(dim) == gate.size(dim), "glu: value and gate must have the same shape");
+    STD_TORCH_CHECK(value.size(dim) == gate.size(dim), op, ": value and gate must have the same shape");
   }
   STD_TORCH_CHECK(value.is_cuda() == gate.is_cuda() && value.is_cpu() == gate.is_cpu() &&
                       value.get_device_index() == gate.get_device_index(),
-                  "glu: value and gate are on different devices");
+                  op, ": value and gate are on different devices");
   ActivationParams params{};
-  params.value_dtype = dtype_of(value.scalar_type(), "glu", "value");
-  params.gate_dtype = dtype_of(gate.scalar_type(), "glu", "gate");
+  params.value_dtype = dtype_of(value.scalar_type(), op, "value");
+  params.gate_dtype = dtype_of(gate.scalar_type(), op, "gate");
+  params.out_dtype = params.value_dtype == params.gate_dtype ? params.value_dtype : Dtype::kFloat32;
   params.round_activation = round_activation;
-  const ScalarType out_type = value.scalar_type() == gate.scalar_type() ? value.scalar_type() : ScalarType::Float;
-  params.out_dtype = dtype_of(out_type, "glu", "the output");
-  return run("glu", params, gate, &value, function, out_type);
+  return params;
+}
+
+ScalarType type_of_glu(const Tensor& value, const Tensor& gate) {
+  return value.scalar_type() == gate.scalar_type() ? value.scalar_type() : ScalarType::Float;
+}
+
+Tensor glu(Tensor value, Tensor gate, std::string function, bool round_activation) {
+  const ActivationParams params = params_of_glu("glu", value, gate, round_activation);
+  return run("glu", params, gate, &value, function, type_of_glu(value, gate));
 }
 
 #if defined(DIFFKERN_ROWS8)
@@ -156,6 +165,47 @@ std::tuple<Tensor, Tensor> activation_fp8(Tensor x, std::optional<Tensor> front,
   launch_on_device_of(x, kOp, [&params](void* stream) { return activation_rows8_gpu(params, stream); });
   return {rows.values, rows.scales};
 }
+
+// The last dimension as the run; false if the others need more loops than a kernel has.
+bool take_rows(ActivationParams* p, const Tensor& value, const Tensor& gate, const Tensor& out) {
+  const int last = static_cast<int>(value.dim()) - 1;
+  const auto out_strides = out.strides();
+  const auto gate_strides = gate.strides();
+  const auto value_strides = value.strides();
+  p->size = value.size(last);
+  p->steps[kOut] = 1;
+  p->steps[kGate] = p->size > 1 ? gate_strides[last] : 1;
+  p->steps[kValue] = p->size > 1 ? value_strides[last] : 1;
+  p->gate = gate.const_data_ptr();
+  p->value = value.const_data_ptr();
+  p->out = out.mutable_data_ptr();
+  return make_leading_map(last, value.sizes().data(),
+                          {out_strides.data(), gate_strides.data(), value_strides.data()}, &p->runs);
+}
+
+std::tuple<Tensor, Tensor, Tensor> glu_and_fp8(Tensor value, Tensor gate, std::string function, bool round_activation) {
+  constexpr const char* kOp = "glu_and_fp8";
+  GluRows8 params{params_of_glu(kOp, value, gate, round_activation)};
+  params.glu.activation = activation_named(function.c_str());
+  STD_TORCH_CHECK(params.glu.activation != Activation::kNone, kOp, ": unknown activation ", function);
+  STD_TORCH_CHECK(value.dim() >= 1 && value.size(value.dim() - 1) > 0, kOp,
+                  ": a row needs elements to find its scale from");
+  const ScalarType out_type = type_of_glu(value, gate);
+  if (value.numel() > 0 && params.glu.value_dtype == params.glu.gate_dtype && in_plain_order(value)) {
+    Tensor out = empty_output(value, out_type, false);
+    if (take_rows(&params.glu, value, gate, out) && params.glu.runs.rows <= INT32_MAX) {
+      Rows8 rows(out, out.dim(), out.sizes().data());
+      params.rows = rows.data();
+      params.scales = rows.scale_data();
+      launch_on_device_of(gate, kOp, [&params](void* stream) { return glu_rows8_gpu(params, stream); });
+      return {out, rows.values, rows.scales};
+    }
+  }
+  // Several dtypes, and orders of memory that rows of 8 bits do not have: in two passes.
+  const Tensor out = run(kOp, params.glu, gate, &value, function, out_type);
+  const auto [values, scales] = activation_fp8(out, std::nullopt, "identity");
+  return {out, values, scales};
+}
 #endif
 
 }  // namespace
@@ -163,9 +213,14 @@ std::tuple<Tensor, Tensor> activation_fp8(Tensor x, std::optional<Tensor> front,
 #if defined(DIFFKERN_ROWS8)
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {
   m.def("activation_fp8(Tensor x, Tensor? front=None, str function=\"identity\") -> (Tensor, Tensor)");
+  m.def(
+      "glu_and_fp8(Tensor value, Tensor gate, str function, bool round_activation=False) -> (Tensor, Tensor, Tensor)");
 }
 
-DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) { m.impl("activation_fp8", TORCH_BOX(&activation_fp8)); }
+DIFFKERN_LIBRARY_IMPL(DIFFKERN_OPS, DIFFKERN_DISPATCH_KEY, m) {
+  m.impl("activation_fp8", TORCH_BOX(&activation_fp8));
+  m.impl("glu_and_fp8", TORCH_BOX(&glu_and_fp8));
+}
 #endif
 
 DIFFKERN_LIBRARY(DIFFKERN_OPS, m) {

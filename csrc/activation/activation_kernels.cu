@@ -16,6 +16,7 @@
 #include "activation.h"
 #include "activation_config.h"
 #include "activation_rows8.h"
+#include "glu_rows8.h"
 
 namespace diffkern {
 namespace {

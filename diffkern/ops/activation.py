@@ -252,7 +252,8 @@ _activation = Op("activation", _activation_prepare, _activation_fake, _activatio
 # --- glu as a torch op ---------------------------------------------------------------------------------
 
 
-def _glu_prepare(value: Tensor, gate: Tensor, activation: str, round_activation: bool) -> tuple[Any, ...]:
+def glu_prepare(value: Tensor, gate: Tensor, activation: str, round_activation: bool) -> tuple[Any, ...]:
+    """Checks the arguments of :func:`glu`."""
     if not (value.is_floating_point() and gate.is_floating_point()):
         raise TypeError(f"a gated unit needs floating point operands, got {value.dtype} and {gate.dtype}")
     if activation not in FUNCTIONS:
@@ -264,7 +265,8 @@ def _glu_prepare(value: Tensor, gate: Tensor, activation: str, round_activation:
     return value, gate, activation, round_activation
 
 
-def _glu_fake(value: Tensor, gate: Tensor, **options: Any) -> Tensor:
+def glu_fake(value: Tensor, gate: Tensor, **options: Any) -> Tensor:
+    """What :func:`glu` returns, without numbers."""
     return torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))
 
 
@@ -286,7 +288,7 @@ def _glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_value, grad_gate, None, None, None
 
 
-_glu = Op("glu", _glu_prepare, _glu_fake, _glu_setup_context, _glu_backward)
+_glu = Op("glu", glu_prepare, glu_fake, _glu_setup_context, _glu_backward)
 
 
 # --- channel_glu as a torch op -------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from diffkern.ops import modulate
+from diffkern.ops import activation, modulate
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.modulate import GateActivation, Norm, Rounding
 from diffkern.ops.registration import Op
@@ -40,6 +40,8 @@ CONTRACT = (
                 "both results as gate_residual_norm_modulate, and the second once to e4m3", bound=_OF_RESULT),
     ContractRow("activation_fp8", "identity, gelu, gelu_tanh, silu, quick_gelu", "one dtype", "float32",
                 "once, to e4m3", bound=_BOUND),
+    ContractRow("glu_and_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
+                "the result as glu, and that once to e4m3", bound=_OF_RESULT),
     ContractRow("linear_fp8", "K up to 4096", "e4m3 rows and weight",
                 "float32 sums, of about 14 bits on NVIDIA's tensor cores", "once, to the output dtype",
                 bound="2e-5 K (at least 3e-3) of the product of the magnitudes of the same rows and weight in float64"),
@@ -205,6 +207,36 @@ def activation_fp8(
     return rows
 
 
+def glu_and_fp8(
+    value: Tensor,
+    gate: Tensor,
+    activation: str = "gelu",
+    *,
+    round_activation: bool = False,
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`diffkern.ops.glu`, and its result in rows of fp8: what :func:`activation_fp8` makes of it.
+
+    It writes both in one pass, where some readers take fp8 and others may not.
+
+    Args:
+        value: As in :func:`diffkern.ops.glu`, and so are ``gate``, ``activation`` and ``round_activation``; float32,
+            float16 or bfloat16.
+        gate: See ``value``.
+        activation: See ``value``.
+        round_activation: See ``value``.
+        provider: As in :func:`norm_modulate_fp8`.
+
+    Returns:
+        The result, and its values and scales as :func:`norm_modulate_fp8` gives them.
+
+    Raises:
+        As :func:`diffkern.ops.glu`; ValueError if a row has no elements, RuntimeError if a gradient is wanted.
+    """
+    all_three: tuple[Tensor, Tensor, Tensor] = _glu_and.call((value, gate), (activation, round_activation), provider)
+    return all_three
+
+
 def linear_fp8(
     x: Tensor,
     x_scale: Tensor,
@@ -296,6 +328,13 @@ def _activation_prepare(x: Tensor, front: Tensor | None, function: str) -> tuple
     return x, front, function
 
 
+def _glu_and_prepare(value: Tensor, gate: Tensor, *args: Any) -> tuple[Any, ...]:
+    _check_rows(value.shape)
+    args = activation.glu_prepare(value, gate, *args)
+    _check_no_gradient(value, gate)
+    return args
+
+
 def _linear_prepare(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> tuple[Any, ...]:
@@ -344,6 +383,11 @@ def _activation_fake(x: Tensor, front: Tensor | None, **options: Any) -> tuple[T
     return _rows(x, torch.Size((*x.shape[:-1], ahead + x.shape[-1])))
 
 
+def _glu_and_fake(**args: Any) -> tuple[Tensor, ...]:
+    y = activation.glu_fake(**args)
+    return (y, *_rows(y, y.shape))
+
+
 def _linear_fake(x: Tensor, weight: Tensor, out_dtype: torch.dtype, **options: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
@@ -375,4 +419,5 @@ _gate_residual_norm_modulate_and = Op(
     _backward,
 )
 _activation = Op("activation_fp8", _activation_prepare, _activation_fake, _setup_context, _backward)
+_glu_and = Op("glu_and_fp8", _glu_and_prepare, _glu_and_fake, _setup_context, _backward)
 _linear = Op("linear_fp8", _linear_prepare, _linear_fake, _setup_context, _backward)

@@ -21,6 +21,7 @@ _GATE_RESIDUAL_NORM_MODULATE = (
     f"(Tensor residual, Tensor x, Tensor? gate=None, {_MODULATION}, int gate_activation=0, float scale_offset=1.0, "
     "bool round_each=False, ScalarType? residual_dtype=None, ScalarType? out_dtype=None)"
 )
+_GLU = "(Tensor value, Tensor gate, str function, bool round_activation=False)"
 _PLACE = "int rotary_dim=0, int seq_dim={}, SymInt start=0, SymInt length=-1"
 _AXES = "Tensor? coords, SymInt[] grid, bool alternating=False, int front_pad=0"
 
@@ -47,7 +48,8 @@ SIGNATURES: Mapping[str, str] = {
     "gate_residual_norm_modulate_fp8": (
         f"(Tensor residual, Tensor x, Tensor? gate=None, {_MODULATION}) -> (Tensor, Tensor, Tensor)"
     ),
-    "glu": "(Tensor value, Tensor gate, str function, bool round_activation=False) -> Tensor",
+    "glu": f"{_GLU} -> Tensor",
+    "glu_and_fp8": f"{_GLU} -> (Tensor, Tensor, Tensor)",
     "group_norm_silu": (
         "(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, Tensor? add=None, float eps=1e-5, "
         "bool silu=True, bool per_frame=False, bool preserve_strides=False) -> Tensor"

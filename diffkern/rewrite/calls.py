@@ -59,8 +59,10 @@ def _gate_residual_norm_modulate(
     return (residual, y) if op is ops.gate_residual_norm_modulate else (residual, y, *ops.activation_fp8(y))
 
 
-def _glu(site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None) -> Tensor:
-    return ops.glu(**operands, **way.options, provider=provider)
+def _glu(
+    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None, op: Any = None
+) -> Any:
+    return (op or ops.glu)(**operands, **way.options, provider=provider)
 
 
 def _channel_glu(
@@ -209,6 +211,7 @@ def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
 WITH_ROWS: Mapping[str, Any] = {
     "norm_modulate": ops.norm_modulate_and_fp8,
     "gate_residual_norm_modulate": ops.gate_residual_norm_modulate_and_fp8,
+    "glu": ops.glu_and_fp8,
 }
 #: How the site of an op calls it.
 CALLS: Mapping[str, Any] = {

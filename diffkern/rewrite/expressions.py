@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Activations that ops know, as functions and methods of torch spell them.
 _ACTIVATIONS = frozenset({"silu", "gelu", "tanh", "sigmoid"})
+#: How sources spell ``torch.nn.functional``.
+FUNCTIONAL = ("F", "nn.functional", "torch.nn.functional")
 #: An activation whose name does not say what it computes: the proof tries what there is.
 ANY_ACTIVATION = "any"
 #: What the names of functions say that rotate: by its shape alone any function of two arguments might.
@@ -97,7 +99,7 @@ def function_norm(scope: Scope, node: ast.expr) -> dict[str, object] | None:
     name, namespace = ast.unparse(node.func), ast.unparse(node.func.value)
     kind = {"rms_norm": "rms", "layer_norm": "layer"}.get(node.func.attr)
     x, shape = node.args
-    if kind is None or namespace not in ("F", "torch.nn.functional") or not isinstance(x, ast.Name):
+    if kind is None or namespace not in FUNCTIONAL or not isinstance(x, ast.Name):
         return None
     is_one = isinstance(shape, (ast.Tuple, ast.List)) and len(shape.elts) == 1
     if not is_one and ast.unparse(shape) != f"{x.id}.shape[-1:]":
@@ -121,13 +123,21 @@ def activation(scope: Scope, node: ast.expr) -> tuple[str, ast.expr, ast.expr | 
         return None if name is None else (name, node.args[0], function)
     if not isinstance(function, ast.Attribute) or function.attr not in _ACTIVATIONS:
         return None
-    if isinstance(function.value, ast.Name) and not scope.flow.is_local(function.value):  # F.silu(x), torch.tanh(x)
+    if _is_global(scope, function.value):  # F.silu(x), torch.tanh(x), nn.functional.silu(x)
         if len(node.args) != 1:
             return None
         return _with_keywords(function.attr, node), node.args[0], None
     if node.args or node.keywords or function.attr not in ("tanh", "sigmoid"):
         return None
     return function.attr, function.value, None
+
+
+def _is_global(scope: Scope, namespace: ast.expr) -> bool:
+    """Whether a name is none of the function's own, or an attribute of such a name is ``torch.nn.functional``."""
+    if ast.unparse(namespace) in FUNCTIONAL:
+        while isinstance(namespace, ast.Attribute):
+            namespace = namespace.value
+    return isinstance(namespace, ast.Name) and not scope.flow.is_local(namespace)
 
 
 def _with_keywords(name: str, call: ast.Call) -> str:

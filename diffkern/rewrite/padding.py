@@ -17,10 +17,11 @@ from torch import Tensor
 
 from diffkern.blocks.layout import is_last
 from diffkern.ops.copying import in_words
+from diffkern.rewrite.expressions import FUNCTIONAL
 from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, peel
 from diffkern.rewrite.query_key import concatenated
 
-_FUNCTIONS = ("F.pad", "torch.nn.functional.pad", "nn.functional.pad")
+_FUNCTIONS = tuple(f"{name}.pad" for name in FUNCTIONAL)
 #: The slices of the first frame and of the last one.
 _FIRST, _FINAL = (":, :, :1", ":, :, :1, :, :", ":, :, :1, ..."), (":, :, -1:", ":, :, -1:, :, :", ":, :, -1:, ...")
 

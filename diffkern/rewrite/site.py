@@ -151,9 +151,8 @@ class FusedSite:
         self._recordings = self._resets = self._quick = 0
         #: What the forward calls for each of its sites by its number: this one, or a function for what came before.
         self.entries: list[Callable[..., Any]] | None = None
-        self.maker = (
-            RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS and "gate_activation" not in plan.options else None
-        )
+        in_two_passes = "gate_activation" in plan.options and plan.rule.op != "glu"  # see _announced
+        self.maker = RowMaker() if for_fp8 and plan.rule.op in WITH_ROWS and not in_two_passes else None
         self._may_differ = trained is not None or (plan.rule.keeps and not plan.gives_residual)
         self._norm_path = plan.modules.get("norm")
         norm = None if self._norm_path is None else child_of(module, self._norm_path)
@@ -403,7 +402,8 @@ class FusedSite:
             *results, values, scales = result
             result, rows = results[0] if len(results) == 1 else tuple(results), RowwiseFp8(values, scales)
         y = result[1] if self.plan.rule.keeps else result
-        # Other dtypes and activated gates take kernels that read a row again for each step: two passes are quicker.
+        # Other dtypes, and residuals with activated gates, take kernels that read a row again for each step: two passes
+        # are quicker.
         if y.dtype is torch.bfloat16 and (y is result or result[0].dtype is y.dtype):
             announce(y, rows, maker)
         return result if self.plan.gives_residual or not self.plan.rule.keeps else y

@@ -509,6 +509,13 @@ def _as_fp8(op: str, case: Case, kept: Collection[str] = ("eps", "norm")) -> Cas
     )
 
 
+def glu_and_fp8(d: Draw) -> Case:
+    case = glu(d)
+    while not any(case.operands["value"].shape[-1:]):  # a row needs elements
+        case = glu(d)
+    return _as_fp8("glu_and_fp8", case, set())
+
+
 def linear_fp8(d: Draw) -> Case:
     depth, columns = d.one_of(16, 32, 64), d.one_of(16, 48)
     lead = d.lead(depth)
@@ -528,8 +535,8 @@ GENERATORS: dict[str, Callable[[Draw], Case]] = {
     for generator in (
         activation_fp8, add_norm_silu_pad, channel_glu, channel_rms_norm_silu, expand_axes, gate_residual,
         gate_residual_norm_modulate, gate_residual_norm_modulate_and_fp8, gate_residual_norm_modulate_fp8, geglu,
-        gelu, glu, group_norm_silu, joint_qk_norm_rope, layer_norm, linear_attention, linear_fp8, linear_gelu,
-        norm_modulate, norm_modulate_and_fp8, norm_modulate_fp8,
+        gelu, glu, glu_and_fp8, group_norm_silu, joint_qk_norm_rope, layer_norm, linear_attention, linear_fp8,
+        linear_gelu, norm_modulate, norm_modulate_and_fp8, norm_modulate_fp8,
         qk_norm_rope, quick_gelu, rms_norm, rope, rope_3d, silu, swiglu,
     )
 }  # fmt: skip

@@ -325,6 +325,10 @@ def gate_residual_norm_modulate_and_fp8(residual: Tensor, **options: Any) -> tup
     return new, y, y
 
 
+def glu_and_fp8(value: Tensor, gate: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    return 2 * glu(value, gate, **options)
+
+
 def linear_fp8(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, **_: Any
 ) -> tuple[Tensor, ...]:

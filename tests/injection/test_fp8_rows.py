@@ -23,7 +23,7 @@ from diffkern.verify.measures import relative_error
 from tests.injection import test_fp8 as tests_of_models
 
 EAGER = KernelConfig(
-    {op: "eager" for op in ("linear_fp8", "norm_modulate", "gate_residual_norm_modulate")}, measure=False
+    {op: "eager" for op in ("linear_fp8", "norm_modulate", "gate_residual_norm_modulate", "glu")}, measure=False
 )
 
 
@@ -56,7 +56,7 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def note(*args: Any, **options: Any) -> Any:
-            x = args[0] if args else options["x"]
+            x = args[0] if args else options.get("x", options.get("value"))
             if x.shape[-2:] != (64, 64):  # a weight
                 seen.append(name)
             return function(*args, **options)
@@ -89,6 +89,35 @@ def test_from_the_second_call_on_the_op_before_a_product_writes_its_rows(quantis
     assert all(calls[name]["fused"] == 3 for name in ("to_q", "to_k", "up", "gate"))
     report.restore()
     assert not fp8._shared
+
+
+class GatedFeedForward(nn.Module):
+    """Two projections, one of which gates the other, and what projects back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+def test_a_gated_unit_writes_the_rows_of_the_layer_behind_it(quantised: list[str]) -> None:
+    torch.manual_seed(0)
+    model = GatedFeedForward().to(torch.bfloat16).eval().requires_grad_(False)
+    x, stock = torch.randn(2, 32, 64).bfloat16(), copy.deepcopy(model)
+    report = inject_optimized_kernels(model, numerics="fp8", config=EAGER)
+    with torch.no_grad():
+        results = [model(x) for _ in range(3)]
+    # The input is read by two layers and made by none of the model.
+    assert quantised == ["apart", "apart", "apart", "glu", "apart", "glu"]
+    assert all(torch.equal(results[0], y) for y in results[1:]), "to the bit"
+    assert relative_error(results[0], stock(x).double()) < 0.1
+    assert all(report.calls()[name]["fused"] == 3 for name in ("w1", "w2", "w3"))
+    model.w2.weight.requires_grad_()  # a layer that takes no fp8 any more reads the numbers themselves
+    assert relative_error(model(x).detach(), stock(x).double()) < 0.1
+    report.restore()
+    assert torch.equal(model(x), stock(x))
 
 
 def test_what_was_written_into_since_is_quantised_again(quantised: list[str]) -> None:

@@ -68,6 +68,7 @@ CALLS: dict[str, Call] = {
         _tokens(b, d), _tokens(b, d), *[_modulation(b, d)] * 3, None, None, 1e-6, 1
     ),
     "glu": lambda f, b, d: f(_tokens(b, d), _tokens(b, d), "gelu", False),
+    "glu_and_fp8": lambda f, b, d: CALLS["glu"](f, b, d),
     "group_norm_silu": lambda f, b, d: f(_image(b, d), 4, None, None, None, 1e-5, True, False, False),
     "joint_qk_norm_rope": _normalise_and_join,
     "layer_norm": lambda f, b, d: f(_tokens(b, d), None, None, 1e-5, None, False),

@@ -13,6 +13,8 @@ from diffkern.ops import (
     gate_residual_norm_modulate,
     gate_residual_norm_modulate_and_fp8,
     gate_residual_norm_modulate_fp8,
+    glu,
+    glu_and_fp8,
     linear_fp8,
     norm_modulate,
     norm_modulate_and_fp8,
@@ -157,6 +159,32 @@ def test_a_result_and_its_rows_in_one_pass_are_those_of_two(
                 wanted = activation_fp8(result, provider=provider)
                 assert torch.equal(values.view(torch.uint8), wanted[0].view(torch.uint8))
                 assert torch.equal(scales, wanted[1])
+
+
+@pytest.mark.sanitize
+@DTYPES
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "silu", "quick_gelu"])
+def test_a_gated_unit_and_its_rows_in_one_pass_are_those_of_two(
+    function: str, dtype: torch.dtype, provider: str, device: str
+) -> None:
+    packed = random(2, 9, 128, device=device, dtype=dtype, seed=1)
+    zero = torch.zeros(2, 64, device=device, dtype=dtype)
+    for value, gate in (
+        packed.chunk(2, -1),
+        (packed[:, 2:7, 3:40], packed[:, 2:7, 80:117]),
+        (packed.transpose(0, 1)[..., :64], packed.transpose(0, 1)[..., 64:]),
+        (packed[0], packed[1].float()),
+        (zero, packed[0, :2, :64]),
+        *(random(2, 3, size, device=device, dtype=dtype, seed=2) for size in (30, 4096, 8192, 20480, 36000)),
+    ):
+        for rounds in (False, True):
+            with poisoned_allocations():
+                y, *rows = glu_and_fp8(value, gate, function, round_activation=rounds, provider=provider)
+            plain = glu(value, gate, function, round_activation=rounds, provider=provider)
+            assert torch.equal(y, plain) and y.dtype is plain.dtype and y.stride() == plain.stride()
+            wanted = activation_fp8(plain, provider=provider)
+            assert torch.equal(rows[0].view(torch.uint8), wanted[0].view(torch.uint8))
+            assert torch.equal(rows[1], wanted[1])
 
 
 @DTYPES
@@ -311,7 +339,12 @@ def test_a_graph_holds_them(device: str) -> None:
 
 def test_every_row_of_the_contract_is_tested() -> None:
     norms = ("norm_modulate", "gate_residual_norm_modulate")
-    ops = {"activation_fp8", "linear_fp8", *[f"{norm}{end}" for norm in norms for end in ("_fp8", "_and_fp8")]}
+    ops = {
+        "activation_fp8",
+        "glu_and_fp8",
+        "linear_fp8",
+        *[f"{norm}{end}" for norm in norms for end in ("_fp8", "_and_fp8")],
+    }
     assert {row.op for row in table() if row.op.endswith("_fp8")} == ops
 
 

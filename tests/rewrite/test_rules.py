@@ -47,6 +47,7 @@ SPELLINGS = [
     ("r, y, gate", "r = torch.addcmul(r, gate, y)\nreturn r, self.norm2(r)", "residual, norm"),
     ("r, y, gate", "return torch.addcmul(r, gate.tanh(), self.rms_norm(y))", "post-norm, residual"),
     ("a, b", "return F.silu(a) * b", "gated linear unit"),
+    ("a, b", "return torch.nn.functional.silu(a) * b", "gated linear unit"),
     ("a, b", "return b * F.gelu(a, approximate='tanh')", "gated linear unit"),
     ("a, b", "return self.act(a) * self.proj(b)", "gated linear unit"),
     ("x", "return F.gelu(self.proj(x), approximate='tanh')", "linear, GELU"),

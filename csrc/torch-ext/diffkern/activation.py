@@ -51,5 +51,10 @@ def register_fakes() -> None:
         return rows_of_8_bits(x, (*x.shape[:-1], ahead + x.shape[-1]))
 
     @fake("glu")
-    def _(value, gate, function, round_activation):
+    def glu(value, gate, function, round_activation):
         return torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))
+
+    @fake("glu_and_fp8")
+    def _(*given):
+        y = glu(*given)
+        return y, *rows_of_8_bits(y, y.shape)

@@ -40,6 +40,7 @@ _MODULES: Mapping[str, ModuleType] = {
     "gate_residual_norm_modulate_and_fp8": fp8,
     "gate_residual_norm_modulate_fp8": fp8,
     "glu": activation,
+    "glu_and_fp8": fp8,
     "group_norm_silu": group_norm,
     "joint_qk_norm_rope": rope_qk_norm,
     "layer_norm": norm,

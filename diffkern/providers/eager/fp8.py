@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffkern.providers.eager.activation import activation
+from diffkern.providers.eager.activation import activation, glu
 from diffkern.providers.eager.modulate import gate_residual_norm_modulate, norm_modulate
 
 E4M3 = torch.float8_e4m3fn
@@ -75,6 +75,7 @@ def _and_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return and_rows
 
 
+glu_and_fp8 = _and_rows(glu)
 norm_modulate_and_fp8 = _and_rows(norm_modulate)
 gate_residual_norm_modulate_and_fp8 = _and_rows(gate_residual_norm_modulate)
 

@@ -27,6 +27,7 @@ MODULES: Mapping[str, str] = {
     "gate_residual_norm_modulate": "norm",
     "gate_residual_norm_modulate_fp8": "norm",
     "glu": "activation",
+    "glu_and_fp8": "fp8",
     "group_norm_silu": "group_norm",
     "joint_qk_norm_rope": "rope",
     "layer_norm": "norm",

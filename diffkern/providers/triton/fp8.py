@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from diffkern.providers.eager.fp8 import E4M3
-from diffkern.providers.triton.fp8_kernels import activation_fp8_kernel
+from diffkern.providers.triton.activation import glu
+from diffkern.providers.triton.fp8_kernels import activation_fp8_kernel, glu_and_fp8_kernel
 from diffkern.providers.triton.launching import Plan, device_guard, launch
 from diffkern.providers.triton.rows import merge_loops
 from diffkern.providers.triton.tiles import choose_tile
@@ -46,6 +47,35 @@ def _plan(
         *(rows, length, ahead, x_row, strides[-1], front_row, front[-1]),
         *(function, tile.rows, tile.cols, -(-length // tile.cols)),
     )
+    return Plan((-(-rows // tile.rows),), rest, {"num_warps": tile.num_warps})
+
+
+def glu_and_fp8(value: Tensor, gate: Tensor, function: str, round_activation: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes :func:`diffkern.ops.glu_and_fp8`."""
+    y = torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))
+    plan = _plan_glu(y.shape, value.stride(), gate.stride(), function, round_activation) if y.is_contiguous() else None
+    if plan is None or y.numel() == 0:
+        y = glu(value, gate, function, round_activation)
+        return (y, *quantize_rows(y))
+    rows = rows_of_8_bits(y, y.shape)
+    with device_guard(y.device):
+        launch(plan, glu_and_fp8_kernel, (value, gate, y, *rows), y.device)
+    return (y, *rows)
+
+
+@lru_cache(maxsize=4096)
+def _plan_glu(
+    shape: tuple[int, ...], value: tuple[int, ...], gate: tuple[int, ...], *options: str | bool
+) -> Plan | None:
+    """Plans the launch for rows that lie at equal distances; None for others."""
+    dense = torch.empty(shape, device="meta").stride()
+    loops = merge_loops(shape[:-1], [dense[:-1], value[:-1], gate[:-1]])
+    if loops is None or loops.nested:
+        return None
+    rows, (value_row, *_), (gate_row, *_) = loops.sizes[0], *loops.strides[1:]
+    tile = choose_tile(shape[-1], rows_are_neighbours=False)
+    steps = -(-shape[-1] // tile.cols)
+    rest = rows, shape[-1], value_row, value[-1], gate_row, gate[-1], *options, tile.rows, tile.cols, steps
     return Plan((-(-rows // tile.rows),), rest, {"num_warps": tile.num_warps})
 
 
