@@ -22,7 +22,8 @@ namespace {
 
 constexpr int kGluThreads = 512;
 constexpr int kGluMostThreads = 1024;
-constexpr int kGluPackets = 4;  // of a thread, at most
+constexpr int kGluPackets = 4;      // of a thread, at most
+constexpr int kGluLongPackets = 6;  // the same in small blocks, which have more registers
 
 template <typename T, Activation kActivation, int kPackets, int kThreads>
 __global__ void __launch_bounds__(kThreads) glu_rows8_packet_kernel(const GluRows8 p) {
@@ -134,6 +135,8 @@ void launch_glu_packets(const GluRows8& p, GpuStream stream) {
     launch_glu_of<T, kActivation, 2, kGluThreads>(p, packets, stream);
   } else if (packets <= kGluThreads * kGluPackets) {
     launch_glu_of<T, kActivation, kGluPackets, kGluThreads>(p, packets, stream);
+  } else if (packets <= kGluThreads * kGluLongPackets) {
+    launch_glu_of<T, kActivation, kGluLongPackets, kGluThreads>(p, packets, stream);
   } else {
     launch_glu_of<T, kActivation, kGluPackets, kGluMostThreads>(p, packets, stream);
   }

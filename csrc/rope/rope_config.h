@@ -66,7 +66,7 @@ constexpr TokenShape kTokenShapes[] = {
     {4, 384, 1, 8, false, false},   // float32
     {3, 128, 6, 2, false, true},    // heads that are normalised alone and have the same angles
     {4, 384, 1, 8, false, true},    // the same for long rows
-    {3, 128, 5, 2, false, false},   // heads with a layer norm each, which takes registers, and the same angles
+    {3, 128, 5, 4, false, true},    // heads with a layer norm each and the same angles
 #if defined(DIFFKERN_BENCH)
     // alone
     {3, 128, 4, 2, false, true},

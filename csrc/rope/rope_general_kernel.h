@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(kGeneralLanes* kGeneralRows) general_kernel(co
 
     const int size = live ? heads * p.head_dim : 0;
     Normaliser norms[1];
-    normalise<KnownNorm::kAny>(
-        p, norms, [&](int) { return o.inverse_size; },
-        [](float(&values)[1]) { values[0] = group_sum<kGeneralLanes>(values[0]); },
+    normalise<KnownNorm::kAny, false>(
+        p, norms, [&](int) { return o.inverse_size; }, [](int) { return 0.0f; },
+        [](auto&... values) { ((values[0] = group_sum<kGeneralLanes>(values[0])), ...); },
         [&](auto&& add) {
           for (int i = lane; i < size; i += kGeneralLanes) {
             const int head = i / p.head_dim;

@@ -123,12 +123,13 @@ __global__ void __launch_bounds__(kHeadShapes[kShape].threads, kHeadShapes[kShap
   }
 
   Normaliser norms[kStreams * kRows];
-  normalise<kNorm>(
+  normalise<kNorm, sizeof(T) == 2>(
       p, norms, [&](int) { return angles_of.inverse_size; },
-      [&](float(&values)[kStreams * kRows]) {
+      [&](int row) { return first_of_group(held[row / kRows][row % kRows].packets[0].first(), lanes); },
+      [&](auto&... values) {
         for (int mask = lanes / 2; mask > 0; mask /= 2) {
 #pragma unroll
-          for (int row = 0; row < kStreams * kRows; ++row) values[row] += shuffle_xor(values[row], mask);
+          for (int row = 0; row < kStreams * kRows; ++row) ((values[row] += shuffle_xor(values[row], mask)), ...);
         }
       },
       [&](auto&& add) {

@@ -285,7 +285,7 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
     constexpr std::false_type no;
 #if defined(DIFFKERN_BENCH)
     static_assert(sizeof(kTokenUses) == std::size(kTokenShapes) + 1, "a use for each shape");
-    if constexpr (norm == KnownNorm::kRms && std::is_same_v<T, BFloat16>) {
+    if constexpr (norm != KnownNorm::kAny && std::is_same_v<T, BFloat16>) {
       const int chosen = tuned("DIFFKERN_ROPE_TOKEN", -1);
       if (chosen == -2 && !p.across) return;  // to try the head kernel
       with_shape<std::size(kTokenShapes)>(chosen, [&](auto shape) {
@@ -295,6 +295,8 @@ bool launch_token_kernel(const RopeParams& p, GpuStream stream) {
           return;
         } else if constexpr (use == 'a' && full && !half) {
           if (!p.across && shared) launch(shape, yes, yes);
+        } else if constexpr (norm == KnownNorm::kLayer) {
+          return;
         } else if constexpr ((use == 's' || (use == 'h' && half)) && full) {
           if (p.across && shared) launch(shape, yes, no);
         } else if constexpr (use == 'o' && full == half) {

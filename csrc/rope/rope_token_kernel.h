@@ -117,10 +117,14 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
   const int size = static_cast<int>(angles_of.inner) * p.head_dim;
   const int units = size / (2 * kPairs);
   const auto live = [&](int i) { return static_cast<int>(threadIdx.x + i * blockDim.x) < units; };
+  // Heads past the end are the first one again, computed and not stored: their loads and sums have no branches.
+  constexpr bool kRepeats = kPerHeadNorm && kNorm == KnownNorm::kLayer;
+  const auto holds = [&](int i) { return kRepeats || live(i); };
   int at[kUnits][2];  // where the packets of a unit begin, in the row of all heads
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    const int unit = threadIdx.x + i * blockDim.x;
+    int unit = threadIdx.x + i * blockDim.x;
+    if (kRepeats && unit >= units) unit = threadIdx.x & (grid.head_units.value - 1);
     if (kHalf) {
       const int head = static_cast<int>(grid.head_units.divide(unit));
       at[i][0] = head * p.head_dim + (unit - head * static_cast<int>(grid.head_units.value)) * kCount;
@@ -150,7 +154,9 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
   }
   // Heads that are normalised alone have their weights in common, and those of a thread begin at the same element.
   constexpr int kKept = !kKeepsWeights || kPerHeadNorm ? 1 : kUnits;
-  UnitNorm<T, kCount, kHalf, kNorm> kept[2][kKept];
+  // Numbers of float16 have no registers left for that.
+  constexpr bool kUnpacksOnce = kRepeats && std::is_same_v<T, BFloat16>;
+  UnitNorm<T, kCount, kHalf, kNorm, kUnpacksOnce> kept[2][kKept];
   const auto parameters_at = [&](int i, int (&to)[2]) {
     const int head_begins = kPerHeadNorm ? static_cast<int>(grid.head_dim.divide(at[i][0])) * p.head_dim : 0;
     to[0] = at[i][0] - head_begins;
@@ -177,7 +183,7 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
         const T* x = static_cast<const T*>(operand(stream).x) + places.x[token][stream];
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
-          if (live(i)) to[stream][i].load_streamed(x, at[i]);
+          if (holds(i)) to[stream][i].load_streamed(x, at[i]);
         }
       }
     }
@@ -214,18 +220,24 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
 
     constexpr int kNorms = kPerHeadNorm ? kUnits : 1;  // of a stream
     Normaliser norms[2 * kNorms];
-    normalise<kNorm>(
+    normalise<kNorm, kPerHeadNorm && sizeof(T) == 2>(
         p, norms, [&](int row) { return operand(row / kNorms).inverse_size; },
-        [&](float(&values)[2 * kNorms]) {
+        [&](int row) {
+          return first_of_group(held[row / kNorms][row % kNorms].packets[0].first(), static_cast<int>(grid.head_units.value));
+        },
+        [&](auto&... values) {
           if constexpr (kPerHeadNorm) {
             for (int mask = static_cast<int>(grid.head_units.value) / 2; mask > 0; mask /= 2) {
 #pragma unroll
-              for (int row = 0; row < 2 * kNorms; ++row) values[row] += shuffle_xor(values[row], mask);
+              for (int row = 0; row < 2 * kNorms; ++row) ((values[row] += shuffle_xor(values[row], mask)), ...);
             }
           } else {
-            const float2 total = token_sums({values[0], values[1]}, partials[sums++ & 1]);
-            values[0] = total.x;
-            values[1] = total.y;
+            const auto sum = [&](float(&of)[2 * kNorms]) {
+              const float2 total = token_sums({of[0], of[1]}, partials[sums++ & 1]);
+              of[0] = total.x;
+              of[1] = total.y;
+            };
+            (sum(values), ...);
           }
         },
         [&](auto&& add) {
@@ -234,7 +246,7 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
             if (stream < streams) {
 #pragma unroll
               for (int i = 0; i < kUnits; ++i) {
-                if (live(i)) {
+                if (holds(i)) {
                   Values values;
                   held[stream][i].optimization_barrier();
                   held[stream][i].unpack_to(values);
@@ -255,12 +267,14 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
         T* out = static_cast<T*>(o.out) + places.out[token][stream];
 #pragma unroll
         for (int i = 0; i < kUnits; ++i) {
-          if (live(i)) {
+          if (holds(i)) {
             auto& norm = kept[stream][kKept > 1 ? i : 0];
             int from[2];
             parameters_at(i, from);
-            if constexpr (!kKeepsWeights) norm.load_ahead(o, from);
-            norm.load(p, o, from);
+            if (i == 0 || !kRepeats) {
+              if constexpr (!kKeepsWeights) norm.load_ahead(o, from);
+              norm.load(p, o, from);
+            }
             Elements& elements = held[stream][i];
             elements.optimization_barrier();
             Values values;
@@ -269,7 +283,7 @@ __global__ void __launch_bounds__(kTokenShapes[kShape].threads, kTokenShapes[kSh
             const int set = kShared ? 0 : i;
             if (turns_here && turned[set]) rotate<T, kPlain>(p, angles[set], values);
             elements.pack_from(values);
-            elements.store(out, at[i]);
+            if (live(i)) elements.store(out, at[i]);
           }
         }
       }

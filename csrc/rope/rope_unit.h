@@ -52,6 +52,12 @@ struct Packet {
     for (int i = 0; i < kWords; ++i) unpack<T>(words[i], to + i * kPerWord);
   }
 
+  __device__ __forceinline__ float first() const {
+    float values[kPerWord];
+    unpack<T>(words[0], values);
+    return values[0];
+  }
+
   __device__ __forceinline__ void pack_from(const float* from) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = pack<T>(from + i * kPerWord);
@@ -135,16 +141,15 @@ struct Unit {
 
 // --- norm ----------------------------------------------------------------------------------------------
 
-// What a row's sums say: the normalised value is (v - mean) * factor + rest, where an RMS norm has neither mean nor
-// rest. What rounding left out of the mean comes to light as the mean of v - mean; without it the whole row would be
-// shifted.
+// What a row's sums say: the normalised value is (v - centre) * factor + rest, where an RMS norm has neither centre nor
+// rest. The centre is near the mean, and the mean of v - centre gives the rest: without it the whole row would be shifted.
 struct Normaliser {
-  float mean;
+  float centre;
   float factor;
   float rest;
 
   __device__ __forceinline__ float operator()(const RopeParams& p, float value) const {
-    return p.norm == RopeNorm::kRms ? value * factor : fmaf(value - mean, factor, rest);
+    return p.norm == RopeNorm::kRms ? value * factor : fmaf(value - centre, factor, rest);
   }
 };
 
@@ -153,10 +158,14 @@ enum class KnownNorm { kAny, kRms, kLayer };
 
 // The steps between the values of kRows rows and their Normalisers. `sum` adds values up over the threads of each
 // row; `fold` calls its argument with the number of a row and every value of it that this thread holds.
-// inverse_size(row) is 1 / the number of its values.
-template <KnownNorm kNorm, int kRows, typename InverseSize, typename Sum, typename Fold>
+// inverse_size(row) is 1 / the number of its values, first(row) is one of them, the same in all threads of the row.
+//
+// A layer norm that sums once has any value of the row for a centre, which spares a pass: in a row of n, none is further
+// from the mean than sqrt(n - 1) standard deviations, so that the variance loses no more than the digits of n. Of a head
+// in a half dtype that is far below what its rounding takes.
+template <KnownNorm kNorm, bool kSumsOnce, int kRows, typename InverseSize, typename First, typename Sum, typename Fold>
 __device__ __forceinline__ void normalise(const RopeParams& p, Normaliser (&norms)[kRows], InverseSize&& inverse_size,
-                                          Sum&& sum, Fold&& fold) {
+                                          First&& first, Sum&& sum, Fold&& fold) {
   if (p.norm == RopeNorm::kNone) return;
   float squares[kRows] = {};
   if (kNorm == KnownNorm::kRms || (kNorm == KnownNorm::kAny && p.norm == RopeNorm::kRms)) {
@@ -166,20 +175,24 @@ __device__ __forceinline__ void normalise(const RopeParams& p, Normaliser (&norm
     for (int row = 0; row < kRows; ++row) norms[row].factor = rsqrtf(squares[row] * inverse_size(row) + p.eps);
   } else if constexpr (kNorm != KnownNorm::kRms) {
     float plain[kRows] = {};
-    fold([&](int row, float value) { plain[row] += value; });
-    sum(plain);
+    if constexpr (kNorm == KnownNorm::kLayer && kSumsOnce) {
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      norms[row].mean = plain[row] * inverse_size(row);
-      plain[row] = 0.0f;
+      for (int row = 0; row < kRows; ++row) norms[row].centre = first(row);
+    } else {
+      fold([&](int row, float value) { plain[row] += value; });
+      sum(plain);
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        norms[row].centre = plain[row] * inverse_size(row);
+        plain[row] = 0.0f;
+      }
     }
     fold([&](int row, float value) {
-      const float centred = value - norms[row].mean;
+      const float centred = value - norms[row].centre;
       plain[row] += centred;
       squares[row] += centred * centred;
     });
-    sum(plain);
-    sum(squares);
+    sum(plain, squares);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const float rest = plain[row] * inverse_size(row);
@@ -200,9 +213,9 @@ bool is_plain(const RopeParams& p) {
   return p.arithmetic == RopeArithmetic::kFloat32 && !p.round_norm && p.round_dtype == Dtype::kNone && p.weight_offset == 0.0f;
 }
 
-// The norm of a unit in a plain call. The parameters are loaded ahead and kept as they lie in memory; without weights they
-// are ones.
-template <typename T, int kCount, bool kHalf, bool kLayer>
+// The norm of a unit in a plain call. The parameters are loaded ahead and kept as they lie in memory, or as numbers where
+// one set of them serves several units and there are registers for that; without weights they are ones.
+template <typename T, int kCount, bool kHalf, bool kLayer, bool kUnpacksOnce>
 struct PlainNorm {
   using Elements = Unit<T, kCount, kHalf>;
   using Values = typename Elements::Values;
@@ -214,24 +227,20 @@ struct PlainNorm {
     if constexpr (kLayer) load_or_fill(o.bias, 0.0f, at, bias);
   }
 
-  __device__ __forceinline__ void load(const RopeParams&, const RopeOperand&, const int (&)[2]) {}
+  __device__ __forceinline__ void load(const RopeParams&, const RopeOperand&, const int (&)[2]) {
+    if constexpr (kUnpacksOnce) unpack_parameters();
+  }
 
   __device__ __forceinline__ void apply(const RopeParams& p, const RopeOperand&, const Normaliser& norm, Values& values) {
     if (p.norm == RopeNorm::kNone) return;
-    Values weights, biases;
-    weight.optimization_barrier();
-    weight.unpack_to(weights);
-    if constexpr (kLayer) {
-      bias.optimization_barrier();
-      bias.unpack_to(biases);
-    }
+    if constexpr (!kUnpacksOnce) unpack_parameters();
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
 #pragma unroll
       for (int j = 0; j < Elements::kPairs; ++j) {
         float& value = values[side][j];
         if constexpr (kLayer) {
-          value = exact_add(fmaf(value - norm.mean, norm.factor, norm.rest) * weights[side][j], biases[side][j]);
+          value = exact_add(fmaf(value - norm.centre, norm.factor, norm.rest) * weights[side][j], biases[side][j]);
         } else {
           value = value * norm.factor * weights[side][j];
         }
@@ -240,6 +249,17 @@ struct PlainNorm {
   }
 
  private:
+  Values weights, biases;
+
+  __device__ __forceinline__ void unpack_parameters() {
+    weight.optimization_barrier();
+    weight.unpack_to(weights);
+    if constexpr (kLayer) {
+      bias.optimization_barrier();
+      bias.unpack_to(biases);
+    }
+  }
+
   static __device__ __forceinline__ void load_or_fill(const void* from, float otherwise, const int (&at)[2], Elements& to) {
     if (from != nullptr) {
       to.load(static_cast<const T*>(from), at);
@@ -300,9 +320,9 @@ struct AnyNorm {
   }
 };
 
-template <typename T, int kCount, bool kHalf, KnownNorm kNorm>
+template <typename T, int kCount, bool kHalf, KnownNorm kNorm, bool kUnpacksOnce = false>
 using UnitNorm = std::conditional_t<kNorm == KnownNorm::kAny, AnyNorm<T, kCount, kHalf>,
-                                    PlainNorm<T, kCount, kHalf, kNorm == KnownNorm::kLayer>>;
+                                    PlainNorm<T, kCount, kHalf, kNorm == KnownNorm::kLayer, kUnpacksOnce>>;
 
 // --- rotation ------------------------------------------------------------------------------------------
 

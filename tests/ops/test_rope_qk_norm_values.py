@@ -280,6 +280,19 @@ def test_the_error_is_at_most_that_of_the_chain_of_modules(site: str, provider: 
         assert relative_error(ours.view_as(expected), expected) <= limit
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 256])
+def test_layer_norms_of_heads_far_from_zero_or_with_one_element_far_from_the_others(
+    head_dim: int, provider: str, device: str
+) -> None:
+    for dtype in DTYPES:
+        q, k = packed(TOKENS, 5, head_dim, dtype, device)
+        q, k = q + 100, k * torch.where(torch.arange(head_dim, device=device) == 0, 1000, 1).to(dtype)
+        for x, ours in zip((q, k), qk_norm_rope(q, k, norm="layer", eps=1e-6, provider=provider), strict=True):
+            expected = norm_truth(x, None, None, "layer", 1e-6)
+            limit = 1.05 * relative_error(F.layer_norm(x, (head_dim,), eps=1e-6), expected) + 1e-6
+            assert relative_error(ours, expected) <= limit
+
+
 @hypothesis.settings(max_examples=8 if INTERPRETED else 80)
 @hypothesis.given(data=st.data())
 def test_any_combination_of_options(data: st.DataObject, provider: str, device: str) -> None:
