@@ -169,9 +169,23 @@ def _ops(content: Result) -> Table:
 
 
 #: What a file is, by what is in it.
+def _installations(content: Result) -> Table:
+    """Stock and what one call gives, with each kind of kernels that a machine may have."""
+    lines = _head("model", "kernels", "stock, ms", "ours, ms", "kernels: stock, ms", "ours, ms", "first call, s")
+    for row in content["installations"]:
+        stock, ours = row["stock"], row["fast"]
+        times = [f"{arm['wall_ms']:.{1 if stock['wall_ms'] >= 10 else 2}f}" for arm in (stock, ours)]
+        kernels = [f"{sum(arm['kernel_ms'].values()):.2f}" for arm in (stock, ours)]
+        first = ours["setup_s"] + ours["first_call_s"]
+        graph = " (as a graph)" if ours.get("as_graph") else ""
+        lines.append(_row(row["what"], row["kernels"], times[0], times[1] + graph, *kernels, f"{first:.1f}"))
+    return lines
+
+
 KINDS: dict[Callable[[Result], bool], Callable[[Result], Table]] = {
     lambda content: "models" in content: _steps,
     lambda content: "breadth" in content: _breadth,
+    lambda content: "installations" in content: _installations,
     lambda content: "config" in content: _videos,
     lambda content: "step_ms" in str(content.get("arms", ""))[:200]: _single_steps,
     lambda content: "ops" in content: _ops,
