@@ -20,6 +20,7 @@ from diffkern.injection.report import ONLY_EAGER, Site
 from diffkern.providers import Choice, NoProviderError, hub, requested, select
 from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.verify import gradients
+from diffkern.verify.gain import sharing
 
 if TYPE_CHECKING:
     from diffkern.verify.fusion import Fusion
@@ -285,7 +286,8 @@ class PatchState(CallCounts):
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         self.gains[size] = ""  # while it is timed as it will be called
-        reason = self.fusion.weigh(module, call, patched)
+        with contextlib.nullcontext() if self.verifier is None else sharing(self.verifier.costs):
+            reason = self.fusion.weigh(module, call, patched)
         if reason is None:
             del self.gains[size]
         else:

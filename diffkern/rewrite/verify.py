@@ -34,7 +34,7 @@ from diffkern.rewrite.rotation import FORMS, NORMS, columns_of, has_wide_tables
 from diffkern.rewrite.site import BY_SUM, FusedSite, Way
 from diffkern.rewrite.source import LOCK
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
-from diffkern.verify.gain import Cost, is_too_large, kept_costs, reason_without_gain
+from diffkern.verify.gain import Cost, Shared, is_too_large, kept_costs, reason_without_gain, sharing
 from diffkern.verify.gradients import with_gradients
 from diffkern.verify.isolation import Copy, uncounted
 from diffkern.verify.measures import Measurement, error_beside, relative_error
@@ -71,6 +71,7 @@ class SiteVerifier:
         self.measure = measure
         self._recorder = recorder
         self._in_float64 = in_float64
+        self._costs: Shared = {}
 
     def __call__(self, site: FusedSite, module: nn.Module, leaves: tuple[Any, ...]) -> Way | None:
         """Proves a site for leaves of one signature, and remembers how its op is called for them."""
@@ -106,7 +107,7 @@ class SiteVerifier:
 
         calls = site.fused_calls
         try:
-            with LOCK, torch.no_grad(), preserved(first.device):
+            with LOCK, torch.no_grad(), preserved(first.device), sharing(self._costs):
                 found = kept_costs(
                     (lambda: site.front(module, *copies()), lambda: site.original(twin(), *copies())),
                     first.device,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,14 +77,34 @@ def is_too_large(nbytes: int, device: torch.device) -> bool:
     return nbytes > _LARGEST_TIMED and (device.type != "cuda" or nbytes * _SHARE > torch.cuda.mem_get_info(device)[0])
 
 
+#: Costs by device and key, as :func:`kept_costs` finds them.
+Shared = dict[Hashable, tuple[Cost, ...]]
+_shared: ContextVar[Shared | None] = ContextVar("costs of an injection", default=None)
+
+
+@contextmanager
+def sharing(known: Shared) -> Iterator[None]:
+    """Shares the costs of what is timed inside, so that modules of one kind are timed once where no disk keeps them."""
+    token = _shared.set(known)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
 def kept_costs(computations: Sequence[Callable[[], Any]], device: torch.device, *key: Hashable) -> list[Cost]:
-    """The costs of a computation and of what it replaces: those kept on disk for a key, else timed now and kept."""
+    """The costs of a computation and of what it replaces: those shared, or kept on disk, for a key, else timed now."""
+    shared, kind = _shared.get(), (device, *key)
+    if shared is not None and kind in shared:
+        return list(shared[kind])
     found = costs_of(choices.recall(device, *key) or "")
     if found is None:
         with uncounted():
             found = costs(computations, device)
         text = " ".join(str(value) for cost in found for value in (cost.host, cost.device))
         choices.remember(device, text, *key)
+    if shared is not None:
+        shared[kind] = tuple(found)
     return found
 
 

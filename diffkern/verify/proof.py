@@ -33,6 +33,7 @@ from diffkern.providers.foreign import is_of_user, preserved, summary
 from diffkern.providers.hub import public_name, refusals_raise
 from diffkern.verify import gradients
 from diffkern.verify.contract import FEW_ROWS, RATIO, ROWS, SLACK
+from diffkern.verify.gain import Shared
 from diffkern.verify.isolation import Copy, snapshot
 from diffkern.verify.measures import Measurement, as_one, relative_error
 
@@ -45,11 +46,15 @@ class Verifier:
 
     Args:
         numerics: ``"fast"``, ``"exact"`` or ``"fp8"``.
+
+    Attributes:
+        costs: What calls of proven modules take, which modules of one kind share, too.
     """
 
     def __init__(self, numerics: str) -> None:
         self.exact = numerics == "exact"
         self._ledger: dict[Hashable, Measurement | None] = {}
+        self.costs: Shared = {}
 
     def prove(
         self, module: nn.Module, fusion: Fusion, provider: str | None, device: torch.device, dtype: torch.dtype

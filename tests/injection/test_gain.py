@@ -58,6 +58,20 @@ def test_a_norm_stays_fused_only_where_that_takes_less_time(monkeypatch: pytest.
     assert counts["stock_reasons"] == ({} if gains else {"fused it takes 3.0 us, as it is written 2.0 us: no gain": 6})
 
 
+def test_modules_of_one_kind_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, fused=3.0, stock=2.0)
+    norms, x = nn.Sequential(nn.LayerNorm(32), nn.LayerNorm(32), nn.LayerNorm(32)), torch.randn(4, 32)
+    report = inject_optimized_kernels(norms, config=TIMED)
+    with torch.no_grad():
+        norms(x)
+    assert clock.asked == 1
+    assert all(counts["stock"] == 1 for counts in report.calls().values()) and len(report.calls()) == 3
+    inject_optimized_kernels(other := nn.LayerNorm(32), config=TIMED)
+    with torch.no_grad():
+        other(x)
+    assert clock.asked == 2, "each injection times by itself where nothing is kept on disk"
+
+
 def test_what_a_norm_takes_in_one_layout_says_nothing_of_another(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -126,7 +140,7 @@ def test_sites_share_what_the_guard_of_their_forward_takes_and_decide_in_the_fir
     assert reasons.pop("none of its parts takes less time fused") == 3, "no guard is asked any more"
     assert sum(reasons.values()) == 2 and all("fused it takes 2.5 us" in reason for reason in reasons)
     larger = {name: leaf.repeat(1, 8, 1) if leaf.shape[1] == 40 else leaf for name, leaf in given.items()}
-    clock.question = 1.0
+    clock.fused = 0.25
     with torch.no_grad():
         for _ in range(4):
             module(**larger)

@@ -309,6 +309,17 @@ def test_nothing_is_timed_where_gradients_are_wanted_or_a_provider_was_named(mon
     assert clock.asked == 0 and all(site.fused_calls for site in (*named.sites, *unmeasured.sites))
 
 
+def test_sites_of_modules_that_compute_alike_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Given(monkeypatch, small=False, large=False)
+    rewriter, modules = Rewriter(replayed=False), (block(NAMES, BODY), block(NAMES, BODY))
+    found: Any = [rewriter.rewrite(module) for module in modules]
+    assert found[0] is not found[1], "their forwards are two functions, of one text"
+    with torch.no_grad():
+        for module, one in zip(modules, found, strict=True):
+            one.function(module, **leaves(NAMES))
+    assert clock.asked == 2 and all(site.idle_calls == 1 for one in found for site in one.sites)
+
+
 @pytest.mark.parametrize("gains", [False, True])
 def test_what_was_timed_once_is_not_timed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gains: bool) -> None:
     monkeypatch.setenv(choices.VARIABLE, str(tmp_path))
