@@ -13,6 +13,7 @@ from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
 from diffkern.rewrite.identity_sites import DividedSite, ImageSite, RepeatedSite
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
+from diffkern.rewrite.patches_site import PatchesSite
 from diffkern.rewrite.reference import clone_for_verification
 from diffkern.rewrite.rooms import HalvesSite, StreamSite
 from diffkern.rewrite.rotation import streams_of
@@ -28,7 +29,17 @@ _SIZE = 256
 
 Shape = tuple[int, ...]
 #: Sites that compute what is written, on fewer bytes, or are proven on their first call.
-_UNPROVEN = (DividedSite, HalvesSite, ImageSite, MaskedAttentionSite, OnceSite, RepeatedSite, StreamSite, TextSite)
+_UNPROVEN = (
+    DividedSite,
+    HalvesSite,
+    ImageSite,
+    MaskedAttentionSite,
+    OnceSite,
+    PatchesSite,
+    RepeatedSite,
+    StreamSite,
+    TextSite,
+)
 
 
 def serves_in_graphs(site: FusedSite) -> bool:

@@ -108,6 +108,10 @@ class Facts:
         """Whether the child is a convolution over images or videos, of torch's own class and without hooks."""
         return bool(path) and self._answer("convolution", path, self._is_convolution)  # type: ignore[return-value]
 
+    def is_patches(self, path: Path) -> bool:
+        """Whether the child is such a convolution, and a product of patches that do not overlap."""
+        return bool(path) and self._answer("patches", path, self._is_patches)  # type: ignore[return-value]
+
     def pads(self, path: Path) -> bool:
         """Whether the child is such a convolution, and pads with pixels of the image or the video."""
         return bool(path) and self._answer("pads", path, self._pads)  # type: ignore[return-value]
@@ -180,6 +184,9 @@ class Facts:
     def _is_convolution(self, path: Path) -> bool:
         return False  # a name says nothing of the class
 
+    def _is_patches(self, path: Path) -> bool:
+        return False
+
     def _pads(self, path: Path) -> bool:
         return False
 
@@ -211,6 +218,7 @@ _METHOD = {
     "projection": "is_projection",
     "linear": "is_linear",
     "convolution": "is_convolution",
+    "patches": "is_patches",
     "pads": "pads",
     "length": "length",
     "classes": "classes",
@@ -248,6 +256,9 @@ class ModuleFacts(Facts):
     def _is_convolution(self, path: Path) -> bool:
         child = child_of(self._module, path)
         return child is not None and type(child) in (nn.Conv2d, nn.Conv3d) and untouched(child, type(child))
+
+    def _is_patches(self, path: Path) -> bool:
+        return self._is_convolution(path) and takes_patches(child_of(self._module, path))
 
     def _pads(self, path: Path) -> bool:
         return self._is_convolution(path) and getattr(child_of(self._module, path), "padding_mode", "") != "zeros"
@@ -291,6 +302,12 @@ class ModuleFacts(Facts):
         # A method of the class, such as GEGLU.gelu: the proof says which activation it is.
         method = getattr(type(self._module), path[0], None) if len(path) == 1 else None
         return "any" if callable(method) and _ACTIVATION_NAME.match(path[0]) else None
+
+
+def takes_patches(conv: Any) -> bool:
+    """Whether a convolution sums up patches that lie side by side, all channels in each."""
+    plain = conv.groups == 1 and max(conv.dilation) == 1 and conv.padding in ((0,) * len(conv.kernel_size), "valid")
+    return plain and conv.kernel_size == conv.stride and "_conv_forward" not in conv.__dict__
 
 
 def plain_attribute(module: nn.Module | None, name: str) -> object:

@@ -27,6 +27,7 @@ from diffkern.rewrite.linear_attention import separate_casts
 from diffkern.rewrite.masks import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.options import drop_options
+from diffkern.rewrite.patches import PatchEmbedding
 from diffkern.rewrite.placement import Placement, Placer
 from diffkern.rewrite.purity import is_pure
 from diffkern.rewrite.query_key import (
@@ -248,8 +249,8 @@ class _Planner:
         for node in flow.roots:
             for match in rule.shape.match(scope, node, nothing):
                 reason = _misfit(scope, match)
-                moves = "stream_dim" in match.options or isinstance(rule.shape, (ImageOfTokens, Repeated))
-                moves |= kind == ROTATED_IN_PART
+                moves = "stream_dim" in match.options or kind == ROTATED_IN_PART
+                moves |= isinstance(rule.shape, (ImageOfTokens, PatchEmbedding, Repeated))
                 if reason is None and moves and is_viewed(effects, scope.flow, node):
                     reason = "what reads it takes views that need heads before tokens in memory"
                 once = isinstance(rule.shape, PairMask)

@@ -22,6 +22,8 @@ from diffkern.rewrite.identity_sites import DividedSite, ImageSite, RepeatedSite
 from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.masks import MaskedAttention, PairMask
+from diffkern.rewrite.patches import PatchEmbedding
+from diffkern.rewrite.patches_site import PatchesSite
 from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
 from diffkern.rewrite.rooms import HalvesSite, JoinSite, NormSite, StreamSite, lies_otherwise
@@ -48,6 +50,7 @@ _SITES: Mapping[type, type[FusedSite]] = {
     DividedByOne: DividedSite,
     ImageOfTokens: ImageSite,
     Repeated: RepeatedSite,
+    PatchEmbedding: PatchesSite,
 }
 #: Layers of which nothing but their parameters decides how a site computes: their settings are read at every call.
 _READ_AT_CALLS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.GroupNorm)

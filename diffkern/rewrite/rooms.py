@@ -25,6 +25,7 @@ from diffkern.ops.copying import copy_rows
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.identity_sites import ImageSite, RepeatedSite, SharingSite, WrittenOffGpus
+from diffkern.rewrite.patches_site import PatchesSite
 from diffkern.rewrite.site import FusedSite, Way
 from diffkern.rewrite.streams import TOKENS_FIRST
 
@@ -203,7 +204,7 @@ class HalvesSite(SharingSite, WrittenOffGpus):
 
 def lies_otherwise(site: FusedSite) -> bool:
     """Whether the result of a site is laid out otherwise than in stock, or it is of no use where no other's is."""
-    return isinstance(site, (ImageSite, RepeatedSite, StreamSite)) or (
+    return isinstance(site, (ImageSite, PatchesSite, RepeatedSite, StreamSite)) or (
         isinstance(site, JoinSite) and site.plan.options["stream_dim"] in TOKENS_FIRST
     )
 

@@ -31,6 +31,7 @@ from diffkern.rewrite.match import (
     Sum,
 )
 from diffkern.rewrite.padding import Padded, RepeatedFrames
+from diffkern.rewrite.patches import PatchEmbedding
 from diffkern.rewrite.query_key import (
     JOINED_FIRST,
     JOINED_LAST,
@@ -131,6 +132,7 @@ RULES = (
     Rule("attention, of the keys that count", "qk_norm_rope", MaskedAttention()),
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
     Rule("convolution, norm, SiLU", "group_norm_silu", Activated("norm", _SILU, Norm(_CONVOLVED, over=GROUPS))),
+    Rule("patch embedding", "add_norm_silu_pad", PatchEmbedding()),
     Rule("image of tokens", "add_norm_silu_pad", ImageOfTokens()),
     Rule(
         "convolution, residual",

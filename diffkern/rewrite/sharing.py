@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from diffkern.rewrite.effects import Effects
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match
+from diffkern.rewrite.patches import split_samples
 
 #: Methods of lists and dicts that keep an argument.
 _KEEP = frozenset({"append", "extend", "insert", "update", "setdefault", "add"})
@@ -18,7 +19,10 @@ _OF_ORDER = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous
 def is_viewed(effects: Effects, flow: Flow, root: ast.expr) -> bool:
     """Whether a result, or a view of it, is asked for its order in memory, which is that of the streams."""
     sides = frozenset(root.elts if isinstance(root, ast.Tuple) else [root])
+    splits = {node.func for node in flow.nodes if isinstance(node, ast.Call) and split_samples(node) is not None}
     for node in flow.nodes:
+        if isinstance(node, ast.Attribute) and node in splits:
+            continue
         if isinstance(node, ast.Attribute) and node.attr in _OF_ORDER and sides & effects.storage(node.value):
             base = node.value.func if isinstance(node.value, ast.Call) else None
             if not (isinstance(base, ast.Attribute) and base.attr == "contiguous"):

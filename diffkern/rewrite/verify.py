@@ -375,7 +375,7 @@ def _transposed(draws: list[tuple[Tensor, ...]]) -> list[list[Tensor]]:
 
 def _kept_dim(site: FusedSite) -> int:
     """The dimension that modules say the size of."""
-    return -1 if site.over == LAST_DIM and "convolution" not in site.plan.modules else 1
+    return -1 if site.over == LAST_DIM and not site.plan.modules.keys() & {"convolution", "patches"} else 1
 
 
 def _repeated(table: Tensor) -> Tensor:

@@ -18,17 +18,17 @@ _JOINED, _ROTATED, _NORMED = (
     "query and key norm, two streams", "query and key norm, rotation", "query and key norm"
 )  # fmt: skip
 _STREAMS = ("linear of a stream", "concatenation of streams")
-_HALVES, _DIVIDED = "concatenation of halves", "division by one"
+_HALVES, _DIVIDED, _PATCHES = "concatenation of halves", "division by one", "patch embedding"
 #: Fused calls of one pipeline at two steps, by rule: a model that runs stock does not pass. The only single-stream
 #: block of the tiny Flux is its first, whose streams lie apart.
 FUSED = {
     "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _ROTATED, *_STREAMS},  # noqa: E501
-    "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _NORMED, _ROTATED},  # noqa: E501
-    "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _NORMED, *_STREAMS},  # noqa: E501
+    "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _NORMED, _ROTATED, _PATCHES},  # noqa: E501
+    "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _NORMED, *_STREAMS, _PATCHES},  # noqa: E501
     "qwenimage": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, *_STREAMS},  # noqa: E501
-    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, _HALVES, _DIVIDED, *_STREAMS},  # noqa: E501
-    "sana": {"convolution, SiLU", "convolution, gated linear unit", "gated residual", "linear attention", "linear, GELU", "norm, modulation", "residual, norm, modulation", _DIVIDED},  # noqa: E501
-    "pixart": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _DIVIDED},
+    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, _HALVES, _DIVIDED, *_STREAMS, _PATCHES},  # noqa: E501
+    "sana": {"convolution, SiLU", "convolution, gated linear unit", "gated residual", "linear attention", "linear, GELU", "norm, modulation", "residual, norm, modulation", _DIVIDED, _PATCHES},  # noqa: E501
+    "pixart": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _DIVIDED, _PATCHES},
 }  # fmt: skip
 
 
