@@ -30,7 +30,9 @@ class PatchesSite(FusedSite):
         if torch.compiler.is_compiling() or type(x) is not Tensor or conv is None:
             return self.original(module, x)
         fits = takes_patches(conv) and x.ndim == 2 + len(conv.kernel_size)  # type: ignore[arg-type]
-        if not fits or not has_plain_parameters(conv, x.device, x.dtype):
+        # ``flatten`` gives a single sample another stride than the results of blocks have, and the compiler would make
+        # a graph of its own for it.
+        if not fits or len(x) == 1 or not has_plain_parameters(conv, x.device, x.dtype):
             return self.run_original(module, x)
         return super().__call__(module, x)
 

@@ -23,10 +23,10 @@ _HALVES, _DIVIDED, _PATCHES = "concatenation of halves", "division by one", "pat
 #: block of the tiny Flux is its first, whose streams lie apart.
 FUSED = {
     "flux": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _ROTATED, *_STREAMS},  # noqa: E501
-    "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _NORMED, _ROTATED, _PATCHES},  # noqa: E501
+    "wan": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _NORMED, _ROTATED},  # noqa: E501
     "sd3": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, _NORMED, *_STREAMS, _PATCHES},  # noqa: E501
     "qwenimage": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _JOINED, *_STREAMS},  # noqa: E501
-    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, _HALVES, _DIVIDED, *_STREAMS, _PATCHES},  # noqa: E501
+    "hunyuan_video": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm", "residual, norm, modulation", _JOINED, _HALVES, _DIVIDED, *_STREAMS},  # noqa: E501
     "sana": {"convolution, SiLU", "convolution, gated linear unit", "gated residual", "linear attention", "linear, GELU", "norm, modulation", "residual, norm, modulation", _DIVIDED, _PATCHES},  # noqa: E501
     "pixart": {"gated residual", "linear, GELU", "norm, modulation", "residual, norm, modulation", _DIVIDED, _PATCHES},
 }  # fmt: skip

@@ -103,10 +103,19 @@ def test_pixels_behind_the_last_patch_count_for_nothing() -> None:
     torch.testing.assert_close(run(module, arguments), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_single_sample_keeps_the_strides_of_stock() -> None:
+    stock, module = made(of_hunyuan_video), made(of_hunyuan_video)
+    site = installed(module)
+    arguments = {name: value[:1] for name, value in given(of_hunyuan_video, side=14).items()}
+    one, other = run(module, arguments), run(stock, arguments)
+    assert torch.equal(one, other) and one.stride() == other.stride()
+    assert (site.fused_calls, site.original_calls) == (0, 1)
+
+
 def test_a_proof_on_smaller_images_keeps_the_channels() -> None:
     module = made(lambda: PatchEmbed(16, 16, 2, 200, WIDTH, pos_embed_type=None))
     site = installed(module)
-    run(module, {"latent": torch.randn(1, 200, 160, 160)})
+    run(module, {"latent": torch.randn(2, 200, 160, 160)})
     assert not site.reasons and site.fused_calls == 1
 
 
