@@ -168,7 +168,6 @@ def _ops(content: Result) -> Table:
     return lines
 
 
-#: What a file is, by what is in it.
 def _installations(content: Result) -> Table:
     """Stock and what one call gives, with each kind of kernels that a machine may have."""
     lines = _head("model", "kernels", "stock, ms", "ours, ms", "kernels: stock, ms", "ours, ms", "first call, s")
@@ -182,6 +181,7 @@ def _installations(content: Result) -> Table:
     return lines
 
 
+#: What a file is, by what is in it.
 KINDS: dict[Callable[[Result], bool], Callable[[Result], Table]] = {
     lambda content: "models" in content: _steps,
     lambda content: "breadth" in content: _breadth,

@@ -5,25 +5,13 @@
 //  loop kernel:   any alignment and length; each thread reads back what it wrote.
 #pragma once
 
-#include <algorithm>
-
-#if defined(DIFFKERN_BENCH)
-#include <cstdlib>
-#endif
-
-#include "../common/gpu_activation.h"
-#include "../common/gpu_rows8.h"
-#include "../common/gpu_vector.h"
-#include "activation.h"
+#include "activation_rows8.h"
 
 #if !DIFFKERN_HIP
 namespace diffkern {
 namespace {
 
-constexpr int kGluThreads = 512;
-constexpr int kGluMostThreads = 1024;
-constexpr int kGluPackets = 4;      // of a thread, at most
-constexpr int kGluLongPackets = 6;  // the same in small blocks, which have more registers
+constexpr int kGluLongPackets = 6;  // of a thread in small blocks, which have more registers
 
 template <typename T, Activation kActivation, int kPackets, int kThreads>
 __global__ void __launch_bounds__(kThreads) glu_rows8_packet_kernel(const GluRows8 p) {
@@ -77,8 +65,8 @@ __global__ void __launch_bounds__(kThreads) glu_rows8_packet_kernel(const GluRow
   if (threadIdx.x == 0) p.scales[row] = scale.scale;
 }
 
-__global__ void __launch_bounds__(kGluThreads) glu_rows8_loop_kernel(const GluRows8 p) {
-  __shared__ float peaks[kGluThreads / kWaveSize];
+__global__ void __launch_bounds__(kRows8Threads) glu_rows8_loop_kernel(const GluRows8 p) {
+  __shared__ float peaks[kRows8Threads / kWaveSize];
   const ActivationParams& glu = p.glu;
   const int64_t row = blockIdx.x;
   const auto begin = locate(glu.runs, row);
@@ -94,7 +82,7 @@ __global__ void __launch_bounds__(kGluThreads) glu_rows8_loop_kernel(const GluRo
     store_elements<1>(&value, glu.out, glu.out_dtype, first + at);
     peak = fmaxf(peak, fabsf(rounded_to(glu.out_dtype, value)));
   }
-  const RowScale scale = row_scale(block_max<kGluThreads / kWaveSize>(peak, peaks));
+  const RowScale scale = row_scale(block_max<kRows8Threads / kWaveSize>(peak, peaks));
   for (int64_t at = threadIdx.x; at < glu.size; at += blockDim.x) {
     float value;
     load_elements<1>(glu.out, glu.out_dtype, first + at, &value);
@@ -103,14 +91,10 @@ __global__ void __launch_bounds__(kGluThreads) glu_rows8_loop_kernel(const GluRo
   if (threadIdx.x == 0) p.scales[row] = scale.scale;
 }
 
-inline unsigned glu_threads(int64_t items, int64_t most) {
-  return static_cast<unsigned>(std::min<int64_t>(most, ceil_div(items, kWaveSize) * kWaveSize));
-}
-
 template <typename T, Activation kActivation, int kPackets, int kThreads>
 void launch_glu_of(const GluRows8& p, int64_t packets, GpuStream stream) {
   glu_rows8_packet_kernel<T, kActivation, kPackets, kThreads>
-      <<<static_cast<unsigned>(p.glu.runs.rows), glu_threads(ceil_div(packets, kPackets), kThreads), 0, stream>>>(p);
+      <<<static_cast<unsigned>(p.glu.runs.rows), rows8_threads(ceil_div(packets, kPackets), kThreads), 0, stream>>>(p);
 }
 
 template <typename T, Activation kActivation>
@@ -119,26 +103,26 @@ void launch_glu_packets(const GluRows8& p, GpuStream stream) {
 #if defined(DIFFKERN_BENCH)
   const char* chosen = std::getenv("DIFFKERN_ROWS8_PACKETS");
   const int wanted = chosen != nullptr ? std::atoi(chosen) : 0;
-  if (wanted == 1 && packets <= kGluMostThreads) {
-    return launch_glu_of<T, kActivation, 1, kGluMostThreads>(p, packets, stream);
+  if (wanted == 1 && packets <= kRows8MostThreads) {
+    return launch_glu_of<T, kActivation, 1, kRows8MostThreads>(p, packets, stream);
   }
-  if (wanted == 2 && packets <= kGluMostThreads * 2) {
-    return launch_glu_of<T, kActivation, 2, kGluMostThreads>(p, packets, stream);
+  if (wanted == 2 && packets <= kRows8MostThreads * 2) {
+    return launch_glu_of<T, kActivation, 2, kRows8MostThreads>(p, packets, stream);
   }
-  if (wanted == 4 && packets <= kGluThreads * 4) {
-    return launch_glu_of<T, kActivation, 4, kGluThreads>(p, packets, stream);
+  if (wanted == 4 && packets <= kRows8Threads * 4) {
+    return launch_glu_of<T, kActivation, 4, kRows8Threads>(p, packets, stream);
   }
 #endif
-  if (packets <= kGluThreads) {
-    launch_glu_of<T, kActivation, 1, kGluThreads>(p, packets, stream);
-  } else if (packets <= kGluThreads * 2) {
-    launch_glu_of<T, kActivation, 2, kGluThreads>(p, packets, stream);
-  } else if (packets <= kGluThreads * kGluPackets) {
-    launch_glu_of<T, kActivation, kGluPackets, kGluThreads>(p, packets, stream);
-  } else if (packets <= kGluThreads * kGluLongPackets) {
-    launch_glu_of<T, kActivation, kGluLongPackets, kGluThreads>(p, packets, stream);
+  if (packets <= kRows8Threads) {
+    launch_glu_of<T, kActivation, 1, kRows8Threads>(p, packets, stream);
+  } else if (packets <= kRows8Threads * 2) {
+    launch_glu_of<T, kActivation, 2, kRows8Threads>(p, packets, stream);
+  } else if (packets <= kRows8Threads * kRows8Packets) {
+    launch_glu_of<T, kActivation, kRows8Packets, kRows8Threads>(p, packets, stream);
+  } else if (packets <= kRows8Threads * kGluLongPackets) {
+    launch_glu_of<T, kActivation, kGluLongPackets, kRows8Threads>(p, packets, stream);
   } else {
-    launch_glu_of<T, kActivation, kGluPackets, kGluMostThreads>(p, packets, stream);
+    launch_glu_of<T, kActivation, kRows8Packets, kRows8MostThreads>(p, packets, stream);
   }
 }
 
@@ -161,7 +145,7 @@ inline bool glu_in_packets(const ActivationParams& p) {
   for (int dim = 0; dim < p.runs.dims; ++dim) {
     if (p.runs.strides[kGate][dim] % count != 0 || p.runs.strides[kValue][dim] % count != 0) return false;
   }
-  return p.size / count <= kGluMostThreads * kGluPackets;
+  return p.size / count <= kRows8MostThreads * kRows8Packets;
 }
 
 }  // namespace
@@ -171,8 +155,8 @@ int glu_rows8_gpu(const GluRows8& p, void* stream_pointer) {
   if (glu_in_packets(p.glu)) {
     with_element(p.glu.out_dtype, [&](auto element) { launch_glu_packets<decltype(element)>(p, stream); });
   } else {
-    glu_rows8_loop_kernel<<<static_cast<unsigned>(p.glu.runs.rows), glu_threads(p.glu.size, kGluThreads), 0, stream>>>(
-        p);
+    const unsigned threads = rows8_threads(p.glu.size);
+    glu_rows8_loop_kernel<<<static_cast<unsigned>(p.glu.runs.rows), threads, 0, stream>>>(p);
   }
   return last_launch_error();
 }

@@ -92,7 +92,8 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
 #endif
 }
 
-// The value of the first lane of each group of `lanes`, a power of two of them, in all lanes of the wave, which all must take part.
+// The value of the first lane of each group of `lanes`, a power of two of them, in all lanes of the wave, which all must
+// take part.
 __device__ __forceinline__ float first_of_group(float value, int lanes) {
 #if DIFFKERN_HIP
   return __shfl(value, 0, lanes);

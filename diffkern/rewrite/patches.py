@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from diffkern.rewrite.match import Leaf, Linear, Match, Scope, peel
 
@@ -28,10 +29,8 @@ class PatchEmbedding:
 def _made_tokens(scope: Scope) -> Iterator[ast.expr]:
     """What is made tokens of, where nothing else reads it, or asks for more than its shape."""
     asked = {node.value for node in scope.flow.nodes if isinstance(node, ast.Attribute) and node.attr == "shape"}
-    for node in scope.flow.nodes:
-        flat, match, dim = _before(scope, node, Match(), "transpose", "1, 2"), Match(), 2
-        if flat is None:
-            flat, dim = _before(scope, node, match, "transpose", "2, 3"), 3
+    for node, dim in product(scope.flow.nodes, (2, 3)):
+        flat = _before(scope, node, Match(), "transpose", f"{dim - 1}, {dim}")
         image = None if flat is None else _before(scope, *flat, "flatten", str(dim))
         if image is None:
             continue

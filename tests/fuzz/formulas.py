@@ -132,13 +132,17 @@ def gate_residual_norm_modulate(
     return new, *norm_modulate(new, scale, shift, weight, bias, eps, norm, scale_offset)
 
 
+def in_groups(x: Tensor, add: Tensor | None, num_groups: int, frames: str) -> tuple[Tensor, tuple[int, ...]]:
+    """What a group norm normalises, and along which of its dimensions."""
+    groups = (x if add is None else x + add).unflatten(1, (num_groups, -1))
+    return groups, (2, 4, 5) if frames == "each" else tuple(range(2, groups.ndim))
+
+
 def group_norm_silu(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, add: Tensor | None, eps: float,
     activation: str | None, frames: str, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    x = x if add is None else x + add
-    groups = x.unflatten(1, (num_groups, -1))
-    dims = (2, 4, 5) if frames == "each" else tuple(range(2, groups.ndim))
+    groups, dims = in_groups(x, add, num_groups, frames)
     y = _normalised(groups, "layer", eps, dims).flatten(1, 2)
     return (_activated(_affine(y, _along(x, weight, 1), _along(x, bias, 1)), activation),)
 

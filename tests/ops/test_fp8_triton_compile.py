@@ -32,11 +32,12 @@ def launches(
     mlp = torch.empty(2, 64, 8192, dtype=torch.bfloat16)
     fp8.activation_fp8(mlp, mlp[..., :2048], "gelu_tanh")
     fp8.activation_fp8(torch.empty(64, 40000), None, "identity")
+    fp8.glu_and_fp8(mlp[..., :4096], mlp[..., 4096:], "silu", False)
     return recorded
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=name_of)
 def test_every_launch_compiles(target: Target, launches: list[Launch]) -> None:
-    assert len(launches) == 4
+    assert len(launches) == 5
     for launch in launches:
         assert compiles(launch, target)

@@ -67,15 +67,17 @@ def glu_and_fp8(value: Tensor, gate: Tensor, function: str, round_activation: bo
 def _plan_glu(
     shape: tuple[int, ...], value: tuple[int, ...], gate: tuple[int, ...], *options: str | bool
 ) -> Plan | None:
-    """Plans the launch for rows that lie at equal distances; None for others."""
+    """Plans the launch for rows that lie at equal distances; None for others, and for longer ones than a tile.
+
+    Those would be read twice, both operands of them: two passes read less.
+    """
     dense = torch.empty(shape, device="meta").stride()
     loops = merge_loops(shape[:-1], [dense[:-1], value[:-1], gate[:-1]])
-    if loops is None or loops.nested:
+    tile = choose_tile(shape[-1], rows_are_neighbours=False)
+    if loops is None or loops.nested or tile.cols < shape[-1]:
         return None
     rows, (value_row, *_), (gate_row, *_) = loops.sizes[0], *loops.strides[1:]
-    tile = choose_tile(shape[-1], rows_are_neighbours=False)
-    steps = -(-shape[-1] // tile.cols)
-    rest = rows, shape[-1], value_row, value[-1], gate_row, gate[-1], *options, tile.rows, tile.cols, steps
+    rest = rows, shape[-1], value_row, value[-1], gate_row, gate[-1], *options, tile.rows, tile.cols
     return Plan((-(-rows // tile.rows),), rest, {"num_warps": tile.num_warps})
 
 

@@ -72,45 +72,24 @@ def activation_fp8_kernel(
         tl.store(y_ptr + (row * length)[:, None] + col.to(tl.int64)[None, :], y, mask=mask)
 
 
-@triton.jit
-def _gated(
-    v_ptr, g_ptr, y_ptr, row, col, mask, v_row, v_stride, g_row, g_stride, FUNCTION: tl.constexpr, ROUND: tl.constexpr
+@triton.jit(do_not_specialize=["count"])
+def glu_and_fp8_kernel(
+    v_ptr, g_ptr, y_ptr, rows_ptr, scale_ptr, count, length, v_row, v_stride, g_row, g_stride,
+    FUNCTION: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    col = col.to(tl.int64)[None, :]
+    """Writes ``v * activation(g)`` and that as rows of e4m3 with their scales, all dense; a tile holds whole rows."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, COLS).to(tl.int64)[None, :]
+    inside = row < count
+    mask = inside[:, None] & (col < length)
     gate = tl.load(g_ptr + (row * g_row)[:, None] + col * g_stride, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(v_ptr + (row * v_row)[:, None] + col * v_stride, mask=mask, other=0.0).to(tl.float32)
     y = activate(gate, FUNCTION)
     if ROUND:
         y = y.to(g_ptr.dtype.element_ty).to(tl.float32)
-    return (value * y).to(y_ptr.dtype.element_ty)
-
-
-@triton.jit(do_not_specialize=["count"])
-def glu_and_fp8_kernel(
-    v_ptr, g_ptr, y_ptr, rows_ptr, scale_ptr, count, length, v_row, v_stride, g_row, g_stride,
-    FUNCTION: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Writes ``v * activation(g)``, and that as rows of e4m3 with the scale of each; all are laid out densely."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = row < count
-    peak = tl.zeros((ROWS,), dtype=tl.float32)
-    if STEPS > 1:
-        for step in range(STEPS):
-            col = step * COLS + tl.arange(0, COLS)
-            mask = inside[:, None] & (col < length)[None, :]
-            y = _gated(
-                v_ptr, g_ptr, y_ptr, row, col, mask, v_row, v_stride, g_row, g_stride, FUNCTION, ROUND
-            )  # fmt: skip
-            peak = tl.maximum(peak, tl.max(tl.abs(y.to(tl.float32)), axis=1))
-    for step in range(STEPS):
-        col = step * COLS + tl.arange(0, COLS)
-        mask = inside[:, None] & (col < length)[None, :]
-        y = _gated(v_ptr, g_ptr, y_ptr, row, col, mask, v_row, v_stride, g_row, g_stride, FUNCTION, ROUND)
-        if STEPS == 1:
-            peak = tl.max(tl.abs(y.to(tl.float32)), axis=1)
-        factor, scale = row_scale(peak)
-        if step == 0:
-            tl.store(scale_ptr + row, scale, mask=inside)
-        offsets = (row * length)[:, None] + col.to(tl.int64)[None, :]
-        tl.store(y_ptr + offsets, y, mask=mask)
-        tl.store(rows_ptr + offsets, (y.to(tl.float32) * factor[:, None]).to(rows_ptr.dtype.element_ty), mask=mask)
+    y = (value * y).to(y_ptr.dtype.element_ty)
+    factor, scale = row_scale(tl.max(tl.abs(y.to(tl.float32)), axis=1))
+    tl.store(scale_ptr + row, scale, mask=inside)
+    offsets = (row * length)[:, None] + col
+    tl.store(y_ptr + offsets, y, mask=mask)
+    tl.store(rows_ptr + offsets, (y.to(tl.float32) * factor[:, None]).to(rows_ptr.dtype.element_ty), mask=mask)
