@@ -33,20 +33,32 @@ def _modulated(x: Tensor, scale: Tensor | None, shift: Tensor | None, offset: fl
     return x if shift is None else x + shift
 
 
+#: In place of a GELU: the number whose multiple by ``1 + erf`` or ``1 + tanh`` torch computes.
+MAGNITUDE = "magnitude"
+
+
 def _activated(x: Tensor, function: str | None) -> Tensor:
     if function == "silu":
         return x * torch.sigmoid(x)
     if function == "quick_gelu":
         return x * torch.sigmoid(1.702 * x)
+    if function in ("gelu", "gelu_tanh"):
+        return x * _gelu_factor(x, function)
+    return x.abs() if function == MAGNITUDE else x
+
+
+def _gelu_factor(x: Tensor, function: str) -> Tensor:
+    """``(1 + erf) / 2`` or ``(1 + tanh) / 2``: as torch computes them in float32, and without cancelling in float64."""
+    exact = x.dtype == torch.float64
     if function == "gelu":
-        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
-    if function == "gelu_tanh":
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
-    return x
+        x = x / math.sqrt(2)
+        return 0.5 * (torch.erfc(-x) if exact else 1 + torch.erf(x))
+    x = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return torch.sigmoid(2 * x) if exact else 0.5 * (1 + torch.tanh(x))
 
 
 def _gelu_name(approximate: str) -> str:
-    return "gelu" if approximate == "none" else "gelu_tanh"
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate, approximate)
 
 
 def gelu(x: Tensor, approximate: str) -> tuple[Tensor, ...]:
