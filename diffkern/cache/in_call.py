@@ -85,15 +85,13 @@ def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
     if known is not None and known[1] == state and all(one() is x for one, x in zip(known[0], tensors, strict=True)):
         return known[2]
     result = compute(*given)
-    kept[key] = tuple([weakref.ref(tensor, lambda gone: _forget(kept, key, gone)) for tensor in tensors]), state, result
+
+    def drop(_: weakref.ref[Tensor]) -> None:
+        kept.pop(key, None)  # the references die with their entry: none is left that could drop another one
+
+    kept[key] = tuple([weakref.ref(tensor, drop) for tensor in tensors]), state, result
     return result
 
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _forget(kept: _Kept, key: tuple[Any, ...], gone: weakref.ref[Tensor]) -> None:
-    known = kept.get(key)
-    if known is not None and any(one is gone for one in known[0]):
-        del kept[key]

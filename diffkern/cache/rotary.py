@@ -201,9 +201,8 @@ def _compute(matrices: Tensor, pairing: str) -> Tables:
     if pairing == ANGLES:
         angles = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         return angles.cos(), angles.sin()
-    first, second = (matrices[..., 0, 0], -matrices[..., 0, 1]), (matrices[..., 1, 1], matrices[..., 1, 0])
-    if pairing == _FORMS[1]:
-        cos, sin = (torch.cat(pair, dim=-1) for pair in zip(first, second, strict=True))
-    else:
-        cos, sin = (torch.stack(pair, dim=-1).flatten(-2) for pair in zip(first, second, strict=True))
-    return cos, sin
+    halves = pairing == _FORMS[1]
+    pairs = matrices.diagonal(dim1=-2, dim2=-1), matrices.flatten(-2)[..., 1:3]  # (m00, m11), (m01, m10)
+    cos, sin = [(pair.mT if halves else pair).clone(memory_format=torch.contiguous_format) for pair in pairs]
+    sin.select(-2 if halves else -1, 0).neg_()
+    return cos.flatten(-2), sin.flatten(-2)
