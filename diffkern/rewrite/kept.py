@@ -12,7 +12,7 @@ from diffkern.blocks.pieces import plain_linear
 from diffkern.cache.in_call import once_in_call
 from diffkern.cache.text import drop_layer_of_text, layer_of_text
 from diffkern.rewrite.facts import child_of
-from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.site import AllowedInStrict, FusedSite
 
 
 class OnceSite(FusedSite):
@@ -46,7 +46,8 @@ class TextSite(FusedSite):
         if torch.compiler.is_compiling() or type(states) is not Tensor or layer is None:
             return self.original(module, states)
         if not plain_linear(layer, states.device, states.dtype):
-            return self.run_original(module, states)
+            why = "its layer has a hook or an adapter"
+            return self.run_original(module, states, reason=AllowedInStrict(f"{self}: {why}"))
         result = layer_of_text(module, path[-1], layer, states, lambda: self.original(module, states))
         if result is None:
             return self.original(module, states)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from diffkern.blocks.pieces import has_plain_parameters
 from diffkern.rewrite.facts import child_of, takes_patches
-from diffkern.rewrite.site import FusedSite, Way
+from diffkern.rewrite.site import AllowedInStrict, FusedSite, Way
 
 
 class PatchesSite(FusedSite):
@@ -30,10 +30,13 @@ class PatchesSite(FusedSite):
         if torch.compiler.is_compiling() or type(x) is not Tensor or conv is None:
             return self.original(module, x)
         fits = takes_patches(conv) and x.ndim == 2 + len(conv.kernel_size)  # type: ignore[arg-type]
-        # ``flatten`` gives a single sample another stride than the results of blocks have, and the compiler would make
-        # a graph of its own for it.
-        if not fits or len(x) == 1 or not has_plain_parameters(conv, x.device, x.dtype):
-            return self.run_original(module, x)
+        if not fits or not has_plain_parameters(conv, x.device, x.dtype):
+            why = "its convolution has a hook, an adapter or other settings than when it was read"
+            return self.run_original(module, x, reason=AllowedInStrict(f"{self}: {why}"))
+        if len(x) == 1:
+            # ``flatten`` gives it another stride than the results of blocks have, and the compiler would make a graph
+            # of its own for it.
+            return self.run_original(module, x, reason=AllowedInStrict(f"{self}: a single sample lies as in stock"))
         return super().__call__(module, x)
 
     @override

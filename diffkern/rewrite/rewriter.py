@@ -126,7 +126,7 @@ class Rewriter:
         self._trained, self._replayed = trained or {}, replayed
         self._provider, self._providers = provider, providers or {}
         self._off, self._observer = off, observer
-        self._kinds: dict[Any, Rewritten] = {}
+        self._kinds: dict[Any, Rewritten | str] = {}
 
     def rewrite(self, module: nn.Module, forward: Callable[..., Any] | None = None) -> Rewritten | str:
         """Returns the rewritten forward of a module, or the reason why it has none.
@@ -155,12 +155,13 @@ class Rewriter:
             paths = [path for site in found.sites for path in site.modules.values()]
             kind = (forward, type(module), function, found, *[_kind_of(module, path) for path in paths])
             if kind not in self._kinds:
-                self._kinds[kind] = self._bind(function, module, found)
-                if processor is not None:
-                    self._kinds[kind] = _in_forward(self._kinds[kind], forward, type(processor), function)
+                bound = self._bind(function, module, found)
+                if processor is not None and isinstance(bound, Rewritten):
+                    bound = _in_forward(bound, forward, type(processor), function)
+                self._kinds[kind] = bound
             return self._kinds[kind]
 
-    def _bind(self, forward: Any, module: nn.Module, found: Plan) -> Rewritten:
+    def _bind(self, forward: Any, module: nn.Module, found: Plan) -> Rewritten | str:
         function = inspect.unwrap(forward)
 
         def made(plan: SitePlan) -> FusedSite:
@@ -174,9 +175,12 @@ class Rewriter:
             return kind(plan, function, module, provider, self._trained.get(op), self._for_fp8)
 
         sites = tuple(map(made, found.sites))
+        exact = self._verifier.numerics == "exact"  # is laid out as in stock
+        if exact and all(map(lies_otherwise, sites)):
+            return "numerics='exact' leaves it stock: its results would lie in memory otherwise"
         for site in sites:
             if isinstance(site, MaskedAttentionSite):
-                site.shortens, site.on_kept = self._verifier.numerics != "exact", self._on_kept
+                site.shortens, site.on_kept = not exact, self._on_kept
             site.on_new_signature, site.on_gradients = self._verifier, self._verifier.prove_gradients
             site.observer = self._observer
         values = dict(found.facts.values)
@@ -184,7 +188,7 @@ class Rewriter:
             values.update(settings_of(module))  # a method, which reads them
         guard = Guard(sites, module, found.helpers, function.__globals__, values)
         off = [site for site in sites if site.plan.rule.op in self._off and not site.calls_layer]
-        if self._verifier.numerics == "exact":  # is laid out as in stock
+        if exact:
             off += filter(lies_otherwise, sites)
             for site in sites:
                 if isinstance(site, NormSite):

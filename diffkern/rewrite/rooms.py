@@ -26,7 +26,7 @@ from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.facts import child_of
 from diffkern.rewrite.identity_sites import ImageSite, RepeatedSite, SharingSite, WrittenOffGpus
 from diffkern.rewrite.patches_site import PatchesSite
-from diffkern.rewrite.site import FusedSite, Way
+from diffkern.rewrite.site import AllowedInStrict, FusedSite, Way
 from diffkern.rewrite.streams import TOKENS_FIRST
 
 # Bound once, since every call asks.
@@ -65,7 +65,8 @@ class StreamSite(WrittenOffGpus):
             in_fp8 = takes_rows(layer, x) if fused else None
             usable = in_fp8 is not False if fused else has_plain_parameters(layer, x.device, x.dtype)
             if not usable or transforms_active() or modes_active():
-                return self.run_original(module, x)
+                why = "its layer has a hook or an adapter, or a mode sees its call"
+                return self.run_original(module, x, reason=AllowedInStrict(f"{self}: {why}"))
             if in_fp8:
                 y = _fp8_product(layer, x, room)
             elif not fused:

@@ -19,7 +19,7 @@ from diffkern import ops
 from diffkern.blocks.fp8 import RowwiseFp8, takes_rows, was_asked, weight_of
 from diffkern.ops.linear import concatenate
 from diffkern.rewrite.facts import child_of
-from diffkern.rewrite.site import FusedSite
+from diffkern.rewrite.site import AllowedInStrict, FusedSite
 
 
 class _Unactivated(NamedTuple):
@@ -45,9 +45,11 @@ class SingleStreamSite(FusedSite):
     @override
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         x, reader = self._operands(module, *leaves)["x"], child_of(module, self.plan.read_by)
-        traced = torch.compiler.is_compiling() or torch.is_grad_enabled()
-        if traced or x.ndim != 3 or takes_rows(reader, x) is False:
-            return self.run_original(module, *leaves)
+        if torch.compiler.is_compiling():
+            return self.original(module, *leaves)
+        if torch.is_grad_enabled() or x.ndim != 3 or takes_rows(reader, x) is False:
+            why = "its reader takes no rows of fp8, or gradients are wanted"
+            return self.run_original(module, *leaves, reason=AllowedInStrict(f"{self}: {why}"))
         self.count_fused(module)
         layer: Any = child_of(module, self.plan.modules["linear"])
         return _Unactivated(layer(x))

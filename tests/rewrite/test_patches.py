@@ -50,8 +50,8 @@ def given(make: Any, dtype: torch.dtype = torch.float32, side: int = 16) -> dict
     return {"latent": draw(2, 4, side, 12)} if make is of_sd3 else {"hidden_states": draw(2, 4, 3, side, 12)}
 
 
-def installed(module: nn.Module, numerics: str = "fast", measure: bool = True) -> PatchesSite:
-    found = Rewriter(numerics, verify=measure).rewrite(module)
+def installed(module: nn.Module) -> PatchesSite:
+    found = Rewriter("fast").rewrite(module)
     assert not isinstance(found, str), found
     module.forward = found.function.__get__(module)  # type: ignore[method-assign]
     (site,) = [site for site in found.sites if isinstance(site, PatchesSite)]
@@ -84,14 +84,10 @@ def test_patches_become_tokens_in_one_product(make: Callable[[], nn.Module], dty
     assert CONVOLUTIONS & {*launches(stock, arguments)}
 
 
-@pytest.mark.parametrize("measure", [True, False])
 @pytest.mark.parametrize("make", EMBEDDINGS)
-def test_exact_numerics_keep_the_bits_and_the_layout_of_stock(make: Callable[[], nn.Module], measure: bool) -> None:
-    stock, module = made(make, torch.bfloat16), made(make, torch.bfloat16)
-    site, arguments = installed(module, "exact", measure), given(make, torch.bfloat16)
-    y, expected = run(module, arguments), run(stock, arguments)
-    assert torch.equal(y, expected) and y.stride() == expected.stride()
-    assert (site.fused_calls, site.original_calls) == (0, 1)
+def test_exact_numerics_leave_an_embedding_alone_that_has_nothing_else(make: Callable[[], nn.Module]) -> None:
+    left = Rewriter("exact").rewrite(made(make))
+    assert isinstance(left, str) and "would lie in memory otherwise" in left
 
 
 def test_pixels_behind_the_last_patch_count_for_nothing() -> None:
@@ -103,13 +99,15 @@ def test_pixels_behind_the_last_patch_count_for_nothing() -> None:
     torch.testing.assert_close(run(module, arguments), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_single_sample_keeps_the_strides_of_stock() -> None:
+def test_a_single_sample_keeps_the_strides_of_stock_and_says_so() -> None:
     stock, module = made(of_hunyuan_video), made(of_hunyuan_video)
-    site = installed(module)
+    site, reasons = installed(module), []
+    site.observer = lambda _, reason: reasons.append(reason)
     arguments = {name: value[:1] for name, value in given(of_hunyuan_video, side=14).items()}
     one, other = run(module, arguments), run(stock, arguments)
     assert torch.equal(one, other) and one.stride() == other.stride()
     assert (site.fused_calls, site.original_calls) == (0, 1)
+    assert reasons == [f"{site}: a single sample lies as in stock"]
 
 
 def test_a_proof_on_smaller_images_keeps_the_channels() -> None:

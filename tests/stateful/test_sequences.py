@@ -21,6 +21,13 @@ def state(request: pytest.FixtureRequest) -> Iterator[ModelMachine]:
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("state", SUBJECTS, indirect=True)
+def test_the_first_calls_count_every_patched_module(state: ModelMachine, numerics: str) -> None:
+    state.inject(numerics=numerics)
+    state.steps(count=2)
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
 @pytest.mark.parametrize("part", ["rows", "all"])
 @pytest.mark.parametrize("state", ["ltx"], indirect=True)
 def test_weights_of_the_text_written_through_data(state: ModelMachine, numerics: str, part: str) -> None:
