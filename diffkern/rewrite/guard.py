@@ -41,6 +41,8 @@ class Guard:
         helpers: Functions whose bodies are part of the rewritten source, by name; see :mod:`diffkern.rewrite.inline`.
         namespace: The globals of the function.
         values: Attributes by which branches were decided.
+        for_backward: Whether a backward may follow. Not where bits must stay and two sites have a part in common, as
+            two modulations of one norm: both compute it, and their gradients are added behind it and not before.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Guard:
         helpers: Mapping[str, Callable[..., Any]],
         namespace: Mapping[str, Any],
         values: Mapping[str, object],
+        for_backward: bool = True,
     ) -> None:
-        self.sites = sites
+        self.sites, self._for_backward = sites, for_backward
         #: What runs where no site may.
         self.stock: Callable[..., Any] = type(module).forward
         #: Learns of each call that runs stock as a whole, if there is one.
@@ -161,6 +164,8 @@ class Guard:
         reason = unfit_surroundings()
         if reason is not None:
             return reason
+        if torch.is_grad_enabled() and not self._for_backward:
+            return "a backward would add in another order than stock's"
         if torch._C._is_any_autocast_enabled():
             return "autocast is on, and the stock forward follows its rules"
         for name, value in self._values:
@@ -196,11 +201,12 @@ class Guard:
 
         It calls no function that it need not: between two layers of a model, each one costs the host a microsecond.
         """
-        values: dict[str, Any] = {"guard": self, "entries": self.entries, "traced": _is_traced, "F": F}
+        values: dict[str, Any] = {"guard": self, "entries": self.entries, "traced": _is_traced, "torch": torch, "F": F}
         values |= {"autocast": torch._C._is_any_autocast_enabled, "Method": MethodType}
         values |= {"equivalent": EQUIVALENT_FORWARDS, "functions": self._other_functions}
         values |= {"inside": self._changed_inside}
         tests = ["traced() or given or autocast()"]
+        tests += [] if self._for_backward else ["torch.is_grad_enabled()"]
         tests.append(" or ".join([f"F.{name} is not {name}" for name in OF_TORCH]))
         values |= OF_TORCH
         values |= {f"watched{i}": hooks for i, hooks in enumerate(GLOBAL_HOOKS)}

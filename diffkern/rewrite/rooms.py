@@ -166,8 +166,10 @@ class JoinSite(FusedSite):
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""
-        asked = not (torch.compiler.is_compiling() or torch.is_grad_enabled() or transforms_active() or modes_active())
-        if asked and _made:
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:  # what is written in place has no backward
+            return self.run_original(module, *leaves, reason=AllowedInStrict(f"{self}: gradients are wanted"))
+        if _made and not (compiling or transforms_active() or modes_active()):
             streams = list(self.operands(module, leaves).values())
             whole = _join(streams, self.plan.options["stream_dim"])  # type: ignore[arg-type]
             if whole is not None:

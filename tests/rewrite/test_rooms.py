@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from diffkern.rewrite import rooms
-from diffkern.rewrite.rooms import StreamSite
+from diffkern.rewrite.rooms import JoinSite, StreamSite
 from tests.rewrite.test_heads import arguments, attention, rewritten, run
 from tests.rewrite.test_processors import arguments as arguments_of_flux
 from tests.rewrite.test_processors import attention as attention_of_flux
@@ -282,6 +282,17 @@ def test_gradients_and_compiled_calls_take_the_layer_as_it_is_written() -> None:
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     with torch.no_grad():
         assert_close(list(compiled(**given)), results(stock, given))
+
+
+def test_before_a_backward_streams_are_concatenated_as_they_are_written_and_that_is_said() -> None:
+    module, given = joint_attention("sd3")
+    (site,) = [site for site in rewritten(module).sites if isinstance(site, JoinSite)]
+    reasons: list[str] = []
+    site.observer = lambda _, reason: reasons.append(reason)
+    results(module, given)
+    fused = site.fused_calls
+    sum(y.square().sum() for y in module(**given)).backward()
+    assert site.fused_calls == fused > 0 and reasons[-1] == f"{site}: gradients are wanted"
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -22,9 +23,12 @@ def state(request: pytest.FixtureRequest) -> Iterator[ModelMachine]:
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
 @pytest.mark.parametrize("state", SUBJECTS, indirect=True)
-def test_the_first_calls_count_every_patched_module(state: ModelMachine, numerics: str) -> None:
+def test_the_first_calls_and_gradients_of_every_model(state: ModelMachine, numerics: str) -> None:
     state.inject(numerics=numerics)
     state.steps(count=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.train(checkpointing=False, weights=False)
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])
