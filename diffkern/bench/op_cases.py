@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +31,26 @@ class OpCase:
         op: Name of the op.
         label: Shape and variant, for tables.
         bytes: Fewest bytes that the op must move.
-        fused: Our call, given a provider.
         chain: The same as plain torch ops; a function of ``inputs``, so that it can be compiled.
         inputs: Arguments of ``chain``.
+        options: Keyword arguments of the op.
+        arguments: Positional ones, where they are not ``inputs``.
         rivals: Other calls that compute the same, by name.
     """
 
     op: str
     label: str
     bytes: int
-    fused: Callable[[str], object]
     chain: Callable[..., object]
     inputs: tuple[Tensor, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: tuple[Any, ...] | None = None
     rivals: Mapping[str, Call] = field(default_factory=dict)
+
+    def fused(self, provider: str) -> object:
+        """Our call."""
+        arguments = self.inputs if self.arguments is None else self.arguments
+        return getattr(ops, self.op)(*arguments, **self.options, provider=provider)
 
 
 def cases(device: torch.device) -> Iterator[Callable[[], OpCase]]:
@@ -89,11 +98,11 @@ def cases(device: torch.device) -> Iterator[Callable[[], OpCase]]:
 
 
 def _size(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _name(shape: tuple[int, ...], *notes: str) -> str:
-    return " ".join(("x".join(map(str, shape)), *notes))
+    return " ".join(("x".join(map(str, shape)), *filter(None, notes)))
 
 
 def _rms_norm(draw: Randn, shape: tuple[int, ...]) -> OpCase:
@@ -104,69 +113,46 @@ def _rms_norm(draw: Randn, shape: tuple[int, ...]) -> OpCase:
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.float()).to(x.dtype)
 
     rivals: dict[str, Call] = {"native": lambda: F.rms_norm(x, x.shape[-1:], weight, 1e-6)}
-    liger = _liger("rms_norm", "LigerRMSNormFunction")
-    if liger is not None:
-        rivals["Liger"] = lambda: liger.apply(x, weight, 1e-6, 0.0, "llama", False)
-    fused = lambda provider: ops.rms_norm(x, weight, eps=1e-6, provider=provider)
-    return OpCase("rms_norm", _name(shape), 2 * _size(x), fused, chain, (x, weight), rivals)
+    rivals |= _liger("rms_norm", "LigerRMSNormFunction", x, weight, 1e-6, 0.0, "llama", False)
+    return OpCase("rms_norm", _name(shape), 2 * _size(x), chain, (x, weight), {"eps": 1e-6}, rivals=rivals)
 
 
 def _layer_norm(draw: Randn, shape: tuple[int, ...]) -> OpCase:
-    x, weight, bias = draw(*shape), draw(shape[-1]), draw(shape[-1])
-
-    def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
-
-    rivals: dict[str, Call] = {}
-    liger = _liger("layer_norm", "LigerLayerNormFunction")
-    if liger is not None:
-        rivals["Liger"] = lambda: liger.apply(x, weight, bias, 1e-6)
-    fused = lambda provider: ops.layer_norm(x, weight, bias, 1e-6, provider=provider)
-    return OpCase("layer_norm", _name(shape), 2 * _size(x), fused, chain, (x, weight, bias), rivals)
+    x, *parameters = draw(*shape), draw(shape[-1]), draw(shape[-1])
+    chain = lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+    rivals = _liger("layer_norm", "LigerLayerNormFunction", x, *parameters, 1e-6)
+    options = {"eps": 1e-6}
+    return OpCase("layer_norm", _name(shape), 2 * _size(x), chain, (x, *parameters), options, rivals=rivals)
 
 
-def _modulation(draw: Randn, shape: tuple[int, ...], per_token: bool, count: int) -> tuple[Tensor, ...]:
-    """Views of one tensor of six modulations per sample or token, as an AdaLN block makes them."""
+def _modulation(draw: Randn, shape: tuple[int, ...], per_token: bool, count: int) -> tuple[str, tuple[Tensor, ...]]:
+    """The label of a case, and views of one tensor of six modulations per sample or token, as an AdaLN block makes."""
     batch, tokens, size = shape
-    return draw(batch, tokens if per_token else 1, 6, size).unbind(2)[:count]
+    views = draw(batch, tokens if per_token else 1, 6, size).unbind(2)[:count]
+    return _name(shape, "per token" if per_token else "per sample"), views
 
 
 def _norm_modulate(draw: Randn, shape: tuple[int, ...], per_token: bool) -> OpCase:
-    x = draw(*shape)
-    scale, shift = _modulation(draw, shape, per_token, 2)
-
-    def chain(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, 1e-6) * (1 + scale) + shift
-
-    fused = lambda provider: ops.norm_modulate(x, scale, shift, provider=provider)
-    label = _name(shape, "per token" if per_token else "per sample")
-    return OpCase("norm_modulate", label, 2 * _size(x) + _size(scale, shift), fused, chain, (x, scale, shift))
+    x, (label, modulation) = draw(*shape), _modulation(draw, shape, per_token, 2)
+    chain = lambda x, scale, shift: F.rms_norm(x, x.shape[-1:], None, 1e-6) * (1 + scale) + shift
+    return OpCase("norm_modulate", label, 2 * _size(x) + _size(*modulation), chain, (x, *modulation))
 
 
 def _gate_residual(draw: Randn, shape: tuple[int, ...], per_token: bool) -> OpCase:
-    residual, x = draw(*shape), draw(*shape)
-    (gate,) = _modulation(draw, shape, per_token, 1)
-
-    def chain(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-        return residual + x * gate
-
-    fused = lambda provider: ops.gate_residual(residual, x, gate, provider=provider)
-    label = _name(shape, "per token" if per_token else "per sample")
-    return OpCase("gate_residual", label, 3 * _size(x) + _size(gate), fused, chain, (residual, x, gate))
+    residual, x, (label, gate) = draw(*shape), draw(*shape), _modulation(draw, shape, per_token, 1)
+    chain = lambda residual, x, gate: residual + x * gate
+    return OpCase("gate_residual", label, 3 * _size(x) + _size(*gate), chain, (residual, x, *gate))
 
 
 def _gate_residual_norm_modulate(draw: Randn, shape: tuple[int, ...], per_token: bool) -> OpCase:
-    residual, x = draw(*shape), draw(*shape)
-    gate, scale, shift = _modulation(draw, shape, per_token, 3)
+    residual, x, (label, modulation) = draw(*shape), draw(*shape), _modulation(draw, shape, per_token, 3)
 
     def chain(residual: Tensor, x: Tensor, gate: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         residual = residual + x * gate
         return residual, F.rms_norm(residual, x.shape[-1:], None, 1e-6) * (1 + scale) + shift
 
-    fused = lambda provider: ops.gate_residual_norm_modulate(residual, x, gate, scale, shift, provider=provider)
-    label = _name(shape, "per token" if per_token else "per sample")
-    size = 4 * _size(x) + _size(gate, scale, shift)
-    return OpCase("gate_residual_norm_modulate", label, size, fused, chain, (residual, x, gate, scale, shift))
+    size = 4 * _size(x) + _size(*modulation)
+    return OpCase("gate_residual_norm_modulate", label, size, chain, (residual, x, *modulation))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -181,28 +167,23 @@ def _qk_norm_rope_ltx(draw: Randn, batch: int, grid: tuple[int, int, int], heads
     q, k, _ = draw(batch, tokens, 3 * size).chunk(3, -1)
     weights = draw(size), draw(size)
     angles = [draw(length, size // 6, dtype=torch.float32) for length in grid]
-    cos_axes, sin_axes = [angle.cos() for angle in angles], [angle.sin() for angle in angles]
-    options = {"grid": grid, "order": "alternating", "front_pad": (size % 6) // 2}
-    full = ops.expand_axes(cos_axes, sin_axes, **options)  # type: ignore[arg-type]
-    cos, sin = (table.repeat_interleave(2, -1) for table in full)
+    axes = [angle.cos() for angle in angles], [angle.sin() for angle in angles]
+    layout: dict[str, Any] = {"grid": grid, "order": "alternating", "front_pad": (size % 6) // 2}
+    tables = [table.repeat_interleave(2, -1) for table in ops.expand_axes(*axes, **layout)]
 
     def chain(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
         normed = (F.rms_norm(q, q.shape[-1:], q_weight, 1e-5), F.rms_norm(k, k.shape[-1:], k_weight, 1e-5))
         return _rotate(normed[0], cos, sin), _rotate(normed[1], cos, sin)
 
-    fused = lambda provider: ops.qk_norm_rope(
-        q,
-        k,
-        *weights,
-        cos_axes,
-        sin_axes,
-        1e-5,
-        across_heads=heads,
-        provider=provider,
-        **options,  # type: ignore[arg-type]
-    )
-    label = _name((batch, tokens, size), "LTX, packed, tables per axis")
-    return OpCase("qk_norm_rope", label, 4 * _size(q), fused, chain, (q, k, *weights, cos, sin))
+    label, inputs = _name((batch, tokens, size), "LTX, packed, tables per axis"), (q, k, *weights, *tables)
+    options = {"eps": 1e-5, "across_heads": heads, **layout}
+    return OpCase("qk_norm_rope", label, 4 * _size(q), chain, inputs, options, (q, k, *weights, *axes))
+
+
+def _shared_tables(draw: Randn, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of random angles, which all heads share."""
+    angle = draw(tokens, head_dim // 2, dtype=torch.float32).repeat_interleave(2, -1)
+    return angle.cos()[:, None], angle.sin()[:, None]
 
 
 def _qk_norm_rope_heads(draw: Randn, batch: int, tokens: int, heads: int, head_dim: int, across: bool) -> OpCase:
@@ -210,8 +191,7 @@ def _qk_norm_rope_heads(draw: Randn, batch: int, tokens: int, heads: int, head_d
     q, k = (draw(batch, tokens, heads * head_dim) for _ in range(2))
     norm_size = heads * head_dim if across else head_dim
     weights = draw(norm_size), draw(norm_size)
-    angle = draw(tokens, head_dim // 2, dtype=torch.float32).repeat_interleave(2, -1)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    tables = _shared_tables(draw, tokens, head_dim)
     if not across:
         q, k = q.unflatten(-1, (heads, head_dim)), k.unflatten(-1, (heads, head_dim))
 
@@ -222,34 +202,27 @@ def _qk_norm_rope_heads(draw: Randn, batch: int, tokens: int, heads: int, head_d
             results.append(_rotate(normed.unflatten(-1, (heads, head_dim)) if across else normed, cos, sin))
         return tuple(results)
 
-    fused = lambda provider: ops.qk_norm_rope(
-        q, k, *weights, cos, sin, across_heads=heads if across else None, provider=provider
-    )
     label = _name((batch, tokens, heads, head_dim), "Wan, across heads" if across else "Flux, per head")
-    size = 4 * _size(q) + _size(cos, sin)
-    return OpCase("qk_norm_rope", label, size, fused, chain, (q, k, *weights, cos, sin))
+    options = {"across_heads": heads if across else None}
+    size = 4 * _size(q) + _size(*tables)
+    return OpCase("qk_norm_rope", label, size, chain, (q, k, *weights, *tables), options)
 
 
 def _joint_qk_norm_rope(draw: Randn, batch: int, tokens: tuple[int, int], heads: int, head_dim: int) -> OpCase:
     """Flux: text and image have norms of their own, and attend to each other in one sequence."""
-    queries, keys = ([draw(batch, count, heads, head_dim) for count in tokens] for _ in "qk")
+    queries, keys = (tuple(draw(batch, count, heads, head_dim) for count in tokens) for _ in "qk")
     weights = [draw(head_dim) for _ in range(4)]
-    angle = draw(sum(tokens), head_dim // 2, dtype=torch.float32).repeat_interleave(2, -1)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+    tables = _shared_tables(draw, sum(tokens), head_dim)
 
     def chain(*given: Tensor) -> tuple[Tensor, ...]:
         streams, weights, tables = given[:4], given[4:8], given[8:]
         normed = [F.rms_norm(x, x.shape[-1:], weight, 1e-6) for x, weight in zip(streams, weights, strict=True)]
         return tuple([_rotate(torch.cat(pair, 1), *tables) for pair in (normed[:2], normed[2:])])
 
-    parts = [table.split(tokens) for table in (cos, sin)]
-    fused = lambda provider: ops.joint_qk_norm_rope(
-        (queries[0], queries[1]), (keys[0], keys[1]), (weights[0], weights[1]), (weights[2], weights[3]),
-        parts[0], parts[1], provider=provider,
-    )  # fmt: skip
-    size = 2 * _size(*queries, *keys) + _size(cos, sin)
+    arguments = (queries, keys, tuple(weights[:2]), tuple(weights[2:]), *(table.split(tokens) for table in tables))
+    inputs, size = (*queries, *keys, *weights, *tables), 2 * _size(*queries, *keys) + _size(*tables)
     label = _name((batch, sum(tokens), heads, head_dim), f"joint, {tokens[0]} of text")
-    return OpCase("joint_qk_norm_rope", label, size, fused, chain, (*queries, *keys, *weights, cos, sin))
+    return OpCase("joint_qk_norm_rope", label, size, chain, inputs, arguments=arguments)
 
 
 def _glu(draw: Randn, shape: tuple[int, ...], name: str) -> OpCase:
@@ -260,60 +233,45 @@ def _glu(draw: Randn, shape: tuple[int, ...], name: str) -> OpCase:
         value, gate = x.chunk(2, -1)
         return value * function(gate)
 
-    fused = lambda provider: getattr(ops, name)(x, provider=provider)
-    return OpCase(name, _name(shape), _size(x) * 3 // 2, fused, chain, (x,))
+    return OpCase(name, _name(shape), _size(x) * 3 // 2, chain, (x,))
 
 
 def _gelu(draw: Randn, shape: tuple[int, ...]) -> OpCase:
-    x = draw(*shape)
-
-    def chain(x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
-
-    fused = lambda provider: ops.gelu(x, "tanh", provider=provider)
-    return OpCase("gelu", _name(shape, "tanh"), 2 * _size(x), fused, chain, (x,))
+    x, options = draw(*shape), {"approximate": "tanh"}
+    return OpCase("gelu", _name(shape, "tanh"), 2 * _size(x), partial(F.gelu, approximate="tanh"), (x,), options)
 
 
-def _memory_format(x: Tensor, channels_last: bool) -> Tensor:
-    if not channels_last:
-        return x
-    return x.to(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
+def _images(draw: Randn, shape: tuple[int, ...], channels_last: bool) -> tuple[str, Tensor]:
+    """What to call a case of this shape, and its input."""
+    kind = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x = draw(*shape).contiguous(memory_format=kind if channels_last else torch.contiguous_format)
+    return _name(shape, "channels last" if channels_last else ""), x
 
 
 def _group_norm_silu(draw: Randn, shape: tuple[int, ...], channels_last: bool) -> OpCase:
-    x, weight, bias = _memory_format(draw(*shape), channels_last), draw(shape[1]), draw(shape[1])
-
-    def chain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.silu(F.group_norm(x, 32, weight, bias, 1e-6))
-
-    fused = lambda provider: ops.group_norm_silu(
-        x, 32, weight, bias, 1e-6, memory_format=torch.preserve_format, provider=provider
-    )
-    label = _name(shape, *(("channels last",) if channels_last else ()))
-    return OpCase("group_norm_silu", label, 2 * _size(x), fused, chain, (x, weight, bias))
+    (label, x), weight, bias = _images(draw, shape, channels_last), draw(shape[1]), draw(shape[1])
+    chain = lambda x, weight, bias: F.silu(F.group_norm(x, 32, weight, bias, 1e-6))
+    options = {"memory_format": torch.preserve_format}
+    size, arguments = 2 * _size(x), (x, 32, weight, bias, 1e-6)
+    return OpCase("group_norm_silu", label, size, chain, (x, weight, bias), options, arguments)
 
 
 def _channel_rms_norm_silu(draw: Randn, shape: tuple[int, ...], channels_last: bool) -> OpCase:
-    x, weight = _memory_format(draw(*shape), channels_last), draw(shape[1])
+    (label, x), weight = _images(draw, shape, channels_last), draw(shape[1])
     gamma = weight.view(-1, *(1,) * (len(shape) - 2))
-
-    def chain(x: Tensor, gamma: Tensor) -> Tensor:
-        return F.silu(F.normalize(x.float(), dim=1).to(x.dtype) * x.shape[1] ** 0.5 * gamma)
-
-    fused = lambda provider: ops.channel_rms_norm_silu(x, weight, eps=1e-12, eps_mode="clamp", provider=provider)
-    label = _name(shape, *(("channels last",) if channels_last else ()))
-    return OpCase("channel_rms_norm_silu", label, 2 * _size(x), fused, chain, (x, gamma))
+    chain = lambda x, gamma: F.silu(F.normalize(x.float(), dim=1).to(x.dtype) * x.shape[1] ** 0.5 * gamma)
+    options = {"eps": 1e-12, "eps_mode": "clamp"}
+    return OpCase("channel_rms_norm_silu", label, 2 * _size(x), chain, (x, gamma), options, (x, weight))
 
 
 def _channel_glu(draw: Randn, shape: tuple[int, ...]) -> OpCase:
-    x, bias = _memory_format(draw(*shape), True), draw(shape[1])
+    (label, x), bias = _images(draw, shape, True), draw(shape[1])
 
     def chain(x: Tensor, bias: Tensor) -> Tensor:
         value, gate = (x + bias.view(-1, 1, 1)).chunk(2, 1)
         return value * F.silu(gate)
 
-    fused = lambda provider: ops.channel_glu(x, bias, provider=provider)
-    return OpCase("channel_glu", _name(shape, "channels last"), _size(x) * 3 // 2, fused, chain, (x, bias))
+    return OpCase("channel_glu", label, _size(x) * 3 // 2, chain, (x, bias))
 
 
 def _linear_attention(draw: Randn, shape: tuple[int, ...]) -> OpCase:
@@ -325,14 +283,13 @@ def _linear_attention(draw: Randn, shape: tuple[int, ...]) -> OpCase:
         y = torch.matmul(torch.matmul(F.pad(value, (0, 0, 0, 1), value=1.0), key), query)
         return (y[:, :, :-1] / (y[:, :, -1:] + 1e-15)).permute(0, 3, 1, 2).to(v.dtype)
 
-    fused = lambda provider: ops.linear_attention(q, k, v, provider=provider)
-    return OpCase("linear_attention", _name(shape), 4 * _size(q), fused, chain, (q, k, v))
+    return OpCase("linear_attention", _name(shape), 4 * _size(q), chain, (q, k, v))
 
 
-def _liger(module: str, name: str) -> type[torch.autograd.Function] | None:
+def _liger(module: str, name: str, *arguments: Any) -> dict[str, Call]:
+    """Liger's function of this name on these arguments, if it is installed."""
     try:
-        from importlib import import_module
-
-        return getattr(import_module(f"liger_kernel.ops.{module}"), name)  # type: ignore[no-any-return]
+        function = getattr(import_module(f"liger_kernel.ops.{module}"), name)
     except ImportError:
-        return None
+        return {}
+    return {"Liger": partial(function.apply, *arguments)}
