@@ -84,12 +84,17 @@ def _image_ids(randn: Randn, side: int, axes: int) -> Tensor:
     return ids
 
 
-def step_of(*shape: int, time: float = 500.0, first: str = "hidden_states", **more: tuple[int, ...] | Made) -> Made:
+def step_of(
+    shape: tuple[int, ...], time: float = 500.0, first: str = "hidden_states", **more: tuple[int, ...] | Made | int
+) -> Made:
     """Makes a random tensor of this shape, one time step for each of its batch, and more: of a shape, or as it is."""
 
+    def made(value: tuple[int, ...] | Made | int, randn: Randn) -> Any:
+        return randn(*value) if isinstance(value, tuple) else value(randn) if callable(value) else value
+
     def inputs(randn: Randn) -> Mapping[str, Any]:
-        made = {name: randn(*value) if isinstance(value, tuple) else value(randn) for name, value in more.items()}
-        return {first: randn(*shape), "timestep": torch.full_like(randn(shape[0]), time), **made}
+        others = {name: made(value, randn) for name, value in more.items()}
+        return {first: randn(*shape), "timestep": torch.full_like(randn(shape[0]), time), **others}
 
     return inputs
 
@@ -97,7 +102,7 @@ def step_of(*shape: int, time: float = 500.0, first: str = "hidden_states", **mo
 def flux(channels: int, text: tuple[int, int], axes: int = 3, **more: Any) -> Made:
     """Packed latents of 1024x1024 as Flux and its relatives take them, and a text of so many tokens of this width."""
     ids: Mapping[str, Any] = {"img_ids": lambda randn: _image_ids(randn, 64, axes), "txt_ids": full(0, text[0], axes)}
-    return step_of(1, 4096, channels, time=0.5, encoder_hidden_states=(1, *text), **ids, **more)
+    return step_of((1, 4096, channels), time=0.5, encoder_hidden_states=(1, *text), **ids, **more)
 
 
 def full(value: float, *shape: int, dtype: torch.dtype | None = None) -> Made:
@@ -119,9 +124,8 @@ def rotary(randn: Randn, tokens: int, dim: int, neighbours: bool) -> tuple[Tenso
 
 def _ltx(frames: int) -> Made:
     return step_of(
-        2, frames * 16 * 24, 128, encoder_hidden_states=(2, 128, 4096), encoder_attention_mask=full(1, 2, 128),
-        num_frames=lambda randn: frames, height=lambda randn: 16, width=lambda randn: 24,
-        rope_interpolation_scale=lambda randn: (0.32, 32.0, 32.0),
+        (2, frames * 16 * 24, 128), encoder_hidden_states=(2, 128, 4096), encoder_attention_mask=full(1, 2, 128),
+        rope_interpolation_scale=lambda randn: (0.32, 32.0, 32.0), num_frames=frames, height=16, width=24,
     )  # fmt: skip
 
 
@@ -129,7 +133,7 @@ def _unet(side: int, width: int, **added: tuple[int, ...]) -> Made:
     """Latents of this side and a text of this width, with and without the prompt."""
     more: Mapping[str, Any] = {"added_cond_kwargs": lambda randn: {n: randn(*shape) for n, shape in added.items()}}
     text = (2, 77, width)
-    return step_of(2, 4, side, side, first="sample", encoder_hidden_states=text, **(more if added else {}))
+    return step_of((2, 4, side, side), first="sample", encoder_hidden_states=text, **(more if added else {}))
 
 
 def _sdxl(side: int) -> Made:
@@ -149,7 +153,7 @@ _SDXL = {
     "addition_time_embed_dim": 256,
     "projection_class_embeddings_input_dim": 2816,
 }
-_WAN = step_of(1, 16, 21, 60, 104, encoder_hidden_states=(1, 512, 4096))
+_WAN = step_of((1, 16, 21, 60, 104), encoder_hidden_states=(1, 512, 4096))
 
 #: How a model of the Hub reaches a command, as its messages say.
 NO_DOWNLOAD = "Nothing is downloaded: for a model of the Hub, run `hf download` and pass the folder"
@@ -172,9 +176,7 @@ DENOISERS: Mapping[str, Denoiser] = {
         "QwenImageTransformer2DModel",
         "Qwen-Image, 1024x1024",
         step_of(
-            1,
-            4096,
-            64,
+            (1, 4096, 64),
             time=0.5,
             encoder_hidden_states=(1, 128, 3584),
             encoder_hidden_states_mask=mask(1, 128),
@@ -185,7 +187,7 @@ DENOISERS: Mapping[str, Denoiser] = {
     "sd3": Denoiser(
         "SD3Transformer2DModel",
         "Stable Diffusion 3 medium, 1024x1024, CFG",
-        step_of(2, 16, 128, 128, encoder_hidden_states=(2, 333, 4096), pooled_projections=(2, 2048)),
+        step_of((2, 16, 128, 128), encoder_hidden_states=(2, 333, 4096), pooled_projections=(2, 2048)),
         {
             "sample_size": 128,
             "num_layers": 24,
@@ -197,7 +199,7 @@ DENOISERS: Mapping[str, Denoiser] = {
     "sana": Denoiser(
         "SanaTransformer2DModel",
         "Sana 1.6B, 1024x1024, CFG",
-        step_of(2, 32, 32, 32, encoder_hidden_states=(2, 300, 2304), encoder_attention_mask=full(1, 2, 300)),
+        step_of((2, 32, 32, 32), encoder_hidden_states=(2, 300, 2304), encoder_attention_mask=full(1, 2, 300)),
     ),
     "z_image": Denoiser(
         "ZImageTransformer2DModel",
@@ -212,7 +214,7 @@ DENOISERS: Mapping[str, Denoiser] = {
     "lumina2": Denoiser(
         "Lumina2Transformer2DModel",
         "Lumina 2, 1024x1024, CFG",
-        step_of(2, 16, 128, 128, time=0.5, encoder_hidden_states=(2, 256, 2304), encoder_attention_mask=mask(2, 256)),
+        step_of((2, 16, 128, 128), time=0.5, encoder_hidden_states=(2, 256, 2304), encoder_attention_mask=mask(2, 256)),
         {"cap_feat_dim": 2304},
         layers={"num_layers": 10},
     ),
@@ -227,11 +229,7 @@ DENOISERS: Mapping[str, Denoiser] = {
         "HunyuanVideoTransformer3DModel",
         "HunyuanVideo, 544x960, 33 frames",
         step_of(
-            1,
-            16,
-            9,
-            68,
-            120,
+            (1, 16, 9, 68, 120),
             encoder_hidden_states=(1, 256, 4096),
             encoder_attention_mask=mask(1, 256),
             pooled_projections=(1, 768),
@@ -243,11 +241,7 @@ DENOISERS: Mapping[str, Denoiser] = {
         "CogVideoXTransformer3DModel",
         "CogVideoX-5B, 480x720, 49 frames, CFG",
         step_of(
-            2,
-            13,
-            16,
-            60,
-            90,
+            (2, 13, 16, 60, 90),
             encoder_hidden_states=(2, 226, 4096),
             image_rotary_emb=lambda randn: rotary(randn, 17550, 64, neighbours=True),
         ),
