@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import metadata
+from importlib.util import find_spec
 
-from diffkern import __version__
-from diffkern.comfyui.availability import pipelines_unavailable_reason
+from diffkern.bench.environment import version_of
 from diffkern.doctor import examine
 
 
@@ -17,8 +16,8 @@ def report() -> str:
 
 def _lines() -> Iterator[str]:
     checkup = examine()
-    versions = {"ComfyUI": _comfyui_version(), **checkup.versions, "comfy-kitchen": _version("comfy-kitchen")}
-    versions["diffkern"] = __version__  # also of a checkout that is not installed
+    kitchen = version_of("comfy-kitchen") or "not installed"
+    versions = {"ComfyUI": _comfyui_version(), **checkup.versions, "comfy-kitchen": kitchen}
     yield ", ".join(f"{name} {version}" for name, version in versions.items())
     yield from checkup.settings
     yield "\nKernels:"
@@ -53,8 +52,9 @@ def _comfyui_version() -> str:
     return str(__version__)
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def pipelines_unavailable_reason() -> str | None:
+    """Says why there are no nodes for diffusers pipelines, or None if there are."""
+    missing = [name for name in ("diffusers", "transformers", "accelerate") if find_spec(name) is None]
+    if not missing:
+        return None
+    return f"{', '.join(missing)} not installed in ComfyUI's Python: pip install {' '.join(missing)} there"

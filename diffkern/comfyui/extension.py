@@ -8,7 +8,7 @@ from comfy_api.latest import ComfyExtension, io
 from typing_extensions import override
 
 from diffkern import __version__
-from diffkern.comfyui.availability import pipelines_unavailable_reason
+from diffkern.comfyui.doctor import pipelines_unavailable_reason
 
 _log = logging.getLogger("diffkern")
 

@@ -7,10 +7,9 @@ from typing import Any
 from comfy_api.latest import io
 from typing_extensions import override
 
-from diffkern.comfyui.benchmark import benchmark
+from diffkern.comfyui.compare import benchmark, verify
 from diffkern.comfyui.node_parts import CATEGORY, RunsEveryTime, seed_input, with_text
 from diffkern.comfyui.optimize import not_optimized
-from diffkern.comfyui.verify import verify
 
 _SEED = "Of the noise, the same for both models."
 

@@ -1,4 +1,8 @@
-"""The norms of ComfyUI: they compute what torch's norms do, from weights that ComfyUI casts at every call."""
+"""The norms of ComfyUI: they compute what torch's norms do, from weights that ComfyUI casts at every call.
+
+In low-VRAM mode a LoRA is a function of the weight that is called when the weight is used, and the weight itself may
+be on another device, in another dtype, or not loaded yet. A plain read of ``module.weight`` sees none of that.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffkern.blocks.pieces import plain, untouched
-from diffkern.comfyui.cast import weight_and_bias
 from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.providers.dispatch_modes import constant_in_graphs
 from diffkern.rewrite.facts import GROUP_NORM, NORM_SOURCES
@@ -89,6 +92,22 @@ def norm_semantics(module: nn.Module) -> NormSemantics | None:
         return None  # torch's own reads its weights as they are, here as in any other library
     kind = norm_kind(module)
     return None if kind is None else _SEMANTICS[kind]
+
+
+def weight_and_bias(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Returns what a norm, of ``comfy.ops`` or of torch, computes with for an input ``x``: weight and bias, or None.
+
+    What ComfyUI casts is copied, since it may use the memory again for the next layer; a norm has few weights.
+    """
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    # Torch's own layers have none of these attributes.
+    casts = any(getattr(module, name, ()) for name in ("comfy_cast_weights", "weight_function", "bias_function"))
+    if (weight is None and bias is None) or not casts:
+        return weight, bias
+    import comfy.ops
+
+    with comfy.ops.CastBiasWeightContext(module, x, offloadable=True) as (weight, bias):
+        return None if weight is None else weight.clone(), None if bias is None else bias.clone()
 
 
 def readable(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffkern.comfyui.verification_clone import shell
+from diffkern.comfyui.norms import norm_kind
 from diffkern.injection.counts import CallCounts
 from diffkern.providers import NoProviderError, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
@@ -28,6 +28,11 @@ from diffkern.verify.measures import Measurement
 MODULATION, QK_NORM_ROPE = "modulation", "qk_norm_rope"
 #: What can be switched on and off.
 FAMILIES = (MODULATION, QK_NORM_ROPE)
+
+#: Where torch keeps the hooks of a module.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: How attributes of a module begin that say how ComfyUI has loaded it, and not what it computes.
+_STATE = ("_v", "_prefetch", "comfy_", "prev_comfy_", "weight_", "bias_")
 
 #: Ops by the family that switches them.
 _FAMILIES = {op: QK_NORM_ROPE if op in ("qk_norm_rope", "rope") else MODULATION for op in {rule.op for rule in RULES}}
@@ -252,3 +257,35 @@ def _bare(module: nn.Module, site: FusedSite, device: torch.device, dtype: torch
         if child is not None:
             parent._modules[path[-1]] = shell(child, device, dtype)
     return copy
+
+
+def shell(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Returns a copy of a small module, such as a norm, with random parameters of ``dtype`` on ``device``.
+
+    Those of the module may be quantised, offloaded, or not loaded yet. The copy has its classes and attributes, no
+    hooks, and nothing that ComfyUI put on it.
+    """
+    copy = type(module).__new__(type(module))
+    # Low-VRAM streaming and object patches keep their state in attributes, which a new module has not.
+    kept = {key: value for key, value in module.__dict__.items() if not key.startswith(_STATE) and key != "forward"}
+    copy.__dict__ |= kept | {hooks: OrderedDict() for hooks in _HOOKS} | {"training": False}
+    generator = torch.Generator("cpu").manual_seed(len(module._parameters))
+    around = 1.0 if norm_kind(copy) is not None else 0.0
+    copy.__dict__["_parameters"] = {
+        name: None if parameter is None else _random(parameter, around, generator, device, dtype)
+        for name, parameter in module._parameters.items()
+    }
+    copy.__dict__["_buffers"] = {
+        name: None if buffer is None else buffer.to(device) for name, buffer in module._buffers.items()
+    }
+    copy.__dict__["_modules"] = {
+        name: None if child is None else shell(child, device, dtype) for name, child in module._modules.items()
+    }
+    return copy
+
+
+def _random(
+    parameter: Any, around: float, generator: torch.Generator, device: torch.device, dtype: torch.dtype
+) -> nn.Parameter:
+    values = torch.randn(tuple(parameter.shape), generator=generator, device="cpu") * 0.2 + around
+    return nn.Parameter(values.to(device=device, dtype=dtype), requires_grad=False)

@@ -391,8 +391,7 @@ def test_a_dtype_that_changes_after_the_node_is_proven_at_the_first_call(files: 
 
 
 def test_verify_and_benchmark(files: dict[str, Path]) -> None:
-    from diffkern.comfyui.benchmark import benchmark
-    from diffkern.comfyui.verify import verify
+    from diffkern.comfyui.compare import benchmark, verify
 
     model, latent = native.load(files["wan"]), {"samples": torch.zeros(native.LATENTS["wan"])}
     optimized, _ = optimize(model)

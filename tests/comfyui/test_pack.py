@@ -125,10 +125,10 @@ def test_no_code_is_made_of_text_and_nothing_is_installed(path: Path) -> None:
 
 
 def test_without_diffusers_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffkern.comfyui import availability
+    from diffkern.comfyui import doctor
 
-    found = availability.find_spec
-    monkeypatch.setattr(availability, "find_spec", lambda name: None if name == "diffusers" else found(name))
+    found = doctor.find_spec
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "diffusers" else found(name))
 
-    reason = availability.pipelines_unavailable_reason()
+    reason = doctor.pipelines_unavailable_reason()
     assert reason is not None and "diffusers not installed" in reason and "pip install" in reason
