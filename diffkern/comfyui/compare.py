@@ -112,8 +112,8 @@ def verify(model: Any, positive: Any, latent: Mapping[str, Any], *, steps: int, 
 
 
 def _calls(model: Any) -> tuple[int, int, int]:
-    patches, service = patches_of(model).values(), kitchen_backend.service_of(model)
-    fused, stock = sum(patch.fused_calls for patch in patches), sum(patch.stock_calls.total() for patch in patches)
+    counts, service = [patch.counts for patch in patches_of(model).values()], kitchen_backend.service_of(model)
+    fused, stock = sum(one.fused_calls for one in counts), sum(one.stock_calls.total() for one in counts)
     return fused, stock, 0 if service is None else service.counts.fused_calls
 
 

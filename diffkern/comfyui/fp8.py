@@ -166,9 +166,7 @@ class Fp8Linear(Patch):
         passed = fused <= RATIO * before + FP8_ALLOWANCE + SLACK
         self.kind.failed = "" if passed else f"its error in fp8 is {fused:.1e}, that of stock {before:.1e}"
         provider = select("activation_fp8", device, (dtype,), self._provider).provider
-        name = str(dtype).removeprefix("torch.")
-        proof = Measurement(str(device), name, provider, fused, before, False, passed, self.kind.failed)
-        self.kind.measurements.append(proof)
+        self.kind.measurements.append(Measurement.of(x, provider, fused, before, False, self.kind.failed))
 
 
 def _product(rows: Any, stored: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -35,7 +35,6 @@ class RunsEveryTime(io.ComfyNode):
     @classmethod
     @override
     def fingerprint_inputs(cls, **kwargs: Any) -> float:
-        """Returns what is different every time."""
         return time.time()
 
 

@@ -29,7 +29,6 @@ class VerifyModel(io.ComfyNode):
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:
-        """Returns inputs and outputs."""
         return io.Schema(
             node_id="DiffkernVerify",
             display_name="Verify (diffkern)",
@@ -67,7 +66,6 @@ class VerifyModel(io.ComfyNode):
     def execute(
         cls, model: Any, positive: Any, latent_image: Any, steps: int, seed: int, tolerance: float, on_failure: str
     ) -> io.NodeOutput:
-        """Runs the node."""
         if reason := not_optimized(model):  # as where the user compares by bypassing the node, which must go on
             return with_text(f"nothing to verify: {reason}", True)
         verdict = verify(model, positive, latent_image, steps=steps, seed=seed, tolerance=tolerance)
@@ -82,7 +80,6 @@ class BenchmarkModel(RunsEveryTime):
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:
-        """Returns inputs and outputs."""
         return io.Schema(
             node_id="DiffkernBenchmark",
             display_name="Benchmark (diffkern)",
@@ -105,7 +102,6 @@ class BenchmarkModel(RunsEveryTime):
     @classmethod
     @override
     def execute(cls, model: Any, positive: Any, latent_image: Any, steps: int, runs: int, seed: int) -> io.NodeOutput:
-        """Runs the node."""
         if reason := not_optimized(model):
             return with_text(f"nothing to time: {reason}", 1.0)
         comparison = benchmark(model, positive, latent_image, steps=steps, runs=runs, seed=seed)

@@ -33,7 +33,6 @@ class OptimizeModel(io.ComfyNode):
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:
-        """Returns inputs and outputs."""
         return io.Schema(
             node_id="DiffkernOptimizeModel",
             display_name="Optimize Model (diffkern)",
@@ -87,7 +86,6 @@ class OptimizeModel(io.ComfyNode):
         vae: Any = None,
         **families: bool,
     ) -> io.NodeOutput:
-        """Runs the node."""
         if mode == OFF:
             return _output(model, "off: the model is handed on as it is", vae)
         options: Any = {
@@ -110,7 +108,6 @@ class ReportRun(io.ComfyNode):
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:
-        """Returns inputs and outputs."""
         return io.Schema(
             node_id="DiffkernReport",
             display_name="Report (diffkern)",
@@ -129,7 +126,6 @@ class ReportRun(io.ComfyNode):
     @classmethod
     @override
     def execute(cls, model: Any, latent: Any) -> io.NodeOutput:
-        """Runs the node."""
         reports = [_as_text(report) for report in reports_of(model)]
         return with_text("\n\n".join(reports) or "this model is not optimized by diffkern", latent)
 
@@ -140,7 +136,6 @@ class Doctor(RunsEveryTime):
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:
-        """Returns inputs and outputs."""
         return io.Schema(
             node_id="DiffkernDoctor",
             display_name="Doctor (diffkern)",
@@ -156,7 +151,6 @@ class Doctor(RunsEveryTime):
     @classmethod
     @override
     def execute(cls, **kwargs: Any) -> io.NodeOutput:
-        """Runs the node."""
         from diffkern.comfyui.doctor import report
 
         return with_text(report())

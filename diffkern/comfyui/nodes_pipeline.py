@@ -36,7 +36,6 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:
-        """Returns inputs and outputs."""
         return io.Schema(
             node_id="DiffkernLoadPipeline",
             display_name="Load Diffusers Pipeline (diffkern)",
@@ -68,7 +67,6 @@ class LoadPipeline(io.ComfyNode):
     @classmethod
     @override
     def execute(cls, pipeline: str, dtype: str, offload: str) -> io.NodeOutput:
-        """Runs the node."""
         path = _available().get(pipeline)
         if path is None:
             raise ValueError(f"no pipeline {pipeline!r} in models/diffusers: a folder there with a model_index.json")
@@ -83,7 +81,6 @@ class OptimizePipeline(io.ComfyNode):
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:
-        """Returns inputs and outputs."""
         return io.Schema(
             node_id="DiffkernOptimizePipeline",
             display_name="Optimize Diffusers Pipeline (diffkern)",
@@ -102,7 +99,6 @@ class OptimizePipeline(io.ComfyNode):
     @classmethod
     @override
     def execute(cls, pipeline: pipelines.Pipeline, mode: str, backend: str, on_unsupported: str) -> io.NodeOutput:
-        """Runs the node."""
         if mode == OFF:
             return with_text("off: the pipeline is handed on as it is", pipeline)
         wanted = pipeline.optimized(
@@ -119,7 +115,6 @@ class GenerateVideo(io.ComfyNode):
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:
-        """Returns inputs and outputs."""
         return io.Schema(
             node_id="DiffkernGenerateVideo",
             display_name="Generate Video with Pipeline (diffkern)",
@@ -145,7 +140,6 @@ class GenerateVideo(io.ComfyNode):
     @classmethod
     @override
     def execute(cls, pipeline: pipelines.Pipeline, steps: int, **video: Any) -> io.NodeOutput:
-        """Runs the node."""
         bar = comfy.utils.ProgressBar(steps)
 
         def progress(done: int, total: int) -> None:

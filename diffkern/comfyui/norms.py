@@ -20,19 +20,11 @@ from diffkern.rewrite.facts import GROUP_NORM, NORM_SOURCES
 from diffkern.verify.samples import bare, random_input
 
 _TORCH = "torch.nn.modules.normalization"
-_OPS = {"rms_norm": "rms", "layer_norm": "layer"}
-
-
-def _kind(class_name: str) -> str:
-    semantics = TABLE[f"{_TORCH}.{class_name}"]
-    assert isinstance(semantics, NormSemantics)
-    return _OPS[semantics.op]
-
-
-#: Exact class -> the norm that it computes, as the table of torch's classes says.
+_KINDS = {"LayerNorm": "layer", "RMSNorm": "rms"}
+#: Exact class -> the norm that it computes.
 NORMS = {
-    f"{home}.{class_name}": _kind(class_name)
-    for class_name in ("LayerNorm", "RMSNorm")
+    f"{home}.{name}": kind
+    for name, kind in _KINDS.items()
     for home in (_TORCH, "comfy.ops.disable_weight_init", "comfy.ops.manual_cast")
 }
 
@@ -112,27 +104,29 @@ def weight_and_bias(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | Non
 
 def readable(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
     """Returns weight and bias of a norm as kernels can read them beside ``x``; None if they cannot."""
-    parameters = weight_and_bias(module, x)
-    in_float64 = x.dtype is torch.float64  # a reference, which the eager provider computes
-    return parameters if in_float64 or all(p is None or plain(p, x.device) for p in parameters) else None
+    return _if_plain(weight_and_bias(module, x), x)
 
 
 def _gamma_and_bias(module: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
     """Weight and bias of a norm over channels as it casts them; None where kernels cannot read them."""
     found = [getattr(module, name, None) for name in ("gamma", "bias")]
     weight, bias = [None if p is None else p.to(device=x.device, dtype=x.dtype) for p in found]
-    in_float64 = x.dtype is torch.float64
-    return (weight, bias) if in_float64 or all(p is None or plain(p, x.device) for p in (weight, bias)) else None
+    return _if_plain((weight, bias), x)
 
 
-_SEMANTICS = {
-    _OPS[entry.op]: replace(entry, reader=readable)
-    for name in ("LayerNorm", "RMSNorm")
-    for entry in (TABLE[f"{_TORCH}.{name}"],)
-    if isinstance(entry, NormSemantics)
-}
-_WAN = TABLE["diffusers.models.autoencoders.autoencoder_kl_wan.WanRMS_norm"]
-assert isinstance(_WAN, NormSemantics)
-_OF_CHANNELS = replace(_WAN, argument="x", dim=1, reader=_gamma_and_bias)
+def _if_plain(parameters: tuple[Tensor | None, Tensor | None], x: Tensor) -> tuple[Tensor | None, Tensor | None] | None:
+    in_float64 = x.dtype is torch.float64  # a reference, which the eager provider computes
+    return parameters if in_float64 or all(p is None or plain(p, x.device) for p in parameters) else None
+
+
+def _of_table(class_name: str, **changes: Any) -> NormSemantics:
+    semantics = TABLE[class_name]
+    assert isinstance(semantics, NormSemantics)
+    return replace(semantics, **changes)
+
+
+_SEMANTICS = {kind: _of_table(f"{_TORCH}.{name}", reader=readable) for name, kind in _KINDS.items()}
+_WAN = "diffusers.models.autoencoders.autoencoder_kl_wan.WanRMS_norm"
+_OF_CHANNELS = _of_table(_WAN, argument="x", dim=1, reader=_gamma_and_bias)
 _OF_GROUPS = replace(GROUP_NORM, reader=readable)
 NORM_SOURCES.append(norm_semantics)

@@ -15,7 +15,6 @@ from torch import nn
 from typing_extensions import override
 
 from diffkern.comfyui import fp8, kitchen_backend, patcher
-from diffkern.comfyui.fp8 import Fp8Linear
 from diffkern.comfyui.patcher import conflict, own_modules, patches_of
 from diffkern.comfyui.rewrites import FAMILIES, ComfyRewriter, Patch
 from diffkern.injection import InjectionError, InjectionReport
@@ -77,7 +76,7 @@ def optimize(
         report.notes.append("every family is switched off")
     dtype, device = inference_dtype(model), torch.device(model.load_device)
     modules = own_modules(model, DENOISER, model.model.diffusion_model)
-    patches = _plan(model, modules, numerics == "exact", chosen, provider, blocks, report, dtype, device)
+    patches = _plan(model, modules, chosen, provider, blocks, report, dtype, device)
     service = None
     if dtype in KERNEL_DTYPES:
         if strict:
@@ -87,7 +86,9 @@ def optimize(
             kitchen = "off"
         service = kitchen_backend.prepare(kitchen, device, dtype, rest, provider, report)
     if numerics == "fp8":
-        patches.update(_plan_fp8(model, provider, blocks, report, dtype, device))
+        denoiser = model.model.diffusion_model
+        chosen_modules = (one for one in own_modules(model, DENOISER, denoiser) if selects(blocks, one[0]))
+        patches |= fp8.plan(denoiser, chosen_modules, provider, report, dtype, device, partial(conflict, model))
         if strict and report.caveat:
             raise InjectionError(report.caveat)
     clone = model.clone()
@@ -111,15 +112,7 @@ def optimize_vae(
 ) -> tuple[Any, InjectionReport]:
     """Returns a copy of a VAE, with the same weights, that decodes and encodes on fused kernels, and what was done.
 
-    Args:
-        vae: A VAE, as nodes hand them on. It stays as it is.
-        numerics: As for :func:`optimize`.
-        families: As there.
-        provider: As there.
-        strict: As there.
-
-    Raises:
-        As :func:`optimize`.
+    The VAE itself, as nodes hand it on, stays as it is. Options and errors are those of :func:`optimize`.
     """
     chosen = _checked(numerics, families)
     numerics = "exact" if numerics == "exact" else "fast"  # fp8 is for what runs in every step
@@ -130,7 +123,7 @@ def optimize_vae(
     report.advises = False
     modules = (one for name, child in model.model.named_children() for one in own_modules(model, name, child))
     device = torch.device(model.load_device)
-    patches = _plan(model, modules, numerics == "exact", chosen, provider, "", report, vae.vae_dtype, device)
+    patches = _plan(model, modules, chosen, provider, "", report, vae.vae_dtype, device)
     if strict:
         _refuse(report)
     optimized = copy(vae)
@@ -218,7 +211,6 @@ def _checked(numerics: str, families: Iterable[str]) -> frozenset[str]:
 def _plan(
     model: Any,
     modules: Iterator[tuple[str, nn.Module]],
-    exact: bool,
     families: frozenset[str],
     provider: str | None,
     blocks: str,
@@ -229,6 +221,7 @@ def _plan(
     if dtype not in KERNEL_DTYPES:
         report.notes.append(f"the model computes in {dtype}; float32, float16 and bfloat16 are served")
         return {}
+    exact = report.numerics == "exact"
     rewriter = ComfyRewriter("exact" if exact else "fast", provider, families)
     patches: dict[str, Patch] = {}
     earlier = patches_of(model).items()  # of a node in front of this one
@@ -263,14 +256,6 @@ def _plan(
     if not known:
         report.notes.append(f"{report.target} has no module that diffkern knows, and no rule finds anything in one")
     return patches
-
-
-def _plan_fp8(
-    model: Any, provider: str | None, blocks: str, report: InjectionReport, dtype: torch.dtype, device: torch.device
-) -> dict[str, Fp8Linear]:
-    denoiser = model.model.diffusion_model
-    modules = (one for one in own_modules(model, DENOISER, denoiser) if selects(blocks, one[0]))
-    return fp8.plan(denoiser, modules, provider, report, dtype, device, partial(conflict, model))
 
 
 def _refuse(report: InjectionReport) -> None:

@@ -127,9 +127,9 @@ def _tell(model: Any) -> None:
     """Called by ComfyUI after sampling: one line that says what ran so far, and the memory of copies is free again."""
     _forget(model)
     patches = patches_of(model).values()
-    fused, reasons = sum(patch.fused_calls for patch in patches), Counter[str]()
+    fused, reasons = sum(patch.counts.fused_calls for patch in patches), Counter[str]()
     for patch in patches:
-        reasons.update(patch.stock_calls)
+        reasons.update(patch.counts.stock_calls)
     stock = f", {reasons.total()} stock: {reasons.most_common(1)[0][0]}" if reasons else ""
     compiled = "" if fused or reasons else ", not counting those in compiled graphs"
     _log.info("diffkern: %d modules patched, %d calls fused so far%s%s", len(patches), fused, stock, compiled)

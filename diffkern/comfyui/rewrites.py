@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -70,16 +70,6 @@ class Patch:
 
     def drop(self) -> None:
         """Forgets what was made of weights: nothing, since they are read at every call."""
-
-    @property
-    def fused_calls(self) -> int:
-        """Calls of sites that ran fused."""
-        return self.counts.fused_calls
-
-    @property
-    def stock_calls(self) -> Counter[str]:
-        """Calls that ran stock, by reason."""
-        return self.counts.stock_calls
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:

@@ -73,7 +73,9 @@ def test_linear_layers_run_in_fp8_and_the_report_says_what_that_means(model: dou
     assert 1e-3 < loss(run(optimized), expected) < LOSS
     assert torch.equal(run(model), expected)
     patches = layers_of(optimized)
-    assert len(patches) == 3 and all(patch.fused_calls == 1 and not patch.stock_calls for patch in patches)
+    assert len(patches) == 3 and all(
+        patch.counts.fused_calls == 1 and not patch.counts.stock_calls for patch in patches
+    )
     sites = [site for site in report.patched if site.op == "linear_fp8"]
     assert [site.path for site in sites] == [f"diffusion_model.blocks.{i}.linear" for i in range(3)]
     assert all(0.01 < site.measurements[0].fused < 0.05 for site in sites)
@@ -157,7 +159,7 @@ def test_what_cannot_be_in_fp8_runs_stock(
     module = patch.module.float() if x.dtype is torch.float32 else patch.module
     expected = nn.Linear.forward(module, x)  # type: ignore[arg-type]
     assert torch.equal(patch.forward(x), expected)
-    assert patch.fused_calls == 0 and [reason in said for said in patch.stock_calls] == [True]
+    assert patch.counts.fused_calls == 0 and [reason in said for said in patch.counts.stock_calls] == [True]
 
 
 def test_training_runs_the_layer_as_it_is(model: double.ModelPatcher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +169,7 @@ def test_training_runs_the_layer_as_it_is(model: double.ModelPatcher, monkeypatc
     monkeypatch.setitem(sys.modules, management.__name__, management)
     x = torch.randn(1, 4, 32, dtype=torch.bfloat16)
     assert torch.equal(patch.forward(x), nn.Linear.forward(patch.module, x))  # type: ignore[arg-type]
-    assert list(patch.stock_calls) == ["ComfyUI is training"]
+    assert list(patch.counts.stock_calls) == ["ComfyUI is training"]
 
 
 def test_a_class_that_changes_is_called_as_it_is_now(
@@ -176,7 +178,7 @@ def test_a_class_that_changes_is_called_as_it_is_now(
     patch = layers_of(eager(model)[0])[0]
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x + 1)
     x = torch.ones(1, 4, 32, dtype=torch.bfloat16)
-    assert torch.equal(patch.forward(x), x + 1) and "another forward" in next(iter(patch.stock_calls))
+    assert torch.equal(patch.forward(x), x + 1) and "another forward" in next(iter(patch.counts.stock_calls))
 
 
 def test_graphs_of_compile_hold_the_product_as_it_is_written(model: double.ModelPatcher) -> None:
@@ -184,7 +186,7 @@ def test_graphs_of_compile_hold_the_product_as_it_is_written(model: double.Model
     x = torch.randn(1, 4, 32, dtype=torch.bfloat16)
     compiled = torch.compile(patch.forward, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), nn.Linear.forward(patch.module, x))  # type: ignore[arg-type]
-    assert patch.fused_calls == 0 and not patch.stock_calls
+    assert patch.counts.fused_calls == 0 and not patch.counts.stock_calls
 
 
 def test_a_layer_without_memory_for_a_copy_runs_stock(
@@ -198,7 +200,7 @@ def test_a_layer_without_memory_for_a_copy_runs_stock(
     monkeypatch.setattr(fp8, "_weight_and_bias", full)
     x = torch.randn(1, 4, 32, dtype=torch.bfloat16)
     assert torch.equal(patch.forward(x), nn.Linear.forward(patch.module, x))  # type: ignore[arg-type]
-    assert list(patch.stock_calls) == ["there is no memory for a copy of its weight"] and patch._copy is None
+    assert list(patch.counts.stock_calls) == ["there is no memory for a copy of its weight"] and patch._copy is None
 
 
 def test_layers_whose_error_is_too_large_stay_stock(model: double.ModelPatcher) -> None:
@@ -211,7 +213,7 @@ def test_layers_whose_error_is_too_large_stay_stock(model: double.ModelPatcher) 
     assert all(site.measurements[0].fused > 0 for site in report.patched if site.op == "linear_fp8")
     patch = next(iter(layers_of(optimized)))
     patch.kind.failed = "its error in fp8 is large"
-    assert run(optimized).isfinite().all() and "its error in fp8 is large" in patch.stock_calls
+    assert run(optimized).isfinite().all() and "its error in fp8 is large" in patch.counts.stock_calls
 
 
 def test_without_such_a_gpu_the_rest_is_as_fast(model: double.ModelPatcher) -> None:
@@ -272,7 +274,7 @@ def test_a_gpu_multiplies_copies_and_bytes_that_are_stored(dtype: torch.dtype) -
     exact = x.double() @ layer.weight.double().t() + layer.bias.double()
     y = patch.forward(x)
     assert y.dtype is dtype and y.shape == (2, 100, 2048) and loss(y, exact) < 0.05
-    assert patch.fused_calls == 1 and patch._copy is None
+    assert patch.counts.fused_calls == 1 and patch._copy is None
 
 
 # --- in ComfyUI ----------------------------------------------------------------------------------------
@@ -317,7 +319,7 @@ def test_native_models_sample_in_fp8(files: dict[str, Path], kind: str, storage:
     found = native.sample(optimized, kind)
 
     assert loss(found, expected) < LOSS and not torch.equal(found, expected)
-    assert patches and all(patch.fused_calls == 2 and not patch.stock_calls for patch in patches)
+    assert patches and all(patch.counts.fused_calls == 2 and not patch.counts.stock_calls for patch in patches)
     assert all(patch._copy is None for patch in patches)
     assert bool(copies) == (storage == "dense")
     stored = 0 if storage == "dense" else len(patches)
@@ -358,7 +360,7 @@ def test_low_vram_mode_with_an_adapter(
     optimized.unpatch_model()
 
     assert loss(found, expected) < LOSS
-    calls = {tuple(patch.stock_calls): patch.fused_calls for patch in layers_of(optimized)}
+    calls = {tuple(patch.counts.stock_calls): patch.counts.fused_calls for patch in layers_of(optimized)}
     assert calls == {(): 2, ("an adapter computes its weight at every call",): 0}
 
 

@@ -163,7 +163,7 @@ def test_a_lora_after_a_deep_clone_has_its_effect(model: Any, kind: str) -> None
 
     assert deep.model is not model.model and patches_of(deep)
     assert near(native.sample(adapted(deep, kind), kind), expected)
-    assert all(patch.fused_calls for path, patch in patches_of(deep).items() if "connector" not in path)
+    assert all(patch.counts.fused_calls for path, patch in patches_of(deep).items() if "connector" not in path)
 
 
 def test_low_vram_mode_with_a_lora(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +467,7 @@ def test_a_block_of_the_vae_of_hunyuanvideo_15_is_fused_and_hands_on_what_the_ne
         stock = block(x, None, before[0], carried[0])
         assert near(patch.forward(x, None, before[1], carried[1]), stock)
         assert len(carried[0]) == 2 and all(map(near, carried[1], carried[0]))
-    assert (patch.fused_calls, sum(patch.stock_calls.values())) == (4, 0)
+    assert (patch.counts.fused_calls, sum(patch.counts.stock_calls.values())) == (4, 0)
 
 
 def test_a_vae_decodes_and_encodes_on_fused_kernels_and_the_one_given_stays_as_it_is() -> None:

@@ -72,7 +72,9 @@ def test_a_patch_belongs_to_the_clone_and_leaves_nothing_on_the_model(host: Host
     assert not patches_of(host.patcher)
     assert list(host.patcher.model.state_dict()) == keys
     assert [vars(m).keys() - {"forward"} for m in _modules(host)] == attributes
-    assert all(patch.fused_calls == 2 and not patch.stock_calls for patch in patches_of(optimized).values())
+    assert all(
+        patch.counts.fused_calls == 2 and not patch.counts.stock_calls for patch in patches_of(optimized).values()
+    )
 
 
 def test_two_branches_from_one_loader_do_not_see_each_other(host: Host) -> None:
@@ -208,7 +210,7 @@ def test_the_result_of_a_block_is_its_argument_which_holds_it(host: Host) -> Non
     with torch.no_grad():
         stock, fused = type(patch.module).forward(patch.module, kept[0], modulation), patch.forward(kept[1], modulation)
 
-    assert stock is kept[0] and fused is kept[1] and patch.fused_calls == 2
+    assert stock is kept[0] and fused is kept[1] and patch.counts.fused_calls == 2
     assert close(fused, stock) and not close(fused, x)
 
 
@@ -314,7 +316,7 @@ def test_such_a_block_in_a_model_of_its_own_runs_on_its_own_weights(unknown: Any
 
     assert {patch.module for patch in patches_of(deep).values()} <= set(deep.model.modules())
     assert close(Host.run(deep), Host.run(without_diffkern(deep))) and not close(Host.run(deep), Host.run(optimized))
-    assert all(patch.fused_calls for patch in patches_of(deep).values())
+    assert all(patch.counts.fused_calls for patch in patches_of(deep).values())
 
 
 def test_such_a_block_is_left_where_another_node_patches_a_method_or_its_class(
