@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,6 +100,10 @@ def baseline_of(results: Sequence[ArmResult]) -> ArmResult | None:
     return next((result for result in results if result.arm == STOCK), None)
 
 
+#: What of a difference is printed, and how.
+_DIFFERENCES = {"frames": ".1e", "psnr": ".1f", "ssim": ".4f"}
+
+
 def table(results: Sequence[ArmResult]) -> Table:
     """The results as a table to print with rich, one row per arm.
 
@@ -117,7 +120,6 @@ def table(results: Sequence[ArmResult]) -> Table:
         rendered.add_column(column, justify="right")
     baseline = baseline_of(results)
     for result in results:
-        difference = result.difference
         rendered.add_row(
             result.arm.name,
             f"{result.median_seconds:.2f}",
@@ -126,9 +128,7 @@ def table(results: Sequence[ArmResult]) -> Table:
             _number(result.first_call_seconds, ".2f"),
             "-" if result.peak_memory_bytes is None else f"{result.peak_memory_bytes / 2**30:.2f} GiB",
             _speedup(result, baseline),
-            _number(None if difference is None else difference.frames, ".1e"),
-            _number(None if difference is None else difference.psnr, ".1f"),
-            _number(None if difference is None else difference.ssim, ".4f"),
+            *(_number(getattr(result.difference, name, None), form) for name, form in _DIFFERENCES.items()),
         )
     return rendered
 
@@ -190,21 +190,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
     JSON has neither infinity nor NaN: such numbers become null, as the PSNR of equal frames does.
     """
-    text = json.dumps(_finite(content), indent=2, allow_nan=False)
+    finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
+    text = json.dumps(finite, indent=2, allow_nan=False)
     if str(path) == "-":
         print(text)
         return
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

@@ -7,8 +7,8 @@ import gc
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -84,22 +84,20 @@ def run(
         repetitions: Timed steps of each arm.
         keep_going: Whether an arm that raises is one that did not run, for this reason.
     """
-    with prepared(denoiser, arms, device, keep_going=keep_going) as ready:
-        return ready.measure(repetitions)
+    with torch.no_grad(), ExitStack() as stack:
+        prepared = _Prepared(denoiser, device, stack, keep_going)
+        for arm in arms:
+            prepared.add(arm)
+        return prepared.measure(repetitions)
 
 
-class Prepared:
-    """A model, its step, and the arms that are applied to copies of its modules until ``stack`` is closed.
-
-    Attributes:
-        results: Of each arm, by name, what is known so far.
-        running: The model of each arm that runs, by name.
-        reports: What was injected into it, of arms that inject.
-    """
+class _Prepared:
+    """A model, its step, and the arms that are applied to copies of its modules until ``stack`` is closed."""
 
     def __init__(self, denoiser: Denoiser, device: torch.device, stack: ExitStack, keep_going: bool) -> None:
         self.denoiser, self.device, self.stack, self.keep_going = denoiser, device, stack, keep_going
         self.model, self.inputs = denoiser.build(device), denoiser.step(device)
+        #: Of each arm, by name: what is known so far; its model, if it runs; what was injected into that.
         self.results: dict[str, StepResult] = {}
         self.running: dict[str, nn.Module] = {}
         self.reports: dict[str, InjectionReport] = {}
@@ -153,23 +151,23 @@ class Prepared:
                     own(**self.inputs)
                 profiles[name].append(profile.milliseconds)
         for name, own in self.running.items():
-            known = self.results[name], own, self.inputs, self.device
-            result = _finished(*known, times[name], profiles[name], baseline)
+            wall = [1e3 * seconds for seconds, _ in times[name]]
+            first_quartile, _, third_quartile = quantiles(wall, n=4) if len(wall) > 1 else (wall[0],) * 3
+            reset_peak_memory(self.device)
+            output = first_tensor(own(**self.inputs)).clone()
+            peak = peak_memory(self.device)
             patched = self.reports[name].patched if name in self.reports else ()
-            self.results[name] = replace(result, as_graph=any(site.op == "cuda_graph" for site in patched))
+            self.results[name] = replace(
+                self.results[name],
+                wall_ms=median(wall),
+                spread_ms=third_quartile - first_quartile,
+                kernel_ms=sorted(profiles[name], key=lambda each: sum(each.values()))[PROFILES // 2],
+                host_ms=median(1e3 * seconds for _, seconds in times[name]),
+                peak_bytes=peak,
+                error=math.nan if baseline is None else relative_error(output, baseline),
+                as_graph=any(site.op == "cuda_graph" for site in patched),
+            )
         return list(self.results.values())
-
-
-@contextmanager
-def prepared(
-    denoiser: Denoiser, arms: Sequence[Arm], device: torch.device, *, keep_going: bool = False
-) -> Iterator[Prepared]:
-    """Makes the model and applies every arm until the block ends, without gradients; takes what :func:`run` takes."""
-    with torch.no_grad(), ExitStack() as stack:
-        ready = Prepared(denoiser, device, stack, keep_going)
-        for arm in arms:
-            ready.add(arm)
-        yield ready
 
 
 def why(error: Exception) -> str:
@@ -206,33 +204,6 @@ def _timed(model: nn.Module, inputs: Mapping[str, Any], device: torch.device) ->
     model(**inputs)
     returned = time.perf_counter()
     return wall_clock(device) - started, returned - started
-
-
-def _finished(
-    result: StepResult,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    device: torch.device,
-    times: Sequence[tuple[float, float]],
-    profiles: Sequence[Mapping[str, float]],
-    baseline: Tensor | None,
-) -> StepResult:
-    wall = [1e3 * seconds for seconds, _ in times]
-    first, _, third = quantiles(wall, n=4) if len(wall) > 1 else (wall[0],) * 3
-    reset_peak_memory(device)
-    output = first_tensor(model(**inputs)).clone()
-    peak = peak_memory(device)
-    return StepResult(
-        result.arm,
-        median(wall),
-        third - first,
-        sorted(profiles, key=lambda each: sum(each.values()))[len(profiles) // 2],
-        median(1e3 * seconds for _, seconds in times),
-        result.first_call_s,
-        result.setup_s,
-        peak,
-        math.nan if baseline is None else relative_error(output, baseline),
-    )
 
 
 def table(results: Iterable[StepResult], title: str) -> Table:
