@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import textwrap
+from pathlib import Path
+
+from torch import Tensor, nn
 
 from tests.hub.server import Files
 
@@ -53,6 +56,27 @@ def kernel(
         if layers:
             files[f"{root}/layers.py"] = textwrap.dedent(layers).encode()
     return files
+
+
+def write(root: Path, files: Files) -> str:
+    """Writes the files of a kernel below a folder; returns its path."""
+    for name, data in files.items():
+        target = root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    return str(root)
+
+
+class Gated(nn.Module):
+    """A gated feed-forward as language models have it, which diffkern knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(16, 32, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 #: As kernels-community/rmsnorm: rounds once.

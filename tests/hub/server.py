@@ -69,13 +69,7 @@ class LoopbackHub:
         self.requests: list[str] = []
         self.objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        hub = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -104,6 +98,10 @@ class LoopbackHub:
                     fault.times -= 1
                     return fault
         return None
+
+
+class _MissingError(Exception):
+    """There is no such thing; the Hub's word for it."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -135,7 +133,10 @@ class _Handler(BaseHTTPRequestHandler):
             match = re.fullmatch(pattern, path)
             if match is not None:
                 self._fault = fault
-                handle(self, *match.groups(), body=body)
+                try:
+                    handle(self, *match.groups(), body=body)
+                except _MissingError as missing:
+                    self._send(404, b"{}", {"X-Error-Code": str(missing)})
                 return
         self._send(404, b"{}")
 
@@ -172,34 +173,28 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, data: Any, status: int = 200) -> None:
         self._send(status, json.dumps(data).encode(), {"Content-Type": "application/json"})
 
-    def _missing(self, what: str) -> None:
-        self._send(404, b"{}", {"X-Error-Code": what})
+    def _repository(self, name: str) -> Repository:
+        if name not in self.hub.repositories:
+            raise _MissingError("RepoNotFound")
+        return self.hub.repositories[name]
 
-    def _files(self, name: str, revision: str) -> tuple[str, Files] | None:
-        repository = self.hub.repositories.get(name)
-        if repository is None:
-            self._missing("RepoNotFound")
-            return None
+    def _files(self, name: str, revision: str) -> tuple[str, Files]:
+        repository = self._repository(name)
         commit = repository.find(revision)
         if commit is None:
-            self._missing("RevisionNotFound")
-            return None
+            raise _MissingError("RevisionNotFound")
         return commit, repository.commits[commit]
 
     # --- reading ---------------------------------------------------------------------------------------------
 
     def organisation(self, name: str, **_: Any) -> None:
         if name not in self.hub.organisations:
-            self._missing("RepoNotFound")
-            return
+            raise _MissingError("RepoNotFound")
         trusted = self.hub.organisations[name]
         self._json({"name": name, "fullname": name, "avatarUrl": "", "trustedKernelPublisher": trusted})
 
     def refs(self, name: str, **_: Any) -> None:
-        repository = self.hub.repositories.get(name)
-        if repository is None:
-            self._missing("RepoNotFound")
-            return
+        repository = self._repository(name)
 
         def listed(kind: str, names: dict[str, str]) -> list[dict[str, str]]:
             return [{"name": n, "ref": f"refs/{kind}/{n}", "targetCommit": c} for n, c in names.items()]
@@ -208,19 +203,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"branches": branches, "tags": tags, "converts": []})
 
     def info(self, name: str, revision: str = "main", **_: Any) -> None:
-        found = self._files(name, revision)
-        if found is not None:
-            siblings = [{"rfilename": path} for path in found[1]]
-            self._json({"id": name, "sha": found[0], "siblings": siblings, "private": False})
+        commit, files = self._files(name, revision)
+        siblings = [{"rfilename": path} for path in files]
+        self._json({"id": name, "sha": commit, "siblings": siblings, "private": False})
 
     def tree(self, name: str, revision: str, below: str | None = None, **_: Any) -> None:
-        found = self._files(name, revision)
-        if found is None:
-            return
+        _, files = self._files(name, revision)
         recursive = "recursive=true" in self.path.lower()
         prefix = f"{below.strip('/')}/" if below else ""
         entries: dict[str, dict[str, Any]] = {}
-        for path, data in found[1].items():
+        for path, data in files.items():
             if not path.startswith(prefix):
                 continue
             rest = path[len(prefix) :].split("/")
@@ -235,15 +227,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(list(entries.values()))
 
     def resolve(self, name: str, revision: str, path: str, **_: Any) -> None:
-        found = self._files(name, revision)
-        if found is None:
-            return
-        if path not in found[1]:
-            self._missing("EntryNotFound")
-            return
-        data = found[1][path]
+        commit, files = self._files(name, revision)
+        if path not in files:
+            raise _MissingError("EntryNotFound")
+        data = files[path]
         tag = _sha256(data) if _is_large(path) else _blob(data)
-        self._send(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": found[0], "Accept-Ranges": "none"})
+        self._send(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": commit, "Accept-Ranges": "none"})
 
     # --- writing ---------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from diffkern.hub.policy import HubError, Policy
 from diffkern.hub.reference import KernelReference
 from tests.hub import kernels
 from tests.hub.conftest import new_process
-from tests.hub.kernels import kernel
+from tests.hub.kernels import Gated, kernel, write
 from tests.hub.server import Files, LoopbackHub
 
 CPU = torch.device("cpu")
@@ -31,33 +31,15 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.mlp = nn.RMSNorm(16, eps=1e-6), Feed()
+        self.norm, self.mlp = nn.RMSNorm(16, eps=1e-6), Gated()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.norm(x))
 
 
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(16, 24, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(24, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
-
-
-def write(root: Path, files: Files) -> str:
-    for name, data in files.items():
-        target = root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-    return str(root)
 
 
 def served(model: nn.Module, config: dict[str, Any], path: str) -> tuple[str | None, str]:
@@ -337,7 +319,7 @@ def test_a_path_with_any_characters_can_be_named(hub: LoopbackHub, tmp_path: Pat
     colon = ":" * (":" in folder)
     model = Model()
     expected = model(x)
-    config = {"rms_norm": f"./{folder}{colon}", "Feed": f"./{folder}:LigerSwiGLUMLP"}
+    config = {"rms_norm": f"./{folder}{colon}", "Gated": f"./{folder}:LigerSwiGLUMLP"}
     report = inject_optimized_kernels(model, config=config)
     assert {site.provider for site in report.patched} == set(config.values())
     torch.testing.assert_close(model(x), expected)

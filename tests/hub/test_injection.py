@@ -15,21 +15,8 @@ from diffkern import InjectionError, KernelConfig, StrictModeError, inject_optim
 from diffkern.hub import Mode
 from diffkern.providers import compiled, registry
 from tests.hub import kernels
-from tests.hub.kernels import kernel
+from tests.hub.kernels import Gated, kernel, write
 from tests.hub.server import Fault, LoopbackHub
-
-
-class Gated(nn.Module):
-    """A gated feed-forward as language models have it, which diffkern knows nothing of."""
-
-    def __init__(self, size: int = 16) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(size, 2 * size, bias=False)
-        self.up_proj = nn.Linear(size, 2 * size, bias=False)
-        self.down_proj = nn.Linear(2 * size, size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Model(nn.Module):
@@ -192,11 +179,7 @@ def test_a_module_that_the_kernel_has_no_room_for_is_not_said_to_be_served_by_it
 
 
 def test_a_local_path(hub: LoopbackHub, model: Model, x: Tensor, tmp_path: Any) -> None:
-    for path, data in kernel(kernels.RMSNORM).items():
-        target = tmp_path / "kernel" / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-    text = f"{tmp_path}/kernel:apply_rms_norm"
+    text = f"{write(tmp_path / 'kernel', kernel(kernels.RMSNORM))}:apply_rms_norm"
     report = inject_optimized_kernels(model, config={"rms_norm": text})
     assert providers(report)["first"] == text
     assert hub.requests == []
@@ -513,10 +496,7 @@ def test_the_kernels_package_fails_at_first_use_and_is_told_of_once(
 ) -> None:
     from tests.hub.conftest import result
 
-    for path, data in kernel(kernels.RMSNORM).items():
-        target = tmp_path / "kernel" / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+    write(tmp_path / "kernel", kernel(kernels.RMSNORM))
     code = f"""
 import sys, warnings, torch
 {replacement}

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from diffkern import StrictModeError, inject_optimized_kernels
-from tests.hub.kernels import kernel
+from tests.hub.kernels import kernel, write
 from tests.hub.server import LoopbackHub
-from tests.hub.test_conduct import write
 
 pytestmark = pytest.mark.filterwarnings("ignore:diffkern")
 

@@ -20,7 +20,7 @@ from diffkern.hub.policy import HubError, Policy
 from diffkern.hub.reference import KernelReference
 from diffkern.hub.resolve import ask_hub, choose_commit, choose_variant
 from tests.hub.conftest import Run, new_process, result
-from tests.hub.kernels import kernel
+from tests.hub.kernels import kernel, write
 from tests.hub.server import Fault, LoopbackHub
 
 CPU = torch.device("cpu")
@@ -274,6 +274,12 @@ def test_a_busy_hub_gives_a_reason(hub: LoopbackHub, where: str) -> None:
         fetch("org/tiny")
 
 
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortens huggingface_hub's patience."""
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+
+
 @pytest.mark.parametrize(
     ("status", "said"),
     [(404, "is not there, or not for you"), (418, "418"), (503, "is busy: it answered 503")],
@@ -283,8 +289,7 @@ def test_a_file_that_the_hub_refuses_is_not_said_to_be_a_broken_connection(
 ) -> None:
     publish(hub)
     hub.faults.append(Fault("/resolve/", status))
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # huggingface_hub's patience
+    hurry(monkeypatch)
     with pytest.raises(HubError, match=said):
         fetch("org/tiny")
 
@@ -294,8 +299,7 @@ def test_a_download_that_always_breaks_off_is_refused_and_leaves_no_half_file(
 ) -> None:
     publish(hub)
     hub.faults.append(Fault(r"GET .*/resolve/.*__init__\.py", "truncate"))
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))  # huggingface_hub's patience
+    hurry(monkeypatch)
     with pytest.raises(HubError, match=r"org/tiny at http.* cannot be reached .*without sending complete message body"):
         fetch("org/tiny")
     assert not list((tmp_path / "cache").glob("kernels--org--tiny/snapshots/*/build/*/__init__.py"))
@@ -460,10 +464,7 @@ def test_without_a_build_for_this_machine_every_build_has_its_reason(hub: Loopba
 
 
 def test_a_build_for_another_device_is_not_taken_for_this_one(hub: LoopbackHub, tmp_path: Path) -> None:
-    for path, data in kernel("VALUE = 1\n", variants=("torch-cuda",), backend="cuda").items():
-        target = tmp_path / "kernel" / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+    write(tmp_path / "kernel", kernel("VALUE = 1\n", variants=("torch-cuda",), backend="cuda"))
     with pytest.raises(HubError, match=r"build for cuda, and this is cpu"):
         fetch(str(tmp_path / "kernel" / "build" / "torch-cuda"))
 
@@ -477,10 +478,7 @@ def test_a_build_for_another_gpu_is_refused_before_it_is_imported(
 
     backend = {"type": "cuda", "archs": ["8.0", "8.6"]}
     source = "raise RuntimeError('it was imported')\n"
-    for path, data in kernel(source, variants=("torch-cuda",), backend="cuda").items():
-        target = tmp_path / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+    write(tmp_path, kernel(source, variants=("torch-cuda",), backend="cuda"))
     directory = tmp_path / "build" / "torch-cuda"
     metadata = json.loads((directory / "metadata.json").read_text())
     (directory / "metadata.json").write_text(json.dumps({**metadata, "backend": backend}))
@@ -556,10 +554,7 @@ def files_in_cache_of(tmp_path: Path, commit: str) -> Path:
 def test_a_path_may_lead_to_the_repository_its_builds_or_one_of_them(
     hub: LoopbackHub, tmp_path: Path, depth: str
 ) -> None:
-    for path, data in kernel("VALUE = 5\n").items():
-        target = tmp_path / "kernel" / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+    write(tmp_path / "kernel", kernel("VALUE = 5\n"))
     assert fetch(str(tmp_path / "kernel" / depth)) == 5
     assert fetch("./kernel") == 5
     assert hub.requests == []
@@ -574,10 +569,7 @@ def test_a_path_whose_files_are_not_those_of_its_metadata_is_refused(hub: Loopba
     metadata = json.loads(files["build/torch-cpu/metadata.json"])
     metadata["digest"] = {"algorithm": "sha256", "files": {"__init__.py": digest}}
     files["build/torch-cpu/metadata.json"] = json.dumps(metadata).encode()
-    for path, data in files.items():
-        target = tmp_path / "kernel" / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+    write(tmp_path / "kernel", files)
     with pytest.raises(HubError, match=r"__init__\.py is not the file that was published"):
         fetch("./kernel")
     with pytest.raises(HubError, match="is no directory"):
