@@ -25,7 +25,7 @@ from diffkern.cli_options import (
     epilog,
     fail,
     require_known,
-    require_room,
+    room_lacking,
     say_why,
 )
 from diffkern.hub.cli import app as hub
@@ -146,7 +146,8 @@ def verify(
     try:
         if model in DENOISERS:
             weightless = cast(Any, load_model(model, torch.device("meta"), kind, layers))
-            require_room(f"verify {model}", weightless, where)
+            if reason := room_lacking(weightless, where):
+                fail(f"verify {model}", reason)
         arguments = DENOISERS[model].step(where, kind) if model in DENOISERS else None
         if inputs is not None:
             arguments = read_inputs(inputs, where)

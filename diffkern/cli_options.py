@@ -77,12 +77,6 @@ def device_of(command: str, name: str) -> torch.device:
     return device
 
 
-def require_room(command: str, model: torch.nn.Module, device: torch.device) -> None:
-    """Ends the program where the weights of a model, given on the meta device, find no room on a device."""
-    if reason := room_lacking(model, device):
-        fail(command, reason)
-
-
 def room_lacking(model: torch.nn.Module, device: torch.device) -> str:
     """Why the weights of a model, given on the meta device, find no room on a device, or ""."""
     import torch

@@ -18,7 +18,9 @@ from diffkern.build.sources import namespace_of, source_directory, units
 from diffkern.build.toolchain import Tool, ToolchainError, check_toolkit, find_cxx, find_hipcc, find_nvcc
 from diffkern.build.variant import TORCH_ABI, Variant
 
-BACKENDS = ("cpu", "cuda", "rocm")
+#: The backends of GPUs, and what finds the compiler of each.
+_COMPILERS = {"cuda": find_nvcc, "rocm": find_hipcc}
+BACKENDS = ("cpu", *_COMPILERS)
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,12 @@ def available_backends() -> tuple[str, ...]:
     """
     import torch
 
-    backends = ["cpu"]
-    if torch.version.hip is None and _finds(find_nvcc):
-        backends.append("cuda")
-    if torch.version.hip is not None and _finds(find_hipcc):
-        backends.append("rocm")
-    return tuple(backends)
+    backend = "cuda" if torch.version.hip is None else "rocm"
+    try:
+        _COMPILERS[backend]()
+    except ToolchainError:
+        return ("cpu",)
+    return ("cpu", backend)
 
 
 def _check_writable(root: Path) -> None:
@@ -142,14 +144,10 @@ def _build(
     _check_torch(torch.__version__)
     cxx = find_cxx()
     device, archs = None, Archs((), ())
-    if backend == "cuda":
-        device = find_nvcc()
-        check_toolkit(device, torch.__version__, torch.version.cuda)
-        archs = _resolve(cuda_archs, device, wanted)
-    elif backend == "rocm":
-        device = find_hipcc()
-        check_toolkit(device, torch.__version__, torch.version.hip)
-        archs = _resolve(rocm_archs, device, wanted)
+    if backend in _COMPILERS:
+        device = _COMPILERS[backend]()
+        check_toolkit(device, torch.__version__, torch.version.cuda if backend == "cuda" else torch.version.hip)
+        archs = _resolve(device, wanted)
 
     sources = source_directory()
     namespace = namespace_of(sources, backend)
@@ -173,14 +171,14 @@ def _check_torch(version: str) -> None:
         raise ToolchainError(f"the kernels are built with torch {oldest} or newer, and this is torch {version}")
 
 
-def _resolve(resolve: Callable[[Tool, Sequence[str] | None], Archs], tool: Tool, wanted: Sequence[str] | None) -> Archs:
+def _resolve(tool: Tool, wanted: Sequence[str] | None) -> Archs:
     """Turns "native", and no wish at all, into the architectures of the GPUs that are here."""
     native = None
     if wanted is None or "native" in wanted:
         native = _native_archs(tool)
         if wanted is not None and not native:
             raise ArchError('"native" needs a GPU that torch can see, and there is none: name the architectures')
-    archs = resolve(tool, native or wanted)
+    archs = (rocm_archs if tool.name == "hipcc" else cuda_archs)(tool, native or wanted)
     if wanted is None and native:
         note = f'built for the GPU of this machine, {", ".join(archs.names)}, only: "all" builds for every GPU'
         return Archs(archs.names, archs.flags, (*archs.notes, note))
@@ -199,11 +197,3 @@ def _native_archs(tool: Tool) -> tuple[str, ...]:
         else:
             found.append("{}.{}".format(*torch.cuda.get_device_capability(index)))
     return tuple(dict.fromkeys(found))
-
-
-def _finds(find: Callable[[], Tool]) -> bool:
-    try:
-        find()
-    except ToolchainError:
-        return False
-    return True

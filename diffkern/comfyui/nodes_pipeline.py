@@ -146,5 +146,5 @@ class GenerateVideo(io.ComfyNode):
             comfy.model_management.throw_exception_if_processing_interrupted()
             bar.update_absolute(done, total)
 
-        frames, report = pipelines.generate(pipeline, pipelines.Video(num_inference_steps=steps, **video), progress)
+        frames, report = pipelines.generate(pipeline, progress, num_inference_steps=steps, **video)
         return with_text("nothing is injected" if report is None else str(report), frames)

@@ -8,7 +8,7 @@ brings the pipeline into that state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +73,6 @@ class Pipeline:
         return report
 
 
-@dataclass(frozen=True)
-class Video:
-    """What to generate; the fields are arguments of the pipeline."""
-
-    prompt: str
-    negative_prompt: str
-    width: int
-    height: int
-    num_frames: int
-    num_inference_steps: int
-    guidance_scale: float
-    seed: int = field(default=0)
-
-
 def find(folders: list[str]) -> dict[str, str]:
     """Returns the pipelines in some folders, also through links: name -> folder with a ``model_index.json``."""
     found = {}
@@ -123,14 +109,16 @@ def load(path: str, dtype: str, offload: str, device: torch.device) -> Pipeline:
 
 
 def generate(
-    pipeline: Pipeline, video: Video, progress: Callable[[int, int], None]
+    pipeline: Pipeline, progress: Callable[[int, int], None], *, seed: int, num_inference_steps: int, **arguments: Any
 ) -> tuple[Tensor, InjectionReport | None]:
     """Runs a pipeline for video.
 
     Args:
         pipeline: The pipeline, in the state that is wanted.
-        video: What to generate.
         progress: Called with the steps done and their number; may raise to stop.
+        seed: Of the noise.
+        num_inference_steps: Steps of the pipeline.
+        arguments: Its other arguments.
 
     Returns:
         Frames ``[F, H, W, 3]`` between 0 and 1, in float32 on the CPU, and the report of the injection.
@@ -138,17 +126,15 @@ def generate(
     Raises:
         ValueError: the frames are not finite.
     """
-    report = pipeline.loaded.bring(pipeline.options)
-    pipe, steps = pipeline.loaded.pipe, video.num_inference_steps
+    report, pipe = pipeline.loaded.bring(pipeline.options), pipeline.loaded.pipe
 
     def step_done(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-        progress(step + 1, steps)
+        progress(step + 1, num_inference_steps)
         return values
 
-    arguments = {name: value for name, value in vars(video).items() if name != "seed"}
-    generator = torch.Generator("cpu").manual_seed(video.seed)
+    arguments |= {"num_inference_steps": num_inference_steps, "generator": torch.Generator("cpu").manual_seed(seed)}
     with torch.inference_mode(False), torch.no_grad():  # weights may be moved and adapters loaded again later
-        frames = pipe(**arguments, generator=generator, output_type="np", callback_on_step_end=step_done).frames
+        frames = pipe(**arguments, output_type="np", callback_on_step_end=step_done).frames
     result = torch.from_numpy(np.asarray(frames[0], dtype=np.float32))
     if not torch.isfinite(result).all():
         raise ValueError("the pipeline gave NaN or infinity: try dtype float32, or bypass the optimization to compare")

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,8 @@ import pytest
 from diffkern.build import Build, ToolchainError, build_kernels
 from diffkern.build.installed import read_build
 from diffkern.build.toolchain import Tool
+from diffkern.providers import get_provider, registry
+from diffkern.providers.compiled import PROVIDER
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -47,6 +49,19 @@ def cpu_build(kernels_root: Path) -> Build:
     build = read_build(directory)
     assert build is not None
     return build
+
+
+@pytest.fixture
+def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory in which alone the provider looks for builds."""
+    monkeypatch.setenv("DIFFKERN_KERNELS", str(tmp_path))
+    get_provider("compiled")
+    PROVIDER.reset()
+    registry.reset()
+    yield tmp_path
+    monkeypatch.undo()
+    PROVIDER.reset()
+    registry.reset()
 
 
 @pytest.fixture

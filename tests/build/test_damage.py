@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,26 +16,13 @@ from diffkern.build.installed import damage, read_build
 from diffkern.build.layout import library_name, up_to_date, write_metadata, write_python
 from diffkern.build.sources import source_directory
 from diffkern.build.toolchain import find_cxx
-from diffkern.providers import compiled, get_provider, registry
+from diffkern.providers import compiled
 from diffkern.providers.base import Request
 from diffkern.providers.compiled import PROVIDER, CompiledProvider
 from diffkern.providers.signatures import schema
 from tests.build.conftest import require_tool
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory in which alone the provider looks for builds."""
-    monkeypatch.setenv("DIFFKERN_KERNELS", str(tmp_path))
-    get_provider("compiled")
-    PROVIDER.reset()
-    registry.reset()
-    yield tmp_path
-    monkeypatch.undo()
-    PROVIDER.reset()
-    registry.reset()
 
 
 @pytest.fixture

@@ -14,24 +14,11 @@ from diffkern.build import Variant
 from diffkern.build.archs import cuda_covers
 from diffkern.build.installed import Build, read_build
 from diffkern.ops import rms_norm
-from diffkern.providers import NoProviderError, get_provider, registry
+from diffkern.providers import NoProviderError
 from diffkern.providers.compiled import PROVIDER, refusal
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory in which alone the provider looks for builds."""
-    monkeypatch.setenv("DIFFKERN_KERNELS", str(tmp_path))
-    get_provider("compiled")
-    PROVIDER.reset()
-    registry.reset()
-    yield tmp_path
-    monkeypatch.undo()
-    PROVIDER.reset()
-    registry.reset()
 
 
 def write_broken_build(root: Path, variant: Variant, archs: tuple[str, ...] = ()) -> Build:
@@ -54,41 +41,41 @@ def write_broken_build(root: Path, variant: Variant, archs: tuple[str, ...] = ()
     return build
 
 
-def test_nothing_built_says_so_and_names_the_remedy(empty: Path) -> None:
+def test_nothing_built_says_so_and_names_the_remedy(searched: Path) -> None:
     assert PROVIDER.unavailable_reason(CPU) == "not built for cpu: run `diffkern build --cpu`"
     with pytest.raises(NoProviderError, match="compiled: not built for cpu"):
         rms_norm(torch.ones(2, 8), provider="compiled")
     assert torch.equal(rms_norm(torch.ones(2, 8), eps=0.0), torch.ones(2, 8))
 
 
-def test_the_reason_of_a_failed_build_is_passed_on(empty: Path) -> None:
-    (empty / "build_log.json").write_text('{"cpu": "g++ broke down"}', encoding="utf-8")
+def test_the_reason_of_a_failed_build_is_passed_on(searched: Path) -> None:
+    (searched / "build_log.json").write_text('{"cpu": "g++ broke down"}', encoding="utf-8")
     reason = PROVIDER.unavailable_reason(CPU)
     assert reason is not None and "diffkern build --cpu" in reason and "g++ broke down" in reason
 
 
-def test_a_directory_that_is_not_there_is_named(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIFFKERN_KERNELS", str(empty / "nowhere"))
-    assert PROVIDER.unavailable_reason(CPU) == f"DIFFKERN_KERNELS is {empty / 'nowhere'}, which is no directory"
+def test_a_directory_that_is_not_there_is_named(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIFFKERN_KERNELS", str(searched / "nowhere"))
+    assert PROVIDER.unavailable_reason(CPU) == f"DIFFKERN_KERNELS is {searched / 'nowhere'}, which is no directory"
 
 
-def test_torch_versions_are_compared_before_the_library_is_opened(empty: Path) -> None:
-    write_broken_build(empty, Variant("cpu", None, platform.machine(), abi=(9, 9)))
+def test_torch_versions_are_compared_before_the_library_is_opened(searched: Path) -> None:
+    write_broken_build(searched, Variant("cpu", None, platform.machine(), abi=(9, 9)))
     reason = PROVIDER.unavailable_reason(CPU)
     assert reason is not None
     assert f"built for torch 9.9 or newer, and this is torch {torch.__version__}" in reason
     assert "it was opened" not in reason
 
 
-def test_processors_are_compared_before_the_library_is_opened(empty: Path) -> None:
-    write_broken_build(empty, Variant("cpu", None, "riscv64"))
+def test_processors_are_compared_before_the_library_is_opened(searched: Path) -> None:
+    write_broken_build(searched, Variant("cpu", None, "riscv64"))
     reason = PROVIDER.unavailable_reason(CPU)
     assert reason is not None
     assert f"built for riscv64 processors, and this is {platform.machine()}" in reason
 
 
-def test_a_library_that_cannot_be_loaded_is_a_reason_and_no_crash(empty: Path) -> None:
-    write_broken_build(empty, Variant("cpu", None, platform.machine()))
+def test_a_library_that_cannot_be_loaded_is_a_reason_and_no_crash(searched: Path) -> None:
+    write_broken_build(searched, Variant("cpu", None, platform.machine()))
     reason = PROVIDER.unavailable_reason(CPU)
     assert reason is not None
     assert "ImportError: it was opened" in reason and "run `diffkern build --cpu --force`" in reason
@@ -137,9 +124,9 @@ def test_devices_without_compiled_kernels_are_told_so() -> None:
         assert PROVIDER.unavailable_reason(GPU) == f"torch {torch.__version__} sees no GPU"
 
 
-def test_a_build_of_other_sources_is_refused_by_its_arguments(empty: Path, cpu_build: Build) -> None:
+def test_a_build_of_other_sources_is_refused_by_its_arguments(searched: Path, cpu_build: Build) -> None:
     variant = Variant("cpu", None, platform.machine())
-    build = write_broken_build(empty, variant)
+    build = write_broken_build(searched, variant)
     namespace = build.namespace
     library = torch.library.Library(namespace, "DEF")
     for op in PROVIDER.support:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffkern.comfyui.pipelines import Loaded, Pipeline, Video, find, generate, load
+from diffkern.comfyui.pipelines import Loaded, Pipeline, find, generate, load
 from tests.pipelines import tiny
 
-VIDEO = Video("a fox", "blurry", 32, 32, 9, 2, 3.0, 7)
+VIDEO = {"prompt": "a fox", "negative_prompt": "blurry", "width": 32, "height": 32, "num_frames": 9, "seed": 7}
+VIDEO |= {"num_inference_steps": 2, "guidance_scale": 3.0}
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +20,14 @@ def loaded() -> Loaded:
 
 
 def run(pipeline: Pipeline) -> torch.Tensor:
-    return generate(pipeline, VIDEO, lambda done, total: None)[0]
+    return generate(pipeline, lambda done, total: None, **VIDEO)[0]
 
 
 def test_a_bypassed_node_leaves_the_pipeline_as_it_was(loaded: Loaded) -> None:
     stock = Pipeline(loaded)
     optimized = stock.optimized(numerics="fast")
     before = run(stock)
-    frames, report = generate(optimized, VIDEO, lambda done, total: None)
+    frames, report = generate(optimized, lambda done, total: None, **VIDEO)
 
     assert frames.shape == (9, 32, 32, 3) and frames.min() >= 0 and frames.max() <= 1
     assert report is not None and report.patched and sum(c["fused"] for c in report.calls().values()) > 0
@@ -59,7 +60,7 @@ def test_progress_is_told_and_may_stop_the_run(loaded: Loaded) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate(Pipeline(loaded), VIDEO, stop)
+        generate(Pipeline(loaded), stop, **VIDEO)
     assert told == [(1, 2)]
 
 
