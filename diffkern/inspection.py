@@ -156,13 +156,7 @@ def _defaults(class_name: str) -> dict[str, Any]:
 
 
 def expected_gain(name: str, model: nn.Module | SimpleNamespace, dtype: torch.dtype, card: str) -> str:
-    """Says what fusing the glue of one step can gain on a card, by bytes.
-
-    Args:
-        name: Of a denoiser whose inputs are known.
-        model: That denoiser, on the meta device.
-        dtype: Of the inputs.
-        card: A key of :data:`diffkern.bench.estimate.CARDS`.
+    """Says what fusing the glue of one step of a denoiser, on the meta device, can gain on a card, by bytes.
 
     Raises:
         ModelError: the inputs are not known, or the step cannot be run without data.
@@ -235,15 +229,10 @@ class _FirstCallError(BaseException):
 
 
 def first_call(folder: Path, models: SimpleNamespace, dtype: torch.dtype) -> tuple[str, dict[str, Any]]:
-    """Calls a saved pipeline with a prompt, up to its denoiser.
+    """Calls a saved pipeline with a prompt, up to its denoiser; returns the name of this, and its keyword arguments.
 
-    Args:
-        folder: With its ``model_index.json``, tokenizers and scheduler; or that file.
-        models: Its models, as :func:`load_model` returns them.
-        dtype: Of their weights.
-
-    Returns:
-        The name of the denoiser that is called first, and its keyword arguments.
+    The folder, or the ``model_index.json`` in it, has tokenizers and scheduler; the models are those that
+    :func:`load_model` returns.
 
     Raises:
         ModelError: it does not run on a prompt alone.

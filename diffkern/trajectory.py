@@ -49,12 +49,9 @@ class Trajectory:
 
 
 def follow(model: nn.Module, inputs: Mapping[str, Any], config: KernelConfig) -> Trajectory:
-    """Runs a few Euler steps of a model stock and in fp8, and if they end far apart, without each kind of layer.
+    """Runs a few Euler steps of a denoiser stock and in fp8, and if they end far apart, without each kind of layer.
 
-    Args:
-        model: A denoiser as it is, without patches.
-        inputs: Keyword arguments of one call. The first tensor of them is what the steps change.
-        config: Of the injections.
+    The steps change the first tensor of the inputs, which are keyword arguments of one call.
     """
     name = next(name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point())
 

@@ -84,17 +84,10 @@ class ArmUnavailableError(RuntimeError):
 
 @contextlib.contextmanager
 def applied(arm: Arm, pipe: Any, denoiser: nn.Module) -> Iterator[InjectionReport | None]:
-    """Puts ``pipe`` into the state that ``arm`` names, and back into its own afterwards.
+    """Puts a pipeline or module into the state that ``arm`` names, and back into its own afterwards.
 
-    Kernels go in before the compiler sees the model, and come out after its graphs are gone.
-
-    Args:
-        arm: What to apply.
-        pipe: A diffusers pipeline, or a module.
-        denoiser: The model in ``pipe`` that the compiled arms compile.
-
-    Yields:
-        The injection report, or None when the arm injects nothing.
+    Kernels go in before the compiler sees ``denoiser``, the model in ``pipe`` that compiled arms compile, and come out
+    after its graphs are gone. Yields the injection report, or None when the arm injects nothing.
 
     Raises:
         ArmUnavailableError: nothing could be injected, or no CUDA graph; the pipeline is as it was.
@@ -133,13 +126,9 @@ def _check_that_it_took(arm: Arm, report: InjectionReport) -> None:
 def compiled(model: nn.Module, *, as_graph: bool = False, **options: Any) -> Iterator[None]:
     """Compiles ``model`` in place with ``torch.compile`` and takes the compiled code off afterwards.
 
-    A diffusers model that names its repeated blocks is compiled block by block, which takes seconds where
-    the whole model takes minutes; any other model is compiled whole.
-
-    Args:
-        model: Model to compile. Its modules, names and weights stay as they are.
-        as_graph: Whether all of it becomes one CUDA graph.
-        options: Keyword arguments of :func:`torch.compile`.
+    A diffusers model that names its repeated blocks is compiled block by block, which takes seconds where the whole
+    model takes minutes; any other model is compiled whole, and ``as_graph`` as one CUDA graph. Modules, names and
+    weights stay as they are. ``options`` are those of :func:`torch.compile`.
     """
     before = {module: module.__dict__.get("_compiled_call_impl") for module in model.modules()}
     try:

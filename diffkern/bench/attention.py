@@ -29,13 +29,7 @@ _SHAPE = re.compile(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)(?:/(\d+))?x(\d+)")
 class Shape:
     """Sizes of a call, written ``BxSxHxD``, ``BxS/TxHxD`` with other keys, ``BxSxH/GxD`` with grouped queries.
 
-    Attributes:
-        batch: Samples.
-        queries: Length of the queries.
-        keys: Length of keys and values.
-        heads: Heads of the queries.
-        kv_heads: Heads of keys and values.
-        head_dim: Size of a head.
+    ``queries`` and ``keys`` are lengths; ``heads`` are those of the queries, ``kv_heads`` those of keys and values.
     """
 
     batch: int
@@ -121,12 +115,9 @@ class Result:
 
 
 def run(call: AttentionCall, shape: str, names: Iterable[str] = ()) -> list[Result]:
-    """Measures one call on every implementation, or on those named, the fastest first.
+    """Measures one call, which results call ``shape``, on every implementation that needs no download, fastest first.
 
-    Args:
-        call: What to compute.
-        shape: How to call it in the results.
-        names: Names of backends, or of kernels on the Hub; none means all that need no download.
+    ``names``, of backends or of kernels on the Hub, are taken in their place.
 
     Raises:
         ValueError: a name is no backend.

@@ -25,11 +25,6 @@ def time_calls(calls: Mapping[str, Callable[[], object]], device: torch.device, 
     The calls take turns, so that clock changes meet all of them alike. Before each one the L2 cache is
     overwritten and the GPU given something to do while the host launches.
 
-    Args:
-        calls: What to time, by name.
-        device: A CUDA or ROCm device.
-        repetitions: How often each call is timed.
-
     Raises:
         ValueError: ``device`` is no GPU.
     """
@@ -57,11 +52,8 @@ def time_calls(calls: Mapping[str, Callable[[], object]], device: torch.device, 
 def time_host(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Times asynchronous calls on the host, and returns the median of each over batches of ten, in microseconds.
 
-    The batches take turns, so that a slower or busier while of the host meets all of them alike.
-
-    Args:
-        calls: What to time, by name.
-        device: Where they run; waited for before each batch.
+    The batches take turns, so that a slower or busier while of the host meets all of them alike. Each waits for
+    ``device`` first.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_BATCHES):

@@ -71,13 +71,7 @@ class OpResult:
 def run(
     device: torch.device, only: Sequence[str] = (), repetitions: int = 40, say: Callable[[str], None] = print
 ) -> list[OpResult]:
-    """Times the cases of ``only``, or all of them.
-
-    Args:
-        device: A CUDA or ROCm device.
-        only: Names of ops; empty for all.
-        repetitions: Timed calls per arm.
-        say: Told the name of each case before it runs.
+    """Times the cases of the ops named in ``only``, or all of them, on a GPU; ``say`` is told of each before it runs.
 
     Raises:
         ValueError: none of the ops is among the cases.

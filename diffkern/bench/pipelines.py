@@ -46,14 +46,9 @@ def run(
 ) -> tuple[list[ArmResult], dict[str, str]]:
     """Times the call of every arm, one of each in turn.
 
-    All arms share the weights. Each has module trees of its own, so that no arm waits for another's compiler.
-
-    Args:
-        pipe: The pipeline. It stays as it is.
-        arms: What to run; the first is the baseline of the differences.
-        device: Where it is.
-        call: Keyword arguments; those that the pipeline does not take are left out.
-        repetitions: Timed calls of each arm, after one that is not in the median.
+    All arms share the weights of ``pipe``, which stays as it is. Each has module trees of its own, so that no arm waits
+    for another's compiler. The first is the baseline of the differences. Arguments of ``call`` that the pipeline does
+    not take are left out. Before the ``repetitions`` comes a call that is not in the median.
 
     Returns:
         The results, and by name the reason for each arm that did not run.

@@ -55,15 +55,10 @@ class Profile:
 
 @contextmanager
 def profiled(device: torch.device, trace: Path | None = None) -> Iterator[Profile]:
-    """Profiles what runs inside the ``with`` block.
+    """Profiles what runs on ``device`` inside the ``with`` block, which is left, the profile filled, when it is done.
 
-    Args:
-        device: Where the work runs; the block is left when all of it is done.
-        trace: Chrome trace to write, for ``chrome://tracing`` or https://ui.perfetto.dev; compressed if its name ends
-            in ``.gz``.
-
-    Yields:
-        The profile, filled when the block is left.
+    ``trace`` is a Chrome trace to write, for ``chrome://tracing`` or https://ui.perfetto.dev; compressed if its name
+    ends in ``.gz``.
     """
     on_gpu = device.type == "cuda"
     result = Profile("kernels" if on_gpu else "operators")

@@ -142,13 +142,7 @@ def _speedup(result: ArmResult, baseline: ArmResult | None) -> str:
 
 
 def plot(results: Sequence[ArmResult], title: str, path: Path) -> None:
-    """Draws the seconds of every arm as bars and writes them as PNG: the shorter, the faster.
-
-    Args:
-        results: At least one result; with the stock arm among them, every bar says its speed-up.
-        title: Heading, for example the card and the size of the video.
-        path: File to write.
-    """
+    """Draws the seconds of one or more arms as bars and writes a PNG; beside a stock arm each says its speed-up."""
     baseline = baseline_of(results)
     labels = [f"{result.median_seconds:.2f} s  {_number(speedup(result, baseline), '.2f', 'x')}" for result in results]
     bars([result.arm for result in results], [result.median_seconds for result in results], labels, title, path)

@@ -75,14 +75,8 @@ def run(
 ) -> list[StepResult]:
     """Times a step of every arm, each in turn.
 
-    All arms share the weights. Each has a module tree of its own, so that no arm waits for another's compiler.
-
-    Args:
-        denoiser: The model.
-        arms: The first is the baseline.
-        device: Where it runs.
-        repetitions: Timed steps of each arm.
-        keep_going: Whether an arm that raises is one that did not run, for this reason.
+    All arms share the weights. Each has a module tree of its own, so that no arm waits for another's compiler. The
+    first is the baseline. With ``keep_going`` an arm that raises is one that did not run, for this reason.
     """
     with torch.no_grad(), ExitStack() as stack:
         prepared = _Prepared(denoiser, device, stack, keep_going)

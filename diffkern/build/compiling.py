@@ -34,18 +34,10 @@ def compile_library(
     archs: Archs | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Compiles ``units`` and links them into ``library``.
+    """Compiles ``units`` in the folder ``work`` and links them, by ``cxx``, into ``library``.
 
-    Args:
-        units: The object files.
-        directory: Where their sources are; the compilers run there, so that no absolute path gets in.
-        work: Where the object files go.
-        library: The shared library to write.
-        namespace: Op namespace of this build.
-        cxx: The C++ compiler, which also links.
-        device: nvcc or hipcc, for units of kind ``"device"``.
-        archs: GPU architectures.
-        say: Receives every command line.
+    The compilers run in ``directory``, where the sources are, so that no absolute path gets in. ``device`` is nvcc or
+    hipcc, for units of kind ``"device"``; ``say`` receives every command line.
 
     Raises:
         BuildError: a compiler failed.

@@ -92,13 +92,9 @@ def find_hipcc() -> Tool:
 
 
 def check_toolkit(tool: Tool, torch_version: str, torch_toolkit: str | None) -> None:
-    """Checks that a GPU compiler fits the torch that is installed.
+    """Checks that a GPU compiler fits the torch that is installed, which was built with ``torch_toolkit``.
 
-    Args:
-        tool: nvcc or hipcc.
-        torch_version: ``torch.__version__``, for the message.
-        torch_toolkit: ``torch.version.cuda`` or ``torch.version.hip``. None, a torch without that
-            backend, fits anything: the binary is then meant for another machine.
+    None, a torch without that backend, fits anything: the binary is then meant for another machine.
 
     Raises:
         ToolchainError: the major versions differ.

@@ -217,16 +217,10 @@ def plan(
     device: torch.device,
     conflict: Callable[[str, nn.Module], str | None],
 ) -> dict[str, Fp8Linear]:
-    """Returns the patches of the large linear layers of a denoiser, proven, by path; the report says what they mean.
+    """Returns the patches of the large linear layers of a denoiser, proven, by path.
 
-    Args:
-        denoiser: The denoiser.
-        modules: Its modules by path, from the model on.
-        provider: The provider that is forced; ``"eager"`` multiplies the numbers behind the bytes on any device.
-        report: Where layers that stay are noted, and memory and error.
-        dtype: Of the inputs.
-        device: That of the model when it runs.
-        conflict: Says why nothing may stand at a path, or None.
+    The paths of its modules begin at the model. A forced ``"eager"`` multiplies the numbers behind the bytes on any
+    device. The report notes layers that stay, memory and error; ``conflict`` says why nothing may stand at a path.
     """
     reason = fp8_unavailable_reason(device) if provider != "eager" else None
     if reason is None and dtype not in _HALF:

@@ -124,12 +124,7 @@ def unfit(
 ) -> tuple[str, str] | None:
     """Says which argument of a call :class:`KitchenBackend` cannot take, and why; None if it takes the call.
 
-    Args:
-        name: The function, of :data:`FUNCTIONS`.
-        arguments: Those of the call, by name.
-        device: What was proven: the kind of device.
-        dtype: What was proven: the dtype of the inputs.
-        exact: Whether the results must have the bits of the package.
+    Device and dtype are those that were proven; ``exact`` says whether the results must have the bits of the package.
     """
     for parameter in FUNCTIONS[name][1]:
         value = arguments.get(parameter)

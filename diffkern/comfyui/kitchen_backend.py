@@ -47,13 +47,8 @@ def prepare(
 ) -> KitchenService | None:
     """Proves the functions on ``device`` and registers those that hold; returns what puts them in force, or None.
 
-    Args:
-        choice: One of :data:`CHOICES`.
-        device: Where the model runs.
-        dtype: The dtype it runs in.
-        numerics: ``"fast"`` or ``"exact"``.
-        provider: The provider that shall serve, or None to choose.
-        report: Its notes say why a function is not served, and how many calls were, up to the last one of the model.
+    ``choice`` is one of :data:`CHOICES`, ``numerics`` ``"fast"`` or ``"exact"``. The notes of the report say why a
+    function is not served, and how many calls were, up to the last one of the model.
     """
     if choice == "off":
         return None

@@ -52,15 +52,10 @@ class Adapter:
 
 
 def adapters(module: ModuleType, namespace: str, name: str) -> tuple[list[Adapter], str]:
-    """Lists the ways to compute our ops with a kernel, the preferred first.
+    """Lists the ways to compute our ops with a kernel, the preferred first, and what it raised meanwhile, or "".
 
-    Args:
-        module: Its Python package.
-        namespace: Its ``id``, under which its torch ops are.
-        name: The one layer or function to use; empty for any function.
-
-    Returns:
-        The ways, and what the kernel raised while they were looked for, or "".
+    ``namespace`` is its ``id``, under which its torch ops are; ``name`` the one layer or function to use, empty for any
+    function.
     """
     makers: list[Callable[[], list[Adapter]]] = [
         lambda: _own_ops(namespace),

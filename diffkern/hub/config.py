@@ -256,13 +256,7 @@ class KernelConfig:
 def _normalised(value: Any, where: str, above: frozenset[str] = frozenset()) -> Value:
     """A value of a configuration with strings for keys, ``""`` for None, and ``"metal"`` for ``"mps"``.
 
-    Args:
-        value: What the user gave.
-        where: How to call it in a message.
-        above: What the keys of the dicts around it are: devices, modes.
-
-    Raises:
-        ValueError: it is none of what :class:`KernelConfig` allows.
+    A message calls it ``where``; ``above`` says what the keys of the dicts around it are: devices, modes.
     """
     if value is None or value == "":
         return ""

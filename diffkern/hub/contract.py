@@ -44,14 +44,7 @@ def pattern(op: str, args: Sequence[Any]) -> Hashable:
 def examine(
     op: str, kernel: Kernel, accepts: Callable[[Sequence[Any]], str | None], device: torch.device, dtype: torch.dtype
 ) -> dict[Hashable, str]:
-    """Runs a kernel on the samples of an op that it accepts.
-
-    Args:
-        op: What it is believed to compute.
-        kernel: Takes the arguments of the op, in order.
-        accepts: Says why it takes certain arguments not, or None.
-        device: Where to run it.
-        dtype: Dtype of the input.
+    """Runs a kernel, which takes the arguments of an op in order, on the samples of this op that it accepts.
 
     Returns:
         For every pattern it accepts why it does not serve it, or "", if it passes all its samples.

@@ -57,12 +57,8 @@ _loaded: dict[Path, tuple[Metadata, ModuleType]] = {}
 def load(reference: KernelReference, policy: Policy, device: torch.device) -> LoadedKernel:
     """Finds, checks and imports the build of a kernel for ``device``.
 
-    The policy is applied at every call, also to what is in the process already.
-
-    Args:
-        reference: The kernel; which of its layers is no matter here.
-        policy: Whose code may run, and pinned by what.
-        device: Where it is to run.
+    The policy is applied at every call, also to what is in the process already. Which of its layers a reference names
+    is no matter here.
 
     Raises:
         HubError: it cannot be had, or not for this machine; the message says why and what to do.

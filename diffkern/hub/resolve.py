@@ -27,10 +27,7 @@ _answers: dict[tuple[str, str, str], LockedKernel] = {}
 def find(reference: KernelReference, policy: Policy, backend: str | None) -> tuple[Path, str, str]:
     """Finds the build of a kernel for this machine, downloaded if it is not there, whose files are what they should be.
 
-    Args:
-        reference: The kernel.
-        policy: Whose code may run, and pinned by what.
-        backend: ``"cpu"``, or None for the accelerator of this torch.
+    The backend is ``"cpu"``, or None for the accelerator of this torch.
 
     Returns:
         Its directory, the commit that it comes from, empty for a local path, and how that was found, for reports.
