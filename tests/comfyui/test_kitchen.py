@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffkern.comfyui import kitchen_backend
 from diffkern.comfyui.kitchen import FUNCTIONS, IN_PLACE, KitchenBackend, unfit
-from diffkern.comfyui.kitchen_fusion import KitchenFusion
+from diffkern.comfyui.kitchen_backend import KitchenFusion
 from diffkern.injection import InjectionReport
 from tests.comfyui import double
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffkern.cache import in_call
 from diffkern.cache.in_call import one_model_call
 from diffkern.cache.rotary import rotary_tables, unfit_matrices
-from diffkern.comfyui.kitchen_fusion import Samples
+from diffkern.comfyui.kitchen_backend import Samples
 from diffkern.comfyui.norms import NORMS, norm_kind, readable, weight_and_bias
 from diffkern.comfyui.rewrites import in_training, plain_arithmetic, shell
 from diffkern.ops import rope
