@@ -98,8 +98,6 @@ class Result:
     """One implementation on one shape.
 
     Attributes:
-        shape: The shape.
-        backend: Name of the implementation.
         milliseconds: Median time of a call, with its backward if that was asked for; None if it did not run.
         peak_bytes: Most memory it allocated besides its arguments; None where torch does not count.
         error: Relative error of the output against float64, without dropout.

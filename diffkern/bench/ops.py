@@ -32,9 +32,7 @@ class OpResult:
     """One case: microseconds of each arm, and how many the floor takes.
 
     Attributes:
-        op: Name of the op.
-        label: Shape and variant.
-        bytes: Fewest bytes that the op must move.
+        bytes: Fewest that the op must move.
         floor: Microseconds that ``copy_`` takes for that many bytes, read and written together.
         microseconds: Median of each arm.
     """

@@ -23,11 +23,8 @@ MIN_RUNS = 3
 class Difference:
     """How far an arm's result is from the stock arm's with the same seed.
 
-    Attributes:
-        latents: Relative L2 distance of the final latents.
-        frames: Relative L2 distance of the decoded frames.
-        psnr: Of the decoded frames, in dB; inf if they are equal.
-        ssim: Structural similarity of the decoded frames; 1 if they are equal.
+    Relative L2 distances of the final latents and of the decoded frames; of these also PSNR, in dB, inf if they are
+    equal, and structural similarity, 1 if they are equal.
     """
 
     latents: float

@@ -18,13 +18,9 @@ LOG_FILE = "build_log.json"
 
 @dataclass(frozen=True)
 class Library:
-    """The shared library of a build, as it was written.
+    """The shared library of a build, as it was written: file name, bytes, hexadecimal digest.
 
-    Attributes:
-        file: Its file name.
-        size: Bytes.
-        sha256: Hexadecimal digest.
-        torch: ``torch.__version__`` of the torch whose headers it was compiled with.
+    ``torch`` is the ``torch.__version__`` of the headers that it was compiled with.
     """
 
     file: str

@@ -50,9 +50,6 @@ class Verdict:
 
     Attributes:
         error: Relative L2 distance of the latents; NaN if either is not finite.
-        identical: Whether they are equal bit for bit.
-        finite: Whether all of the optimized latents are finite.
-        stock_finite: Whether all of the stock latents are.
         tolerance: The error that is allowed.
         patched: Modules that are patched.
         fused: Calls of theirs that ran fused, those in compiled graphs aside.

@@ -64,7 +64,8 @@ def prepare(
         return None
     kitchen = KitchenBackend(numerics == "exact", provider)
     verifier = Verifier(numerics)
-    refusals = {name: _refusal(name, kitchen, verifier, choice, device, dtype, registry) for name in FUNCTIONS}
+    fusions = [KitchenFusion(name, kitchen) for name in FUNCTIONS]
+    refusals = {fusion.name: _refusal(fusion, verifier, choice, device, dtype, registry) for fusion in fusions}
     served = [name for name, reason in refusals.items() if reason is None]
     told = set(refusals.values()) - (_EXPECTED if choice == "auto" else set()) - {None}
     for reason in sorted(told, key=str):
@@ -154,16 +155,10 @@ def remove(model: Any) -> None:
 
 
 def _refusal(
-    name: str,
-    kitchen: KitchenBackend,
-    verifier: Verifier,
-    choice: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    registry: Any,
+    fusion: KitchenFusion, verifier: Verifier, choice: str, device: torch.device, dtype: torch.dtype, registry: Any
 ) -> str | None:
     """Says why a function is not served, or None if it shall be and keeps the contract."""
-    fusion = KitchenFusion(name, kitchen)
+    kitchen = fusion.kitchen
     owner = fusion.owner(registry, device, dtype)
     if owner is None:
         return _NOT_THERE

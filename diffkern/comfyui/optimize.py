@@ -74,7 +74,9 @@ def optimize(
     report = Report(type(model.model.diffusion_model).__name__, numerics)
     if not chosen:
         report.notes.append("every family is switched off")
-    dtype, device = inference_dtype(model), torch.device(model.load_device)
+    device = torch.device(model.load_device)
+    # What it computes in, which need not be the dtype of its weights.
+    dtype: torch.dtype = model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
     modules = own_modules(model, DENOISER, model.model.diffusion_model)
     patches = _plan(model, modules, chosen, provider, blocks, report, dtype, device)
     service = None
@@ -191,12 +193,6 @@ def _matches(part: str, number: int | None, inside: str) -> bool:
     if not re.search(r"[A-Za-z*]", part):
         raise ValueError(f"blocks: {part!r} is no number, no range such as 0-9, and no pattern on paths")
     return fnmatchcase(inside, part)
-
-
-def inference_dtype(model: Any) -> torch.dtype:
-    """Returns the dtype that a model computes in, which need not be that of its weights."""
-    dtype: torch.dtype = model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
-    return dtype
 
 
 def _checked(numerics: str, families: Iterable[str]) -> frozenset[str]:

@@ -129,11 +129,10 @@ def _apply_rms_norm(module: ModuleType) -> list[Adapter]:
     def call(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         return _norm_result(function(x.contiguous(), weight.contiguous(), rest[1]), x, rest[-1])
 
-    return [Adapter("rms_norm", "apply_rms_norm", call, _declines_rms_norm)]
+    def declines(args: Sequence[Any]) -> str | None:
+        return "it needs a weight" if args[1] is None else _declines_more_than_a_weight("it", args)
 
-
-def _declines_rms_norm(args: Sequence[Any]) -> str | None:
-    return "it needs a weight" if args[1] is None else _declines_more_than_a_weight("it", args)
+    return [Adapter("rms_norm", "apply_rms_norm", call, declines)]
 
 
 def _declines_more_than_a_weight(who: str, args: Sequence[Any]) -> str | None:

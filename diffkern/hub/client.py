@@ -22,13 +22,6 @@ _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUO
 Files = Mapping[str, str]
 
 
-def is_offline() -> bool:
-    """Whether huggingface_hub is told to stay off the network (``HF_HUB_OFFLINE``)."""
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
-
-
 def endpoint() -> str:
     """The address of the Hub (``HF_ENDPOINT``)."""
     from huggingface_hub import constants

@@ -101,7 +101,7 @@ class KernelConfig:
         put = partial(object.__setattr__, self)
         put(
             "rules",
-            {key: _normalised(value, f"config[{key!r}]") for key, value in self.rules.items() if _check_key(key)},
+            {_checked_key(key): _normalised(value, f"config[{key!r}]") for key, value in self.rules.items()},
         )
         for name, choices in (("hub", HUB_CHOICES), ("fp8_weights", FP8_WEIGHTS)):
             chosen = getattr(self, name)
@@ -308,13 +308,13 @@ def _situation(key: Any, where: str) -> str:
     )
 
 
-def _check_key(key: Any) -> bool:
+def _checked_key(key: Any) -> str:
     if not isinstance(key, str):
         raise ValueError(
             f"config has the key {key!r}: keys are strings, the name of an op ({' or '.join(MODULE_OPS)}), "
             "the name of a class, or a pattern on module paths"
         )
-    return True
+    return key
 
 
 def _check_repository(repository: Any) -> str:

@@ -18,6 +18,7 @@ from diffkern.hub import client, digests
 from diffkern.hub.policy import HubError, Policy, switched_off
 from diffkern.hub.reference import KernelReference
 from diffkern.hub.resolve import find
+from diffkern.hub.rule import device_name
 from diffkern.providers.foreign import is_of_user, preserved, with_causes
 
 if TYPE_CHECKING:
@@ -26,15 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A kernel in this process.
+    """A kernel in this process: what was asked for, its build and Python package.
 
-    Attributes:
-        reference: What was asked for.
-        directory: Its build.
-        commit: The commit it comes from; empty for a local path.
-        origin: How the commit was found.
-        metadata: Its ``metadata.json``.
-        module: Its Python package.
+    The commit that it comes from is empty for a local path; ``origin`` says how that was found.
     """
 
     reference: KernelReference
@@ -132,8 +127,7 @@ def _import(directory: Path, device: torch.device) -> tuple[Metadata, ModuleType
 def _refuse_other_backends(directory: Path, metadata: Metadata, device: torch.device) -> None:
     """A path may lead straight to a build, of any backend."""
     backend = str(metadata.backend.backend_type).rpartition(".")[2].lower()
-    here = {"mps": "metal", "cuda": "rocm" if torch.version.hip else "cuda"}.get(device.type, device.type)
-    if backend != here and directory.name != "torch-universal":
+    if backend != device_name(device.type) and directory.name != "torch-universal":
         raise HubError(f"{directory} is a build for {backend}, and this is {device}")
 
 

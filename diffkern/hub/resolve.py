@@ -101,7 +101,9 @@ def fetch(kernel: LockedKernel, variant: str) -> Path:
     if not wrong.endswith("is missing"):
         where = client.repository_directory(kernel.repository)
         raise HubError(f"{directory}: {wrong}. Find out who changed it; then delete {where} and download it again")
-    if client.is_offline():
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
         raise HubError(f"{directory}: {wrong}, and huggingface_hub is in offline mode: run `diffkern hub download`")
     client.download(kernel.repository, kernel.commit, variant, sorted(expected))
     wrong = _damage(directory, expected)
