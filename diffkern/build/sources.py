@@ -38,6 +38,8 @@ COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contr
 TORCH_FLAGS = (f"-DTORCH_TARGET_VERSION=0x{TORCH_ABI[0]:02x}{TORCH_ABI[1]:02x}000000000000",)
 
 
+#: How the names of sources end.
+SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".py")
 #: Op families. Each has a folder of its own, with files named after it.
 FAMILIES = ("activation", "add_norm_silu_pad", "channel_norm", "group_norm", "modulate", "norm", "rope")
 
@@ -93,7 +95,7 @@ def source_hash(directory: Path, backend: str) -> str:
     """Eight hexadecimal digits that change when a source, or an option it is compiled with, does."""
     digest = hashlib.sha256(repr((units(backend), COMMON_FLAGS, TORCH_FLAGS)).encode())
     for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.suffix in {".h", ".cpp", ".cu", ".cuh", ".py"}:
+        if path.is_file() and path.suffix in SUFFIXES:
             digest.update(path.relative_to(directory).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]

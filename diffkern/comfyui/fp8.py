@@ -67,11 +67,7 @@ class Kind:
 class Fp8Linear(Patch):
     """One linear layer in fp8: what stands in the place of its forward, and all that it keeps.
 
-    Args:
-        module: The layer.
-        kind: What it shares with layers of its kind.
-        provider: Who quantises inputs, or None to choose.
-        counts: Where its calls are counted.
+    The provider quantises inputs. ``kind`` is what it shares with layers of its kind.
     """
 
     def __init__(self, module: nn.Module, kind: Kind, provider: str | None, counts: CallCounts | None = None) -> None:

@@ -88,11 +88,8 @@ def find(folders: list[str]) -> dict[str, str]:
 def load(path: str, dtype: str, offload: str, device: torch.device) -> Pipeline:
     """Loads a pipeline from a folder on this machine. Downloads nothing.
 
-    Args:
-        path: A folder with a ``model_index.json``.
-        dtype: One of :data:`DTYPES`; ``"auto"`` is bfloat16 on a GPU and float32 on a CPU.
-        offload: One of :data:`OFFLOADS`.
-        device: Where it will run.
+    ``dtype`` is one of :data:`DTYPES`, ``"auto"`` being bfloat16 on a GPU and float32 on a CPU; ``offload`` one of
+    :data:`OFFLOADS`.
     """
     from diffusers import DiffusionPipeline
 
@@ -111,14 +108,9 @@ def load(path: str, dtype: str, offload: str, device: torch.device) -> Pipeline:
 def generate(
     pipeline: Pipeline, progress: Callable[[int, int], None], *, seed: int, num_inference_steps: int, **arguments: Any
 ) -> tuple[Tensor, InjectionReport | None]:
-    """Runs a pipeline for video.
+    """Runs a pipeline for video, in the state that is wanted.
 
-    Args:
-        pipeline: The pipeline, in the state that is wanted.
-        progress: Called with the steps done and their number; may raise to stop.
-        seed: Of the noise.
-        num_inference_steps: Steps of the pipeline.
-        arguments: Its other arguments.
+    ``progress`` is called with the steps done and their number; it may raise to stop.
 
     Returns:
         Frames ``[F, H, W, 3]`` between 0 and 1, in float32 on the CPU, and the report of the injection.

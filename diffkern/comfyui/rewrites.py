@@ -43,11 +43,6 @@ class Patch:
 
     All that it knows of a module stands in it and in the sites, nothing on the module, which clones of a model share.
 
-    Args:
-        module: The module.
-        rewriter: What made the methods.
-        rewritten: The methods by name.
-
     Attributes:
         stock: The methods of the class that were rewritten, by name.
         counts: Calls of sites that ran fused, and stock by reason.
@@ -117,13 +112,7 @@ class ComfyRewriter:
 
     Proofs run on copies of the norms with random weights: those of the model may be quantised, streamed, or not loaded.
 
-    Args:
-        numerics: ``"fast"`` or ``"exact"``.
-        provider: The provider that is forced, or None to choose.
-        families: What to fuse.
-
-    Attributes:
-        patches: The patches by the number of their module, which they keep.
+    ``patches`` holds the patches by the number of their module, which they keep.
     """
 
     def __init__(self, numerics: str, provider: str | None, families: frozenset[str]) -> None:

@@ -16,7 +16,7 @@ from diffkern.build import build_kernels
 from diffkern.build.installed import Build, find_builds, read_build
 from diffkern.build.layout import KERNEL_NAME, KERNEL_VERSION, copy_face, metadata_of
 from diffkern.build.platform_tag import PlatformTag, platform_tag
-from diffkern.build.sources import namespace_of, source_directory
+from diffkern.build.sources import SUFFIXES, namespace_of, source_directory
 from diffkern.hub.policy import HubError, InputError
 from diffkern.hub.reference import is_repository
 from diffkern.providers import eager, triton
@@ -25,18 +25,14 @@ from diffkern.providers.signatures import SIGNATURES, without_defaults
 #: The builds of Triton kernels, by name, and the backend of each.
 TRITON_VARIANTS = {"torch-cuda": "cuda", "torch-rocm": "rocm", "torch-xpu": "xpu"}
 
-_SOURCES = (".h", ".cpp", ".cu", ".cuh", ".py")
-
 _TRITON_OPS = Path(__file__).with_name("triton_ops.py.template")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A kernel repository on this machine.
+    """A kernel repository on this machine, for a repository of the Hub.
 
     Attributes:
-        directory: Where it is.
-        repository: The repository of the Hub that it is for.
         variants: Names of its builds.
         platforms: What the library of each compiled build needs; those beyond the Hub's tag run on newer systems alone.
     """
@@ -100,7 +96,7 @@ def _up_to_date_builds() -> list[Build]:
 def _write_sources(output: Path, sources: Path, repository: str) -> None:
     """Everything that kernel-builder needs to build the same again."""
     for path in sorted(sources.rglob("*")):
-        if path.is_file() and path.suffix in _SOURCES and "__pycache__" not in path.parts:
+        if path.is_file() and path.suffix in SUFFIXES and "__pycache__" not in path.parts:
             target = output / path.relative_to(sources)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)

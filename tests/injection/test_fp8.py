@@ -23,7 +23,7 @@ from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
-from diffkern import InjectionReport, KernelConfig, forget, inject_optimized_kernels, plan, restore, trajectory
+from diffkern import InjectionReport, KernelConfig, forget, inject_optimized_kernels, inspection, plan, restore
 from diffkern.blocks import fp8
 from diffkern.cache import memory
 from diffkern.injection import fp8_fusion, planning
@@ -671,8 +671,8 @@ def test_verify_says_how_far_a_short_run_ends_from_stock_and_which_layers_cost_m
     root = (ends[1] - ends[0]).square().mean().sqrt()
     assert psnr == pytest.approx(20 * math.log10((ends[0].max() - ends[0].min()) / root)) and 30 < psnr < 50
     restore(model)
-    monkeypatch.setattr(trajectory, "POOR", psnr + 1)
-    poor = trajectory.follow(model, inputs, KernelConfig(measure=False))
+    monkeypatch.setattr(inspection, "POOR", psnr + 1)
+    poor = inspection.follow(model, inputs, KernelConfig(measure=False))
     assert list(poor.without) == ["blocks.*.to_v", "blocks.*.to_q"] and poor.without["blocks.*.to_v"] > psnr + 5
     assert "KernelConfig(fp8_exclude=['blocks.*.to_v', 'blocks.*.to_q'])" in str(poor)
     assert torch.equal(output(model, inputs), stock)
