@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 #: Draws a tensor of the step's dtype on the step's device: ``randn(*shape)``.
 Randn = Callable[..., Tensor]
@@ -23,7 +22,7 @@ Made = Callable[[Randn], Any]
 
 @dataclass(frozen=True)
 class Denoiser:
-    """One denoiser and one of its steps.
+    """One denoiser and one of its steps, or one autoencoder and one call of a half of it.
 
     Attributes:
         class_name: Class in ``diffusers``.
@@ -31,6 +30,7 @@ class Denoiser:
         inputs: Makes the keyword arguments of a step; takes :data:`Randn`.
         config: Arguments of the class that differ from its defaults.
         layers: What cuts the model down, over ``config``, or nothing.
+        half: ``"decode"`` or ``"encode"`` of an autoencoder, or "".
     """
 
     class_name: str
@@ -38,6 +38,7 @@ class Denoiser:
     inputs: Made
     config: Mapping[str, Any] = field(default_factory=dict)
     layers: Mapping[str, int] = field(default_factory=dict)
+    half: str = ""
 
     def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         """Makes the model on ``device``, the same at every call, without gradients.
@@ -65,11 +66,12 @@ class Denoiser:
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):  # which may be a view, and is another tensor then
                 module._buffers[name] = cast(f"{prefix}.{name}", buffer)
-        return model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        return Half(model, self.half) if self.half else model
 
     def injected(self, model: nn.Module) -> nn.Module:
         """What a user injects kernels into, of what :meth:`build` gives."""
-        return model
+        return model.autoencoder if isinstance(model, Half) else model
 
     def step(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         """Makes fresh random arguments of one step."""
@@ -265,12 +267,7 @@ DENOISERS: Mapping[str, Denoiser] = {
 
 
 class Half(nn.Module):
-    """Decodes or encodes with an autoencoder, as pipelines do, when it is called.
-
-    Attributes:
-        autoencoder: The model.
-        method: ``"decode"`` or ``"encode"``.
-    """
+    """Decodes or encodes with an autoencoder, as pipelines do, when it is called."""
 
     def __init__(self, autoencoder: nn.Module, method: str) -> None:
         super().__init__()
@@ -280,25 +277,6 @@ class Half(nn.Module):
         """The decoded image or video, or the parameters of the distribution of its latents."""
         result = getattr(self.autoencoder, self.method)(x, return_dict=return_dict)[0]
         return (result if isinstance(result, Tensor) else result.parameters,)
-
-
-@dataclass(frozen=True)
-class Autoencoder(Denoiser):
-    """One autoencoder, and one call of a half of it.
-
-    Attributes:
-        method: ``"decode"`` or ``"encode"``.
-    """
-
-    method: str = "decode"
-
-    @override
-    def build(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-        return Half(super().build(device, dtype), self.method)
-
-    @override
-    def injected(self, model: nn.Module) -> nn.Module:
-        return model.autoencoder  # type: ignore[return-value]
 
 
 def _sample(*shape: int) -> Made:
@@ -324,19 +302,17 @@ _COGVIDEOX: Mapping[str, Any] = {
 
 def _both(
     name: str, class_name: str, what: str, latents: tuple[int, ...], pixels: tuple[int, ...], config: Mapping[str, Any]
-) -> dict[str, Autoencoder]:
+) -> dict[str, Denoiser]:
     """The decode of latents and the encode of pixels of one size."""
     size = "x".join(map(str, pixels[-2:])) + (f", {pixels[2]} frames" if len(pixels) == 5 and pixels[2] > 1 else "")
     return {
-        f"{name}_vae": Autoencoder(class_name, f"VAE of {what}, decode {size}", _sample(*latents), config),
-        f"{name}_vae_encode": Autoencoder(
-            class_name, f"VAE of {what}, encode {size}", _sample(*pixels), config, method="encode"
-        ),
+        f"{name}_vae{suffix}": Denoiser(class_name, f"VAE of {what}, {half} {size}", _sample(*shape), config, half=half)
+        for suffix, half, shape in (("", "decode", latents), ("_encode", "encode", pixels))
     }
 
 
 #: What ``diffkern bench step --model`` knows beyond denoisers, by name.
-AUTOENCODERS: Mapping[str, Autoencoder] = {
+AUTOENCODERS: Mapping[str, Denoiser] = {
     **_both("sdxl", "AutoencoderKL", "SDXL", (1, 4, 128, 128), (1, 3, 1024, 1024), _KL),
     **_both("sd15", "AutoencoderKL", "Stable Diffusion 1.5", (1, 4, 64, 64), (1, 3, 512, 512), _KL),
     **_both("flux", "AutoencoderKL", "Flux.1", (1, 16, 128, 128), (1, 3, 1024, 1024), _KL_16),

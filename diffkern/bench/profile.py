@@ -108,16 +108,12 @@ def markdown(profiles: Mapping[str, Profile]) -> str:
     """Profiles side by side as a table, by family: milliseconds and launches of each."""
     unit = next(iter(profiles.values())).unit
     header = ["family", *(f"{name}, {what}" for name in profiles for what in ("ms", unit))]
-    rows = []
-    for name in (*FAMILIES, OTHER):
-        if any(p.launches.get(name) for p in profiles.values()):
-            cells = [_cells(p.milliseconds.get(name, 0.0), p.launches.get(name, 0)) for p in profiles.values()]
-            rows.append([name, *(cell for pair in cells for cell in pair)])
-    totals = [_cells(sum(p.milliseconds.values()), sum(p.launches.values())) for p in profiles.values()]
-    rows.append(["all", *(cell for pair in totals for cell in pair)])
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    found = [name for name in (*FAMILIES, OTHER) if any(p.launches.get(name) for p in profiles.values())]
+    for title, names in (*((name, [name]) for name in found), ("all", found)):
+        line = [title]
+        for p in profiles.values():
+            line.append(f"{sum(p.milliseconds.get(name, 0.0) for name in names):.2f}")
+            line.append(str(sum(p.launches.get(name, 0) for name in names)))
+        lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
-def _cells(milliseconds: float, launches: int) -> tuple[str, str]:
-    return f"{milliseconds:.2f}", str(launches)

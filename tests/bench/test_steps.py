@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from diffkern.bench import arms, breadth, steps
-from diffkern.bench.models import AUTOENCODERS, DENOISERS, Autoencoder, Denoiser
+from diffkern.bench.models import AUTOENCODERS, DENOISERS, Denoiser
 from diffkern.cli import app
 from diffkern.graph import timing
 
@@ -105,7 +105,7 @@ def test_every_model_takes_its_step() -> None:
 def test_half_an_autoencoder_is_timed_with_the_kernels_inside_of_it(method: str) -> None:
     blocks = {"block_out_channels": (8,), "norm_num_groups": 4, "latent_channels": 4}
     shape = (1, 4 if method == "decode" else 3, 8, 8)
-    tiny = Autoencoder("AutoencoderKL", "tiny", lambda randn: {"x": randn(*shape)}, blocks, method=method)
+    tiny = Denoiser("AutoencoderKL", "tiny", lambda randn: {"x": randn(*shape)}, blocks, half=method)
     stock, fast = steps.run(tiny, (arms.STOCK, arms.FAST), torch.device("cpu"), repetitions=2)
     assert not fast.unavailable and 0 < fast.error < 0.02
     assert stock.wall_ms > 0
