@@ -61,30 +61,14 @@ def compile_library(
     # The slow ones first: nvcc and hipcc take far longer than the rest together.
     ordered = sorted(units, key=lambda unit: unit.kind != "device")
     with ThreadPoolExecutor(jobs) as pool:
-        for _ in pool.map(lambda unit: _run(command(unit), directory, say), ordered):
-            pass
+        list(pool.map(lambda unit: _run(command(unit), directory, say), ordered))
 
-    search = [f"-L{path}" for path in torch.utils.cpp_extension.library_paths()]
-    _run(
-        [
-            *cxx.command,
-            "-shared",
-            *(str(work / unit.object_name) for unit in units),
-            *search,
-            # Named though nothing seems to need them at link time: they must be there when this is loaded.
-            "-Wl,--no-as-needed",
-            "-ltorch",
-            "-ltorch_cpu",
-            "-Wl,--as-needed",
-            *_runtime_libraries(device),
-            *_cxx_runtime(cxx),
-            "-Wl,-s",
-            "-o",
-            str(library),
-        ],
-        directory,
-        say,
-    )
+    objects = [str(work / unit.object_name) for unit in units]
+    # Named though nothing seems to need them at link time: they must be there when this is loaded.
+    of_torch = ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed"]
+    libraries = [*(f"-L{path}" for path in torch.utils.cpp_extension.library_paths()), *of_torch]
+    libraries += [*_runtime_libraries(device), *_cxx_runtime(cxx)]
+    _run([*cxx.command, "-shared", *objects, *libraries, "-Wl,-s", "-o", str(library)], directory, say)
 
 
 def _device_flags(device: Tool, jobs: int) -> list[str]:
