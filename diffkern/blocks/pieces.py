@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from diffkern.matching.genuine import functional_is_torchs, is_own
 from diffkern.providers import KERNEL_DTYPES
+from diffkern.providers.dispatch_modes import transforms_active
 
 #: Functions that, bound to a module as its forward, compute what the forward of its class computes.
 EQUIVALENT_FORWARDS: set[Callable[..., Any]] = set()
@@ -85,6 +86,16 @@ def unfit(x: Any) -> str | None:
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
         return f"autocast is on for {x.device.type}, and the stock forward follows its rules"
     return unfit_surroundings()
+
+
+def unfit_for_inference(module: nn.Module, call: tuple[Any, ...]) -> str | None:
+    """Why what has no backward, and no rule for a transform, cannot compute a call; or None."""
+    if not torch.compiler.is_compiling() and transforms_active():
+        return "a transform of torch.func looks into it"
+    tensors = (*call, *module.parameters())
+    if torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in tensors]):
+        return "gradients are wanted: run it under torch.no_grad() to have it fused"
+    return None
 
 
 def plain(parameter: Any, device: torch.device) -> bool:

@@ -22,34 +22,22 @@ from diffkern.verify.fusion import Fusion
 from diffkern.verify.gain import reason_to_stay_stock
 from diffkern.verify.samples import Draws, clone_tree, doubled, in_float64
 
-#: Full name of a block's class -> its name as an op, and the module with its recipe, ``RECIPE`` unless it is named.
-#: That may import diffusers, which a user of such a block has imported already.
+#: Full name of a block's class -> its name as an op, and the module of this package and the name there of its recipe.
+#: The module may import diffusers, which a user of such a block has imported already.
 _RECIPES = {
-    "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": (
-        "ltx_rope",
-        "diffkern.blocks.ltx_rope",
-    ),
-    "diffusers.models.embeddings.PixArtAlphaTextProjection": ("caption", "diffkern.blocks.text"),
-    "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoResnetBlock3d": (
-        "ltx_vae_resnet",
-        "diffkern.blocks.ltx_vae.resnet",
-    ),
-    "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoUpsampler3d": (
-        "ltx_vae_up",
-        "diffkern.blocks.ltx_vae.upsampler",
-    ),
-    "diffusers.models.autoencoders.autoencoder_kl_ltx.LTXVideoCausalConv3d": (
-        "ltx_vae_conv",
-        "diffkern.blocks.ltx_vae.conv",
-    ),
+    "diffusers.models.transformers.transformer_ltx.LTXVideoRotaryPosEmbed": ("ltx_rope", "ltx_rope:RECIPE"),
+    "diffusers.models.embeddings.PixArtAlphaTextProjection": ("caption", "text:RECIPE"),
     **{
-        f"diffusers.models.autoencoders.autoencoder_kl_{name}": (op, f"diffkern.blocks.wan_vae:{recipe}")
+        f"diffusers.models.autoencoders.autoencoder_kl_{name}": (op, recipe)
         for name, op, recipe in (
-            ("wan.WanCausalConv3d", "causal_conv", "WAN"),
-            ("wan.WanUpsample", "upsample", "WAN_UP"),
-            ("qwenimage.QwenImageCausalConv3d", "causal_conv", "QWEN"),
-            ("qwenimage.QwenImageUpsample", "upsample", "QWEN_UP"),
-            ("qwenimage21.QwenImage21Upsample", "upsample", "QWEN_21_UP"),
+            ("ltx.LTXVideoResnetBlock3d", "ltx_vae_resnet", "ltx_vae:RESNET"),
+            ("ltx.LTXVideoUpsampler3d", "ltx_vae_up", "ltx_vae:UPSAMPLER"),
+            ("ltx.LTXVideoCausalConv3d", "ltx_vae_conv", "ltx_vae:CONVOLUTION"),
+            ("wan.WanCausalConv3d", "causal_conv", "wan_vae:WAN"),
+            ("wan.WanUpsample", "upsample", "wan_vae:WAN_UP"),
+            ("qwenimage.QwenImageCausalConv3d", "causal_conv", "wan_vae:QWEN"),
+            ("qwenimage.QwenImageUpsample", "upsample", "wan_vae:QWEN_UP"),
+            ("qwenimage21.QwenImage21Upsample", "upsample", "wan_vae:QWEN_21_UP"),
         )
     },
 }
@@ -214,7 +202,7 @@ def recipe_for(class_name: str) -> BlockRecipe | None:
     if class_name not in _RECIPES:
         return None
     module, _, name = _RECIPES[class_name][1].partition(":")
-    recipe: BlockRecipe = getattr(import_module(module), name or "RECIPE")
+    recipe: BlockRecipe = getattr(import_module(f"diffkern.blocks.{module}"), name)
     return recipe
 
 

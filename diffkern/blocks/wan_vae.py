@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.pieces import has_plain_parameters, unfit
+from diffkern.blocks.pieces import has_plain_parameters, unfit, unfit_for_inference
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.verify.samples import Draws
 
 
@@ -44,12 +43,7 @@ class LayerRecipe(BlockRecipe):
         reason = unfit(x)
         if reason is None and not x.numel():
             reason = "there is nothing in the hidden states"
-        tensors = (x, *call[1:], *module.parameters())
-        if torch.is_grad_enabled() and any([isinstance(one, Tensor) and one.requires_grad for one in tensors]):
-            return reason or "gradients are wanted: run it under torch.no_grad() to have it fused"
-        if not torch.compiler.is_compiling() and transforms_active():
-            return reason or "a transform of torch.func looks into it"
-        return reason
+        return reason or unfit_for_inference(module, call)
 
     @override
     def sources(self) -> tuple[Callable[..., Any], ...]:

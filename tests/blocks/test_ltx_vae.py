@@ -20,7 +20,7 @@ from diffusers.models.autoencoders.autoencoder_kl_ltx import (
 from torch import Tensor, nn
 
 from diffkern import InjectionReport, inject_optimized_kernels, restore
-from diffkern.blocks.ltx_vae import conv, resnet, upsampler
+from diffkern.blocks import ltx_vae
 from tests.ops.reference import relative_error
 
 _SIZES: dict[str, Any] = {
@@ -105,9 +105,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
             y = F.conv3d(x, weight, None, stock.stride, stock.padding)
             return y.contiguous(memory_format=torch.channels_last_3d), bias
 
-        for module in (conv, resnet, upsampler):
-            monkeypatch.setattr(module, "best_memory_format", lambda x: torch.channels_last_3d)
-            monkeypatch.setattr(module, "convolve", convolve)
+        monkeypatch.setattr(ltx_vae, "best_memory_format", lambda x: torch.channels_last_3d)
+        monkeypatch.setattr(ltx_vae, "convolve", convolve)
     chosen: str = request.param
     return chosen
 
@@ -341,13 +340,13 @@ def test_convolutions_are_sites_where_config_leaves_their_block_alone(path: str)
 
 
 def test_a_proof_is_shared_by_blocks_that_compute_the_same_and_by_no_others() -> None:
-    fusion = resnet.RECIPE
+    fusion = ltx_vae.RESNET
     block, twin = resnet_block(), resnet_block()
     twin.register_forward_hook(lambda module, args, output: None)
     assert fusion.kind(block) == fusion.kind(twin)
     for different in (resnet_block(is_causal=False), resnet_block(eps=1e-3), resnet_block(inject_noise=True)):
         assert fusion.kind(block) != fusion.kind(different)
-    strides = [upsampler.RECIPE.kind(LTXVideoUpsampler3d(8, s)) for s in ((1, 2, 2), (2, 1, 2))]
+    strides = [ltx_vae.UPSAMPLER.kind(LTXVideoUpsampler3d(8, s)) for s in ((1, 2, 2), (2, 1, 2))]
     assert strides[0] != strides[1]
 
 
