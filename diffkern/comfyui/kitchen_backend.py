@@ -241,10 +241,8 @@ class KitchenFusion(Fusion):
         return self.name.removesuffix("_"), self.kitchen
 
     @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
-        return select(self.op, device, dtypes, provider)
+    def choose(self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
+        return select(self.op, device, (dtype,), provider)
 
     @override
     def samples(

@@ -305,11 +305,9 @@ class Fp8Fusion(OneTensorFusion):
         return self.layer, tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
 
     @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
+    def choose(self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
         """Who quantises the input: the product is torch's."""
-        return select("activation_fp8", device, dtypes[:1], provider)
+        return select("activation_fp8", device, (dtype,), provider)
 
     @override
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,6 @@ class LayerFusion(Fusion):
     @override
     def op(self) -> str:
         return self.layer
-
-    @override
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        return args, dict(kwargs)
 
     @override
     def primary_input(self, call: Call) -> Tensor:
@@ -111,9 +107,7 @@ class LayerFusion(Fusion):
         return repr(self.rule), full_name(type(module)), repr(module), parameters, modes
 
     @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
+    def choose(self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
         layer = self._layer(module, device)
         name = public_name(provider or "")
         reason = unlike(layer, type(module))
@@ -146,11 +140,6 @@ class LayerFusion(Fusion):
     def first_call_sample(self, call: Call) -> Call:
         detached: Call = pytree.tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, call)
         return detached
-
-    @override
-    def stock(self, module: nn.Module, call: Call) -> Any:
-        args, kwargs = call
-        return type(module).forward(module, *args, **kwargs)
 
     @override
     def reference(self, module: nn.Module, call: Call) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.providers.foreign import preserved, summary
 from diffkern.verify import choices, gradients
 from diffkern.verify.contract import SANE
-from diffkern.verify.fusion import Fusion
+from diffkern.verify.fusion import NO_TENSOR, Fusion
 from diffkern.verify.gain import Prepared, costs_of, kept_costs, reason_without_gain
 from diffkern.verify.isolation import Copy, tensors_of
 from diffkern.verify.measures import relative_error
@@ -58,13 +58,9 @@ class LayoutFusion(Fusion):
     proves_itself = True
 
     @override
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        return args, dict(kwargs)
-
-    @override
     def primary_input(self, call: Call) -> Tensor:
         tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-        return next((x for x in tensors if x.ndim in (4, 5) and x.is_floating_point()), torch.empty(0, device="cpu"))
+        return next((x for x in tensors if x.ndim in (4, 5) and x.is_floating_point()), NO_TENSOR)
 
     @override
     def declines(self, module: nn.Module, call: Call) -> str | None:

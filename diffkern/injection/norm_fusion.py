@@ -87,11 +87,9 @@ class NormFusion(OneTensorFusion):
         return full_name(type(module)), self.semantics, sample_shape(self.semantics, module, ROWS), dtypes
 
     @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
+    def choose(self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
         parameters = (parameter.dtype for parameter in module.parameters() if parameter.dtype in KERNEL_DTYPES)
-        return select(self.op, device, tuple(dict.fromkeys((dtypes[0], *parameters))), provider)
+        return select(self.op, device, tuple(dict.fromkeys((dtype, *parameters))), provider)
 
     @override
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:

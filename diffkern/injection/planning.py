@@ -26,14 +26,13 @@ from diffkern.injection.fp8_fusion import Fp8Layers, is_linear
 from diffkern.injection.graph_fusion import GraphFusion, hooks_inside
 from diffkern.injection.kernel_selector import KernelSelector, Option, layer_name
 from diffkern.injection.layout_fusion import LayoutFusion
-from diffkern.injection.model_call import ModelCall
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.patching import patch_state, patches
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import RewriteFusion, Rewriters
 from diffkern.injection.state import STOCK, PatchState
 from diffkern.injection.twin_fusion import OP as TWIN_OP
-from diffkern.injection.twin_fusion import TwinFusion
+from diffkern.injection.twin_fusion import ModelCall, TwinFusion
 from diffkern.matching import full_name, match
 from diffkern.matching.genuine import replaced_function, replacement
 from diffkern.providers import KERNEL_DTYPES

@@ -32,12 +32,12 @@ def choose_provider(candidate: Candidate, report: InjectionReport) -> bool:
             site.provider, site.reason = None, f"config leaves it alone on {device.type}, and not elsewhere"
             return True
         try:
-            choice = candidate.fusion.choose(candidate.module, provider, device, candidate.dtypes)
+            choice = candidate.fusion.choose(candidate.module, provider, device, candidate.dtypes[0])
         except NoProviderError as error:
             if not _has_another(candidate, str(error), report._rejected):
                 return False
             continue
-        plain = only_eager(candidate.fusion, choice, provider, device, candidate.dtypes)
+        plain = only_eager(candidate.fusion, choice, provider, device, candidate.dtypes[0])
         if plain is None:
             break
         if not _has_another(candidate, plain, report.skipped):

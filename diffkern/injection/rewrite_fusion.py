@@ -19,7 +19,7 @@ from diffkern.injection.state import ATTRIBUTE, STOCK, PatchState, StrictModeErr
 from diffkern.providers import Choice, hub, requested, select
 from diffkern.rewrite import AllowedInStrict, FusedSite, Rewriter, Rewritten, Trained, prove_ahead, serves_in_graphs
 from diffkern.rewrite.signature import dtypes_in
-from diffkern.verify.fusion import Fusion
+from diffkern.verify.fusion import NO_TENSOR, Fusion
 from diffkern.verify.measures import Measurement
 
 
@@ -119,17 +119,13 @@ class RewriteFusion(Fusion):
     # --- at every call ---------------------------------------------------------------------------------
 
     @override
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return args, kwargs
-
-    @override
     def primary_input(self, call: Any) -> Tensor:
         args, kwargs = call
         for part in (*args, *kwargs.values()):  # is mostly one of the first, and trees take long to take apart
             if isinstance(part, Tensor) and part.is_floating_point():
                 return part
         tensors = (part for part in pytree.tree_leaves(call) if isinstance(part, Tensor))
-        return next((part for part in tensors if part.is_floating_point()), _NO_TENSOR)
+        return next((part for part in tensors if part.is_floating_point()), NO_TENSOR)
 
     @property
     @override
@@ -171,11 +167,9 @@ class RewriteFusion(Fusion):
     # --- for proofs ------------------------------------------------------------------------------------
 
     @override
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
+    def choose(self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
         """The choice for the first op that gains something; ops that only plain PyTorch serves stay as written."""
-        choices = {op: select(op, device, dtypes[:1], self.providers.get(op, provider)) for op in self._ops}
+        choices = {op: select(op, device, (dtype,), self.providers.get(op, provider)) for op in self._ops}
         name = requested(provider)
         gaining = {op: choice for op, choice in choices.items() if choice.gains}
         if gaining and (name is None or name.startswith(hub.WITH_HUB)):
@@ -237,8 +231,6 @@ class RewriteFusion(Fusion):
 
 #: Why a forward runs stock whose sites were timed.
 NO_SITE_GAINS = "none of its parts takes less time fused"
-#: In the place of a first tensor where a call has none.
-_NO_TENSOR = torch.empty(0, device="cpu")
 
 
 def _observe(module: nn.Module, reason: str | None) -> None:

@@ -203,8 +203,8 @@ class PatchState(CallCounts):
         assert self.verifier is not None
         provider = self.rule.at(x.device, module.training)
         with contextlib.suppress(NoProviderError):  # the proof says it
-            choice = self.fusion.choose(module, provider, x.device, (x.dtype,))
-            plain = only_eager(self.fusion, choice, provider, x.device, (x.dtype,))
+            choice = self.fusion.choose(module, provider, x.device, x.dtype)
+            plain = only_eager(self.fusion, choice, provider, x.device, x.dtype)
             if plain is not None:
                 return plain
         measurement = self.verifier.prove_call(module, self.fusion, provider, call)
@@ -332,21 +332,13 @@ class PatchState(CallCounts):
 
 
 def only_eager(
-    fusion: Fusion, choice: Choice, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    fusion: Fusion, choice: Choice, provider: str | None, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Says why a fusion is not worth patching: ``eager`` was not asked for, and would compute all of it.
-
-    Args:
-        fusion: What would be patched in.
-        choice: Its choice for calls of ``dtypes`` on ``device``.
-        provider: What the configuration names, or None.
-        device: Where the calls run.
-        dtypes: Their dtypes, the likeliest first.
-    """
+    """Why a fusion with this choice is not worth patching: all of it is ``eager``, which ``provider`` does not name."""
     name = requested(provider)
     if choice.gains or not fusion.kernel_ops or not (name is None or name.startswith(hub.WITH_HUB)):
         return None
-    if any(select(op, device, dtypes[:1], provider).gains for op in fusion.kernel_ops[1:]):
+    if any(select(op, device, (dtype,), provider).gains for op in fusion.kernel_ops[1:]):
         return None
     wanted = ("compiled",) if device.type == "cpu" else ("compiled", "triton")
     wanted = wanted if name is None else (*wanted, hub.NAME)

@@ -1,4 +1,4 @@
-"""Modules that have nothing to fuse, and a forward that computes the same bits with less work of the host."""
+"""Modules that have nothing to fuse: their forward computes the same bits with less work of the host, or is watched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from diffkern.verify.fusion import Fusion
@@ -40,19 +40,36 @@ class TwinFusion(Fusion):
         return self.forward
 
     @override
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return args, kwargs
-
-    @override
-    def primary_input(self, call: Any) -> Tensor:
-        args, kwargs = call
-        return next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), _NO_TENSOR)
-
-    @override
     def compute(self, module: nn.Module, call: Any, provider: str | None, stock: tuple[str, ...]) -> Any:
         args, kwargs = call
         return self.forward(module, *args, **kwargs)
 
 
-#: In the place of a first tensor where a call has none.
-_NO_TENSOR = torch.empty(0, device="cpu")
+def _stock(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class ModelCall(TwinFusion):
+    """A denoiser that runs as it is written, and whose blocks compute some things alike: masks, and rotary tables.
+
+    A call of it says how long these hold. It is its arguments; None while a graph of the compiler is traced.
+    """
+
+    forward: Callable[..., Any] = _stock
+
+    is_model = True
+    only_watches = True
+
+    @property
+    @override
+    def op(self) -> str:
+        return "model_call"
+
+    @override
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return None if torch.compiler.is_compiling() else (args, kwargs)
+
+    @override
+    def declines(self, module: nn.Module, call: Any) -> str | None:
+        return "inside of torch.compile" if call is None else None

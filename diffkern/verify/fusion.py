@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from diffkern.hub.rule import Rule
 
 
+#: In the place of a first tensor where a call has none.
+NO_TENSOR = torch.empty(0, device="cpu")
+
+
 class Fusion(ABC):
     """How the forward of a module is computed fused, when it may be, and how that is proven.
 
@@ -90,13 +94,14 @@ class Fusion(ABC):
 
     # --- at every call ---------------------------------------------------------------------------------
 
-    @abstractmethod
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns the call; None for arguments that the fusion does not know."""
+        """Returns the call, here the arguments as they are; None for arguments that the fusion does not know."""
+        return args, kwargs
 
-    @abstractmethod
     def primary_input(self, call: Any) -> Tensor:
-        """The input whose device and dtype decide whether a call is proven."""
+        """The input whose device and dtype decide whether a call is proven, here the first tensor."""
+        args, kwargs = call
+        return next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), NO_TENSOR)
 
     def weight_dtype(self, module: nn.Module) -> torch.dtype | None:
         """The dtype of the weights that, besides the primary input's, decides whether a call is proven; or None."""
@@ -171,17 +176,15 @@ class Fusion(ABC):
         """What modules must have in common to share a proof."""
         return None
 
-    def choose(
-        self, module: nn.Module, provider: str | None, device: torch.device, dtypes: tuple[torch.dtype, ...]
-    ) -> Choice:
-        """Says who will compute it, for calls of the first of ``dtypes`` on ``device``.
+    def choose(self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
+        """Says who will compute it, for calls of ``dtype`` on ``device``.
 
         The least preferred of the choices for its ops speaks for it, if it has ops.
 
         Raises:
             diffkern.providers.NoProviderError: no provider can, or the one asked for cannot.
         """
-        choices = [select(op, device, dtypes[:1], provider) for op in self.kernel_ops]
+        choices = [select(op, device, (dtype,), provider) for op in self.kernel_ops]
         return max(choices, key=lambda choice: len(choice.declined), default=Choice(self.served_by, self.compute, ()))
 
     def likely_dtypes(self, module: nn.Module, whole: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -214,7 +217,8 @@ class Fusion(ABC):
 
     def stock(self, module: nn.Module, call: Any) -> Any:
         """Runs the stock forward, which returns a tensor or a tuple of tensors of one dtype."""
-        return None
+        args, kwargs = call
+        return type(module).forward(module, *args, **kwargs)
 
     def reference(self, module: nn.Module, call: Any) -> Any:
         """Computes the result in float64."""

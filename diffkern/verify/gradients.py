@@ -43,7 +43,7 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
         exact: Whether all must be equal bit for bit.
     """
     x = fusion.primary_input(call)
-    chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
+    chosen = fusion.choose(module, provider, x.device, x.dtype).provider
     truth = fusion.exact_training(module, call)
     if truth is None:
         return None

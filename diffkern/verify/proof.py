@@ -155,7 +155,7 @@ class Verifier:
             return fused, error, identical, verdict
 
         with refusals_raise():
-            chosen = fusion.choose(module, provider, x.device, (x.dtype,)).provider
+            chosen = fusion.choose(module, provider, x.device, x.dtype).provider
             fused, error, identical, verdict = run()
             kept = fused.clone()
             *_, again = run()

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from diffkern import inject_optimized_kernels, restore
 from diffkern.cache import in_call
 from diffkern.injection.graph_fusion import GraphFusion
-from diffkern.injection.model_call import ModelCall
 from diffkern.injection.patching import patches
+from diffkern.injection.twin_fusion import ModelCall
 from scripts.check_models.denoisers import DENOISERS
 from scripts.check_models.rewritten import batch_of_two, run
 
