@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -21,7 +19,8 @@ from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import identical, is_of_user, preserved, summary
 from diffkern.verify import choices
 from diffkern.verify.contract import ENOUGH, RATIO, SLACK
-from diffkern.verify.isolation import MEASURING, call_twice
+from diffkern.verify.counts import CallCounts
+from diffkern.verify.isolation import call_twice
 from diffkern.verify.measures import Measurement
 
 Compute = Callable[[AttentionCall], Tensor]
@@ -32,8 +31,8 @@ MANY_KEYS = 1024
 GAIN = 0.97
 
 
-@dataclass
-class Route:
+@dataclass(eq=False)
+class Route(CallCounts):
     """Sends attention calls to one of some backends, and counts them.
 
     A backend is tried on the first real call of a kind, on copies of its tensors, and on a short one with a query of
@@ -55,9 +54,6 @@ class Route:
         measurements: The proofs so far.
         on_choice: Gets what was measured to be the fastest so far, as a sentence.
         undo: Takes the route out of the model; returns how many places had it.
-        fused_calls: Calls that a backend served.
-        stock_calls: Calls that the stock attention served, by reason.
-        stock_pieces: Nothing; what modules count that are patched piece by piece.
     """
 
     backends: Sequence[Backend]
@@ -70,13 +66,13 @@ class Route:
     measurements: list[Measurement] = field(default_factory=list)
     on_choice: Callable[[str], None] = lambda sentence: None
     undo: Callable[[], int] = int
-    fused_calls: int = 0
-    stock_calls: Counter[str] = field(default_factory=Counter)
-    stock_pieces: Counter[str] = field(default_factory=Counter)
     _trials: dict[Hashable, Measurement] = field(default_factory=dict)
     _fastest: dict[str, dict[str, str]] = field(default_factory=dict)
     _choices: dict[tuple[Hashable, ...], tuple[Backend | None, str]] = field(default_factory=dict)
     _unrotated: dict[Hashable, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
     def __call__(self, call: AttentionCall, stock: Compute) -> Tensor:
         """Computes a call; ``stock`` is how it was computed before. Programs that are exported hold that."""
@@ -98,14 +94,13 @@ class Route:
                 raise
             failure = error
         else:
-            self.fused_calls += _is_counted()
+            self.add_fused()
             return y
         result = stock(call)  # raises as well where the call is wrong, and not the backend
         reason = self._give_up(backend, call, failure)
         if self.strict:
             raise self.error(f"attention cannot run on {reason}") from failure
-        if _is_counted():
-            self.stock_calls[reason] += 1
+        self.add_stock(reason)
         return result
 
     def attend_unrotated(self, x: Unrotated, value: Tensor, scale: float | None) -> Tensor | None:
@@ -138,7 +133,7 @@ class Route:
             self._unrotated[key] = False
             _warn_of_rotation(backend, summary(error))
             return None
-        self.fused_calls += _is_counted()
+        self.add_fused()
         return y
 
     def _keeps_error(self, backend: Backend, x: Unrotated, value: Tensor, scale: float | None) -> bool:
@@ -162,8 +157,7 @@ class Route:
         if not torch.compiler.is_compiling():
             if self.strict and reason:
                 raise self.error(f"attention cannot run on {self._names()}: {reason}")
-            if _is_counted():
-                self.stock_calls[reason or _STOCK_IS_BEST] += 1
+            self.add_stock(reason or _STOCK_IS_BEST)
         return stock(call)
 
     # --- choosing --------------------------------------------------------------------------------------
@@ -335,11 +329,6 @@ class Route:
 
     def _names(self) -> str:
         return " or ".join(backend.name for backend in self.backends)
-
-
-def _is_counted() -> bool:
-    """Whether a call is one of the user's, and none of a proof or a clock."""
-    return get_ident() not in MEASURING
 
 
 _STOCK_IS_BEST = "measured to be the best"

@@ -23,7 +23,6 @@ from diffkern.blocks.pieces import unfit
 from diffkern.blocks.stored_fp8 import StoredWeight
 from diffkern.comfyui.rewrites import Patch, describe, in_training
 from diffkern.hub import KernelConfig
-from diffkern.injection.counts import CallCounts
 from diffkern.injection.fp8_fusion import LEAST_ROWS, OP, UNLESS_INCLUDED, Fp8Layers, is_linear, kind_of
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.matching import full_name
@@ -32,6 +31,7 @@ from diffkern.providers.cublaslt import layers
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.providers.eager.fp8 import E4M3, fp8_unavailable_reason
 from diffkern.verify.contract import FP8_ALLOWANCE, RATIO, ROWS, SLACK
+from diffkern.verify.counts import CallCounts
 from diffkern.verify.measures import Measurement, error_beside, relative_error
 from diffkern.verify.samples import random_input
 

@@ -21,8 +21,8 @@ from diffkern.cache.in_call import one_model_call
 from diffkern.comfyui.kitchen import FUNCTIONS, INPUTS, KitchenBackend, unfit
 from diffkern.comfyui.patcher import APPLY_MODEL, ON_CLEANUP
 from diffkern.injection import InjectionReport
-from diffkern.injection.counts import CallCounts
 from diffkern.providers import Choice, NoProviderError, select
+from diffkern.verify.counts import CallCounts
 from diffkern.verify.fusion import Fusion
 from diffkern.verify.proof import Verifier
 from diffkern.verify.samples import Draws

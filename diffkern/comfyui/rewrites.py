@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.comfyui.norms import norm_kind
-from diffkern.injection.counts import CallCounts
 from diffkern.providers import NoProviderError, select
 from diffkern.rewrite import FusedSite, Rewriter, Rewritten, prove_ahead
 from diffkern.rewrite.facts import Path
 from diffkern.rewrite.reference import clone_for_verification
 from diffkern.rewrite.rules import RULES
 from diffkern.rewrite.verify import SiteVerifier
+from diffkern.verify.counts import CallCounts
 from diffkern.verify.measures import Measurement
 
 #: Norms with modulation, gated residuals and activations; norms of queries and keys, and the rotary embedding.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from diffkern.graph.timing import StepTime
-from diffkern.injection.counts import CountRecord, Counts
 from diffkern.matching import full_name
+from diffkern.verify.counts import CallCounts, CountRecord
 from diffkern.verify.measures import Measurement
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Site:
     revoked: bool = False
     waiting: bool = False
     _module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
-    _state: Counts | None = field(default=None, repr=False, compare=False)
+    _state: CallCounts | CountRecord | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, path: str, module: nn.Module, **known: Any) -> Site:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from diffkern.hub.rule import Rule
 from diffkern.injection import notes
-from diffkern.injection.counts import CallCounts
 from diffkern.injection.report import ONLY_EAGER, Site
 from diffkern.providers import Choice, NoProviderError, hub, requested, select
 from diffkern.providers.dispatch_modes import transforms_active
 from diffkern.verify import gradients
+from diffkern.verify.counts import CallCounts
 from diffkern.verify.gain import sharing
 
 if TYPE_CHECKING:

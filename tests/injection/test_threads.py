@@ -14,9 +14,9 @@ from torch import nn
 
 from diffkern import inject_optimized_kernels, restore
 from diffkern.cache import memory
-from diffkern.injection.counts import CallCounts
 from diffkern.injection.patching import patches
 from diffkern.injection.state import LOCK
+from diffkern.verify.counts import CallCounts
 from tests.injection.models import ltx_inputs, run, tiny_ltx
 
 

@@ -6,25 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from threading import get_ident
-from typing import Protocol
 
 from diffkern.verify.isolation import MEASURING
-
-
-class Counts(Protocol):
-    """What a report reads of a patch of any kind."""
-
-    @property
-    def fused_calls(self) -> int:
-        """Calls that ran fused."""
-
-    @property
-    def stock_calls(self) -> Counter[str]:
-        """Calls that ran stock, by reason."""
-
-    @property
-    def stock_pieces(self) -> Counter[str]:
-        """Of the fused calls, those in which a part ran stock, by part."""
 
 
 @dataclass
