@@ -17,6 +17,7 @@ from torch import Tensor
 from diffkern.attention.call import AttentionCall
 from diffkern.providers.foreign import MisconductError, copy_of, same_bits
 from diffkern.verify.gradients import with_gradients
+from diffkern.verify.samples import Draws
 
 Compute = Callable[[AttentionCall], Tensor]
 
@@ -83,12 +84,8 @@ def short_sample(call: AttentionCall) -> AttentionCall:
     fewer, more = min(fewer, 5), min(more, 7 if fewer < more else 5)
     length, keys = (fewer, more) if queries < keys else (more, fewer)
     short = _cut(call, length, keys)
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def random(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, device="cpu").to(like.device, like.dtype)
-
-    query, key, value = (random(x) for x in (short.query, short.key, short.value))
+    random = Draws(call.query.device, call.query.dtype, seed=0)
+    query, key, value = (random(*x.shape) for x in (short.query, short.key, short.value))
     if length > 1:
         query[:, length // 2] = torch.nan
     mask = short.mask

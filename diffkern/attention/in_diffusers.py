@@ -73,19 +73,15 @@ def install(model: nn.Module, route: Route) -> Callable[[], int]:
 
 def restore(routed: Iterable[Any]) -> int:
     """Gives processors of one model back what they had; returns 1 if any of them had a route."""
-    return int(any([_restore(processor) for processor in routed]))
-
-
-def _restore(processor: Any) -> bool:
-    """Gives one processor back what it had before it was routed; returns whether it was."""
-    if not is_routed(processor):
-        return False
-    before = _before[vars(processor)[ATTRIBUTE].name]
-    if before is _MISSING:
-        delattr(processor, ATTRIBUTE)
-    else:
-        setattr(processor, ATTRIBUTE, before)
-    return True
+    restored = 0
+    for processor in filter(is_routed, routed):
+        before = _before[vars(processor)[ATTRIBUTE].name]
+        if before is _MISSING:
+            delattr(processor, ATTRIBUTE)
+        else:
+            setattr(processor, ATTRIBUTE, before)
+        restored = 1
+    return restored
 
 
 def _register(route: Route, before: Any) -> Any:

@@ -213,7 +213,7 @@ class Route(CallCounts):
 
     def _give_up(self, backend: Backend, call: AttentionCall, error: Exception) -> str:
         """Keeps a backend that raised from calls of this kind; returns the reason."""
-        proof = _proof(backend, call, math.nan, math.nan, False, f"failed: {summary(error)}")
+        proof = Measurement.of(call.query, backend.name, math.nan, math.nan, False, f"failed: {summary(error)}")
         self._note(backend, call, proof, aloud=True)
         for key in [key for key in self._choices if key[0] == call.signature()]:
             del self._choices[key]
@@ -260,7 +260,8 @@ class Route(CallCounts):
                 if is_of_user(failure):
                     raise
                 because = [str(warning.message).split("(Triggered")[0].strip() for warning in said]
-                return _proof(backend, call, math.nan, math.nan, False, " ".join([f"failed: {failure}", *because]))
+                reason = " ".join([f"failed: {failure}", *because])
+                return Measurement.of(call.query, backend.name, math.nan, math.nan, False, reason)
 
     def _compare(
         self, backend: Backend, call: AttentionCall, plain: AttentionCall, stock: Compute, expected: Tensor
@@ -292,7 +293,7 @@ class Route(CallCounts):
             refusal = refusal and f"gradients: {refusal}"
         if not refusal and signature.dropout:
             runner(backend.compute, call)()
-        return _proof(backend, call, error, stock_error, same, refusal)
+        return Measurement.of(call.query, backend.name, error, stock_error, same, refusal)
 
     def _refuse_short(self, backend: Backend, call: AttentionCall, stock: Compute) -> str:
         """Why a backend does not serve a short call with one query of NaN, or ""."""
@@ -339,13 +340,6 @@ REPLACED = "the stock attention was replaced after the injection"
 def _warn_of_rotation(backend: Backend, why: str) -> None:
     what = f"attention {backend.name!r} reads queries and keys behind their rotation from now on, not before it"
     warnings.warn(f"diffkern: {what}: {why}", stacklevel=4)
-
-
-def _proof(
-    backend: Backend, call: AttentionCall, error: float, stock_error: float, same: bool, refusal: str
-) -> Measurement:
-    device, dtype = str(call.query.device), str(call.query.dtype).removeprefix("torch.")
-    return Measurement(device, dtype, backend.name, error, stock_error, same, not refusal, refusal)
 
 
 def _kind(call: AttentionCall) -> tuple[Hashable, ...]:

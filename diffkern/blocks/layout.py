@@ -8,7 +8,7 @@ laid out as those of stock. Before a state dict is made, and with the patch, eve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from diffkern.blocks.pieces import calls_are_watched
 from diffkern.cache import UNDO, memory
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.isolation import map_tensors, tensors_of
+from diffkern.verify.samples import HOOKS
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -71,10 +72,8 @@ def is_convolutional(module: nn.Module) -> bool:
 def unfit(module: nn.Module) -> str | None:
     """Why the weights of a module stay as they are laid out, or None."""
     seen: set[int] = set()
-    if calls_are_watched():
-        return "global hooks watch the calls of all modules"
-    if any(_moves_weights(part) or (part is not module and _is_hooked(part)) for part in module.modules()):
-        return "hooks sit inside of it, or move its weights"
+    if (reason := _hooks_on(module, module.modules())) is not None:
+        return reason
     for _, name, child in convolutions(module):
         weight = child._parameters.get("weight")
         if name == "base_layer":
@@ -118,8 +117,7 @@ def convert(module: nn.Module) -> None:
 @torch.no_grad()
 def give_back(module: nn.Module) -> None:
     """Gives every weight the strides that it had."""
-    known = memory(module).get(_KNOWN)
-    for held in () if known is None else known.weights:
+    for held in memory(module)[_KNOWN].weights if _KNOWN in memory(module) else ():
         weight = held.parameter()
         if weight is not None and weight.stride() != held.strides:
             as_it_was = torch.empty_strided(weight.shape, held.strides, dtype=weight.dtype, device=weight.device)
@@ -128,17 +126,12 @@ def give_back(module: nn.Module) -> None:
 
 def changed(module: nn.Module) -> str | None:
     """What was done to a convolution, or around one, since the weights were converted; or None."""
-    known = memory(module).get(_KNOWN)
-    if calls_are_watched():
-        return "global hooks watch the calls of all modules"
-    for reference in () if known is None else known.around:
-        part = reference()
-        if part is not None and (_moves_weights(part) or (part is not module and _is_hooked(part))):
-            return "hooks sit inside of it, or move its weights"
-    for held in () if known is None else known.weights:
-        if not held.is_in_place():
-            return f"the convolution {held.name} was wrapped, or has another weight"
-    return None
+    known: _Known = memory(module).get(_KNOWN, _Known([], []))
+    around = (part for reference in known.around if (part := reference()) is not None)
+    if (reason := _hooks_on(module, around)) is not None:
+        return reason
+    moved = (held for held in known.weights if not held.is_in_place())
+    return next((f"the convolution {held.name} was wrapped, or has another weight" for held in moved), None)
 
 
 def layouts(result: Any) -> str:
@@ -164,15 +157,16 @@ def is_last(x: Tensor) -> bool:
     return x.ndim in _FORMATS and not x.is_contiguous() and x.is_contiguous(memory_format=_FORMATS[x.ndim])
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    state = module.__dict__
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any([state[name] for name in hooks])
-
-
-def _moves_weights(module: nn.Module) -> bool:
-    """Whether accelerate or diffusers put a hook on a module, by which they offload it, or cast it at each call."""
-    return "_hf_hook" in module.__dict__ or "_diffusers_hook" in module.__dict__
+def _hooks_on(module: nn.Module, parts: Iterable[nn.Module]) -> str | None:
+    """Which hooks see the calls of parts of a module, or move their weights; or None. Its own run around it."""
+    if calls_are_watched():
+        return "global hooks watch the calls of all modules"
+    for part in parts:
+        # Those of accelerate and diffusers, by which they offload a module, or cast it at each call.
+        moves_weights = "_hf_hook" in part.__dict__ or "_diffusers_hook" in part.__dict__
+        if moves_weights or (part is not module and any([part.__dict__[name] for name in HOOKS])):
+            return "hooks sit inside of it, or move its weights"
+    return None
 
 
 def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -125,7 +125,8 @@ def has_plain_parameters(
     weight = parameters.get("weight")  # either may have become a plain attribute, or be hidden by one
     if (
         weight is None
-        or _is_hidden(layer)
+        or "weight" in layer.__dict__
+        or "bias" in layer.__dict__
         or "bias" not in parameters
         or weight.dtype is not dtype
         or not plain(weight, of_weight or device)
@@ -133,11 +134,6 @@ def has_plain_parameters(
         return False
     bias = parameters["bias"]
     return bias is None or (bias.dtype is dtype and plain(bias, device))
-
-
-def _is_hidden(layer: nn.Module) -> bool:
-    """Whether an attribute stands in front of a parameter of a linear layer."""
-    return "weight" in layer.__dict__ or "bias" in layer.__dict__
 
 
 def are_silent(layers: Iterable[nn.Module]) -> bool:

@@ -20,8 +20,10 @@ from diffkern.attention import (
     in_diffusers,
     in_transformers,
 )
+from diffkern.hub import KernelConfig
 from diffkern.hub.policy import Policy
 from diffkern.hub.reference import is_reference
+from diffkern.injection.components import likely_device
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.state import StrictModeError
 
@@ -46,9 +48,9 @@ class Plan:
 
 def plan_attention(
     modules: Mapping[str, nn.Module],
-    wish: str | Sequence[str],
+    wish: str | Sequence[str] | None,
+    config: KernelConfig,
     report: InjectionReport,
-    policy: Policy,
     *,
     verify: bool,
     strict: bool,
@@ -58,15 +60,18 @@ def plan_attention(
     Args:
         modules: Models by component name.
         wish: Name of a backend, of a kernel on the Hub, or ``"auto"``; or several, of which the first that can serves,
-            or with ``"auto"`` the fastest.
+            or with ``"auto"`` the fastest. None plans nothing.
+        config: What a kernel of the Hub may do.
         report: Gets a site for whatever is left alone, and one that failed if the backend cannot be loaded.
-        policy: What a kernel of the Hub may do.
         verify: As in :class:`diffkern.attention.Route`.
         strict: As in :class:`diffkern.attention.Route`.
 
     Raises:
         ValueError: there is no such backend.
     """
+    if wish is None:
+        return []
+    policy = Policy(config.trust_remote_code, config.lock, strict)
     wishes = tuple(wish) if isinstance(wish, (list, tuple)) else (wish,)
     if not wishes:
         raise ValueError("attention names no backend: name one, or 'auto', or leave it None")
@@ -82,14 +87,15 @@ def plan_attention(
         backends: list[Backend] = []
         for name in wishes:
             try:
-                backends += _backends(name, _device(model), policy)
+                backends += _backends(name, likely_device([model]), policy)
             except UnavailableError as error:
                 site.reason = f"{name}: {error}"
         if site.reason:
             report._rejected.append(site)
             continue
         route = Route(backends, AUTO in wishes, report.numerics == "exact", verify, strict, StrictModeError)
-        route.owner, route.measurements, route.on_choice = site.class_name, site.measurements, partial(_tell, site)
+        route.owner, route.measurements = site.class_name, site.measurements
+        route.on_choice = partial(setattr, site, "reason")
         plans.append(Plan(site, route, partial(put, model)))
     return plans
 
@@ -103,14 +109,9 @@ def install(plans: Sequence[Plan]) -> None:
             plan.site._state = plan.route
             done.append(plan)
     except BaseException:
-        remove(done)
+        for plan in done:
+            plan.route.undo()
         raise
-
-
-def remove(plans: Sequence[Plan]) -> None:
-    """Takes the routes out again."""
-    for plan in plans:
-        plan.route.undo()
 
 
 def restore_attention(modules: Mapping[str, nn.Module]) -> int:
@@ -141,13 +142,6 @@ def _backends(wish: str, device: torch.device, policy: Policy) -> list[Backend]:
     return [backend]
 
 
-def _device(model: nn.Module) -> torch.device:
-    """Where a model will probably run: weights on the CPU or on meta may be offloaded, or not moved yet."""
-    home = next((tensor.device for tensor in model.parameters() if not tensor.is_meta), torch.device("cpu"))
-    accelerator = torch.accelerator.current_accelerator(check_available=True) if home.type == "cpu" else None
-    return accelerator or home
-
-
 #: Puts a model on a route, and returns what takes it off.
 _Install = Callable[[Any, Route], Callable[[], int]]
 
@@ -171,10 +165,6 @@ def _models(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[t
             else:
                 _skip(_join(name, path), model, reason, report)
     return found
-
-
-def _tell(site: Site, sentence: str) -> None:
-    site.reason = sentence
 
 
 def _skip(path: str, module: nn.Module, reason: str, report: InjectionReport) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 #: Denoisers, VAEs, text and image encoders, ControlNets and their like, with any numbered suffix.
@@ -85,6 +86,14 @@ def all_components(target: Any) -> dict[str, nn.Module]:
             "pass the pipeline itself, or one of its models such as pipe.transformer"
         )
     return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+
+
+def likely_device(models: Iterable[nn.Module]) -> torch.device:
+    """Where models will probably run: weights on the CPU or on meta may be offloaded, or not moved yet."""
+    weights = (tensor for model in models for tensor in model.parameters() if not tensor.is_meta)
+    home = next((tensor.device for tensor in weights), torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if home.type == "cpu" else None
+    return accelerator or home
 
 
 def _as_names(names: Any) -> list[str]:

@@ -151,7 +151,7 @@ class Fp8Layers:
             return "a layer of a modulation, an embedding or a norm"
         name = path.partition(".")[0] if "" not in self.components else ""
         own = [block for block in self.repeated if not name or block.startswith(f"{name}.")]
-        if own and not any(block in self.repeated for block in _parents(path)):
+        if own and not path.startswith(tuple(f"{block}." for block in own)):
             return "a layer before or after the repeated blocks"
         return None
 
@@ -179,12 +179,6 @@ def _size(module: nn.Module) -> tuple[int, int] | None:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module calls itself a linear layer."""
     return _size(module) is not None
-
-
-def _parents(path: str) -> Iterator[str]:
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _repeated(name: str, root: nn.Module) -> Iterator[str]:

@@ -64,11 +64,6 @@ def _wrapped(module: nn.Module) -> Iterator[Slot]:
             forward = inner.forward
 
 
-def stock_forward(module: nn.Module) -> MethodType:
-    """The forward of the module's class, bound to the module."""
-    return MethodType(type(module).forward, module)
-
-
 def is_bound(forward: Forward | None, function: Forward, module: nn.Module) -> bool:
     """Whether ``forward`` is ``function`` as a method of ``module``."""
     return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is function

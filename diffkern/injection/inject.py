@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from diffkern.attention import Route
 from diffkern.cache import drop
 from diffkern.hub import KernelConfig
-from diffkern.hub.policy import Policy
 from diffkern.injection.attention import Plan as AttentionPlan
 from diffkern.injection.attention import install, plan_attention, restore_attention
 from diffkern.injection.components import all_components, select_components
@@ -25,9 +22,6 @@ from diffkern.injection.report import InjectionReport, Site
 from diffkern.injection.rewrite_fusion import Rewriters
 from diffkern.injection.state import LOCK, PatchState
 from diffkern.verify.proof import Verifier
-
-if TYPE_CHECKING:
-    from diffkern.injection.liger import Liger
 
 NUMERICS = ("exact", "fast", "fp8")
 
@@ -114,7 +108,11 @@ def inject_optimized_kernels(
         report.notes += [f"component {name!r}: {reason}" for name, reason in left_out.items()]
         config = KernelConfig.of(config)
         selector = KernelSelector(config, strict)
-        training = _liger(liger, modules, report)
+        training = None
+        if liger is not None and liger is not False:
+            from diffkern.injection.liger import Liger  # which nothing else imports
+
+            training = Liger.asked_for(liger, modules, report)
         # Ranks would choose apart, and a strict injection leaves nothing stock.
         times = config.measures and verify and not strict and not is_distributed()
         trained = {} if training is None else training.trained_sites()
@@ -127,7 +125,7 @@ def inject_optimized_kernels(
             candidates += plan_graphs(modules, report, by_time=by_time, memory=graph_memory)
         candidates = [candidate for candidate in candidates if choose_provider(candidate, report)]
         candidates += plan_model_calls(modules, candidates)
-        routes = _plan_routes(modules, attention, config, report, verify=verify, strict=strict)
+        routes = plan_attention(modules, attention, config, report, verify=verify, strict=strict)
         verifier = Verifier(numerics) if verify else None
         for candidate in candidates:
             proven_by = None if candidate.fusion.proves_itself else verifier
@@ -208,28 +206,6 @@ def optimized(pipe_or_module: Any, **options: Any) -> Iterator[InjectionReport]:
         yield report
     finally:
         report.restore()
-
-
-def _liger(wish: Any, modules: Mapping[str, nn.Module], report: InjectionReport) -> Liger | None:
-    """What is to be trained by Liger; its part of diffkern is imported only if something is."""
-    if wish is None or wish is False:
-        return None
-    from diffkern.injection.liger import Liger
-
-    return Liger.asked_for(wish, modules, report)
-
-
-def _plan_routes(
-    modules: Mapping[str, nn.Module],
-    wish: str | Sequence[str] | None,
-    config: KernelConfig,
-    report: InjectionReport,
-    **options: bool,
-) -> list[AttentionPlan]:
-    if wish is None:
-        return []
-    policy = Policy(config.trust_remote_code, config.lock, options["strict"])
-    return plan_attention(modules, wish, report, policy, **options)
 
 
 def _apply(candidates: list[Candidate], routes: list[AttentionPlan]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from diffkern.blocks.pieces import plain, untouched
+from diffkern.injection.components import likely_device
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
 from diffkern.providers import Choice, liger
@@ -27,7 +28,7 @@ from diffkern.verify import gradients
 from diffkern.verify.contract import ROWS
 from diffkern.verify.fusion import Fusion
 from diffkern.verify.gradients import with_gradients
-from diffkern.verify.samples import bare
+from diffkern.verify.samples import bare, doubled
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,7 @@ class Liger:
         flags = liger.Flags.of(wish)
         if flags is None:
             return None
-        tensors = (tensor for root in modules.values() for tensor in root.parameters())
-        home = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
-        accelerator = torch.accelerator.current_accelerator(check_available=True) if home.type == "cpu" else None
-        reason = liger.unavailable_reason(accelerator or home)
+        reason = liger.unavailable_reason(likely_device(modules.values()))
         if reason is not None:
             report._rejected.append(Site("", report.target, liger.NAME, reason=reason))
             return None
@@ -334,7 +332,7 @@ class LossFusion(Fusion):
 
     @override
     def reference(self, module: nn.Module, call: Sample) -> Tensor:
-        return self._stock(_in_float64(call))
+        return self._stock(doubled(call.inputs))
 
     @override
     def grad_inputs(self, call: Sample) -> tuple[Tensor, ...]:
@@ -342,16 +340,12 @@ class LossFusion(Fusion):
 
     @override
     def exact_training(self, module: nn.Module, call: Sample) -> tuple[Tensor, ...]:
-        inputs = _in_float64(call)
+        inputs = doubled(call.inputs)
         return with_gradients(lambda: self._stock(inputs), inputs[:-1])
 
     @override
     def gradient_ratio(self, dtype: torch.dtype) -> float | None:
         return liger.LINEAR_LOSS_GRADIENT_RATIO if self.linear and dtype in (torch.float16, torch.bfloat16) else None
-
-
-def _in_float64(call: Sample) -> tuple[Tensor, ...]:
-    return tuple(x.detach().double() if x.is_floating_point() else x for x in call.inputs)
 
 
 class _Otherwise:

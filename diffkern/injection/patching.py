@@ -61,7 +61,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if gain:
             run = type(self).forward
             if run is state.stock:
-                run = state.without_gain or run
+                run = state.fusion.without_gain or run
                 state.keep(args, kwargs, run, gain)
             state.add_stock(gain)
             return run(self, *args, **kwargs)
@@ -194,7 +194,7 @@ def is_in_place(module: nn.Module, state: object) -> bool:
 def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
     state.below = patch_state(module)
-    state.stock, state.without_gain = type(module).forward, state.fusion.without_gain
+    state.stock = type(module).forward
     direct = None if state.rule.situations else state.fusion.direct
     if state.below is not None:
         state.is_model = state.is_model or state.below.is_model
@@ -218,7 +218,7 @@ def unpatch(module: nn.Module) -> int:
     stack = list(patches(module))
     state = module.__dict__.get(ATTRIBUTE)
     held = _held_forward(module)
-    found = held is not None and hooks.replace(module, held, hooks.stock_forward(module)) > 0
+    found = held is not None and hooks.replace(module, held, MethodType(type(module).forward, module)) > 0
     plain = hooks.is_bound(module.__dict__.get("forward"), type(module).forward, module)
     if found and plain and not (isinstance(state, PatchState) and state.had_instance_forward):
         del module.__dict__["forward"]

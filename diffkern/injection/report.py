@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from diffkern.graph.timing import StepTime
+from diffkern.injection import advice
 from diffkern.matching import full_name
 from diffkern.verify.counts import CallCounts, CountRecord
 from diffkern.verify.measures import Measurement
@@ -108,15 +109,8 @@ class Site:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the public fields as plain data."""
-        return {
-            "path": self.path,
-            "class_name": self.class_name,
-            "op": self.op,
-            "provider": self.provider,
-            "how": self.how,
-            "reason": self.reason,
-            "measurements": [measurement.to_dict() for measurement in self.measurements],
-        }
+        plain = {name: getattr(self, name) for name in ("path", "class_name", "op", "provider", "how", "reason")}
+        return {**plain, "measurements": [measurement.to_dict() for measurement in self.measurements]}
 
 
 #: How the reason begins for which a module stays stock that no kernel serves.
@@ -260,18 +254,15 @@ class InjectionReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain data."""
         return {
-            "target": self.target,
-            "numerics": self.numerics,
-            "dry_run": self.dry_run,
-            "verified": self.verified,
+            **{name: getattr(self, name) for name in ("target", "numerics", "dry_run", "verified")},
             "summary": self.summary(),
             "gain": self.gain(),
             "next": self.next_step(),
             "seconds": self.seconds,
-            "patched": [site.to_dict() for site in self.patched],
-            "skipped": [site.to_dict() for site in self.skipped],
-            "failed": [site.to_dict() for site in self.failed],
-            "restored": [site.to_dict() for site in self.restored],
+            **{
+                name: [site.to_dict() for site in getattr(self, name)]
+                for name in ("patched", "skipped", "failed", "restored")
+            },
             "notes": list(self.notes),
             "calls": self.calls(),
         }
@@ -298,15 +289,11 @@ class InjectionReport:
 
     def gain(self) -> str:
         """Returns what was measured of the gain so far, else what is expected, or ""."""
-        from diffkern.injection.advice import gain
-
-        return gain(self)
+        return advice.gain(self)
 
     def next_step(self) -> str:
         """Returns what to do next, or ""."""
-        from diffkern.injection.advice import next_step
-
-        return next_step(self) if self.advises else ""
+        return advice.next_step(self) if self.advises else ""
 
     def _runs(self, patched: Sequence[Site]) -> str:
         """What of the patched sites ran fused, and what stock, so far."""
@@ -368,9 +355,9 @@ class InjectionReport:
         return render_html(self)
 
     def __rich__(self) -> RenderableType:
-        from diffkern.injection.table import render
+        from diffkern.injection.table import Drawing
 
-        return render(self)
+        return Drawing(self)
 
 
 def _modules(sites: Sequence[Site], more: str = "") -> str:

@@ -37,7 +37,7 @@ _REPLACED = "what its class computes was replaced after the injection"
 
 #: What of a patch a copy of its module has, too.
 _SHARED = (
-    *("had_instance_forward", "stock", "without_gain", "direct", "report", "proven", "revoked", "refused"),
+    *("had_instance_forward", "stock", "direct", "report", "proven", "revoked", "refused"),
     *("proven_gradients", "no_gradients", "gains", "is_model"),
 )
 
@@ -60,7 +60,6 @@ class PatchState(CallCounts):
         numerics: The contract that the patch keeps.
         below: The patch that runs where this one runs stock: a graph is put over whatever is there.
         stock: The forward that the module's class had when it was patched: with another one the patch steps aside.
-        without_gain: As :attr:`Fusion.without_gain`.
         direct: As :attr:`Fusion.direct`, where it serves all calls.
         site: Its line in the report, which records proofs at first use; None in a copy of the module.
         report: Key of the report; a string, which ``torch.compile`` takes for a constant.
@@ -88,7 +87,6 @@ class PatchState(CallCounts):
         self.had_instance_forward = False
         self.below: PatchState | None = None
         self.stock: Callable[..., Any] | None = None
-        self.without_gain: Callable[..., Any] | None = None
         self.direct: Callable[..., Any] | None = None
         self.site: Site | None = None
         self.report = ""
@@ -328,7 +326,7 @@ class PatchState(CallCounts):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled module comes back unpatched: pickle stores a bound ``forward`` by its name alone."""
-        return _nothing, ()
+        return type(None), ()
 
 
 def only_eager(
@@ -356,7 +354,3 @@ def _size(x: Tensor) -> tuple[torch.device, torch.dtype, int, bool]:
 
 def _situation(module: nn.Module, device: torch.device) -> str:
     return f"on {device.type} in {'training' if module.training else 'inference'}"
-
-
-def _nothing() -> None:
-    return None

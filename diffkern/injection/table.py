@@ -81,24 +81,19 @@ class Drawing:
             yield Text(f"note: {note}")
 
 
-def render(report: InjectionReport) -> Drawing:
-    """Returns the report as a rich renderable."""
-    return Drawing(report)
-
-
 def render_text(report: InjectionReport) -> str:
     """Returns the report as plain text, as wide as the terminal within reason."""
     width = min(shutil.get_terminal_size().columns, _WIDEST) if sys.stdout.isatty() else _WIDTH
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
-        console.print(render(report))
+        console.print(Drawing(report))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def render_html(report: InjectionReport) -> str:
     """Returns the report as HTML for a notebook."""
     console = Console(file=io.StringIO(), width=_WIDTH, record=True)
-    console.print(render(report))
+    console.print(Drawing(report))
     return console.export_html(inline_styles=True, code_format="<pre style='white-space:pre'>{code}</pre>")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from diffkern.verify.contract import ENOUGH, RATIO, SANE, SLACK
 from diffkern.verify.isolation import Copy, snapshot
 from diffkern.verify.measures import Measurement, as_one, error_beside, relative_error
+from diffkern.verify.samples import Draws
 
 if TYPE_CHECKING:
     from diffkern.verify.fusion import Fusion
@@ -101,5 +102,4 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 def cotangent(y: Tensor) -> Tensor:
     """What is sent backwards: the same numbers for every run, of both signs."""
-    generator = torch.Generator("cpu").manual_seed(7)
-    return torch.randn(y.shape, generator=generator, device="cpu").to(device=y.device, dtype=y.dtype)
+    return Draws(y.device, y.dtype, seed=7)(*y.shape)

@@ -20,7 +20,7 @@ _UNKNOWN_SIZE = 128
 _NOT_COPIED = ("forward", "_diffkern", "_old_forward", "_hf_hook", "_diffusers_hook", "_compiled_call_impl")
 
 #: Where torch keeps the hooks of a module.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 #: What an 8-bit float weight of a layerwise cast layer is cast from at every call.
 _CAST = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -116,7 +116,7 @@ def bare(module: nn.Module) -> nn.Module:
     """Returns a copy without hooks or patches, which shares tensors and children."""
     copy = type(module).__new__(type(module))
     copy.__dict__ |= {key: value for key, value in module.__dict__.items() if key not in _NOT_COPIED}
-    copy.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
+    copy.__dict__ |= {hooks: OrderedDict() for hooks in HOOKS}
     return copy
 
 
@@ -126,11 +126,10 @@ def _copy(module: nn.Module, place: Callable[[Tensor], Tensor]) -> nn.Module:
     state = copy.__dict__
     # A weight that was assigned is a plain attribute.
     state |= {name: place(value) for name, value in state.items() if isinstance(value, Tensor)}
-    for group in ("_parameters", "_buffers"):
-        state[group] = {name: None if tensor is None else place(tensor) for name, tensor in state[group].items()}
+    state["_buffers"] = {name: None if held is None else place(held) for name, held in state["_buffers"].items()}
     state["_parameters"] = {
-        name: None if tensor is None else nn.Parameter(tensor, requires_grad=False)
-        for name, tensor in state["_parameters"].items()
+        name: None if held is None else nn.Parameter(place(held), requires_grad=False)
+        for name, held in state["_parameters"].items()
     }
     return copy
 

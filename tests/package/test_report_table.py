@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from diffkern.injection.report import InjectionReport, Site
-from diffkern.injection.table import render
+from diffkern.injection.table import Drawing
 from diffkern.verify.measures import Measurement
 
 PATHS = [f"vae.encoder.down_blocks.{i}.resnets.{j}.norm{k}" for i in range(3) for j in range(2) for k in (1, 2, 3)]
@@ -30,7 +30,7 @@ def report() -> InjectionReport:
 def draw(width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
-        console.print(render(report()))
+        console.print(Drawing(report()))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
