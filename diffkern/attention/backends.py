@@ -42,50 +42,28 @@ class UnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of attention.
+    """One implementation of attention."""
 
-    Attributes:
-        name: As diffusers names it, or a Hub kernel ``"org/repo@revision:function"``.
-        load: Returns the function, loading what it needs; raises :class:`UnavailableError`.
-        device_types: Devices it runs on; None for any.
-        dtypes: Dtypes it takes.
-        masks: Kinds of masks it applies.
-        causal: Whether it can mask causally.
-        dropout: Whether it can drop weights.
-        grouped: Whether it takes fewer key heads than query heads. For others the key heads are repeated.
-        scale: Whether it takes a scale.
-        gradients: Whether it has a backward.
-        head_dims: Sizes of a head it takes, if only some.
-        max_head_dim: The largest size of a head it takes.
-        capability: Least CUDA compute capability; ROCm devices are not asked.
-        lossy: How it is less accurate on purpose, or "".
-        max_error: The relative error against float64 up to which one that is lossy serves.
-        timed: Whether it serves only calls that it computes faster than the stock attention, by measurement.
-        package: The Python package that it needs besides torch, or "".
-        extra: The extra of diffkern that installs that package, or "".
-        candidate: Whether ``"auto"`` tries it, if it is installed. Nothing that is downloaded is.
-        unrotated: Computes queries and keys from before their norm and rotation, values and a scale; None if it cannot.
-    """
-
-    name: str
-    load: Callable[[], Compute]
-    device_types: frozenset[str] | None = None
-    dtypes: frozenset[torch.dtype] = _ANY
-    masks: frozenset[MaskKind] = _MASKS
-    causal: bool = True
-    dropout: bool = True
-    grouped: bool = True
-    scale: bool = True
-    gradients: bool = True
-    head_dims: frozenset[int] | None = None
-    max_head_dim: int | None = None
-    capability: tuple[int, int] | None = None
-    lossy: str = ""
-    max_error: float = math.inf
-    timed: bool = False
-    package: str = ""
-    extra: str = ""
-    candidate: bool = False
+    name: str  # as diffusers names it, or a Hub kernel ``"org/repo@revision:function"``
+    load: Callable[[], Compute]  # returns the function, loading what it needs; raises :class:`UnavailableError`
+    device_types: frozenset[str] | None = None  # devices it runs on; None for any
+    dtypes: frozenset[torch.dtype] = _ANY  # dtypes it takes
+    masks: frozenset[MaskKind] = _MASKS  # kinds of masks it applies
+    causal: bool = True  # whether it can mask causally
+    dropout: bool = True  # whether it can drop weights
+    grouped: bool = True  # Whether it takes fewer key heads than query heads. For others the key heads are repeated.
+    scale: bool = True  # whether it takes a scale
+    gradients: bool = True  # whether it has a backward
+    head_dims: frozenset[int] | None = None  # sizes of a head it takes, if only some
+    max_head_dim: int | None = None  # the largest size of a head it takes
+    capability: tuple[int, int] | None = None  # least CUDA compute capability; ROCm devices are not asked
+    lossy: str = ""  # how it is less accurate on purpose, or ""
+    max_error: float = math.inf  # the relative error against float64 up to which one that is lossy serves
+    timed: bool = False  # whether it serves only calls that it computes faster than the stock attention, by measurement
+    package: str = ""  # the Python package that it needs besides torch, or ""
+    extra: str = ""  # the extra of diffkern that installs that package, or ""
+    candidate: bool = False  # Whether ``"auto"`` tries it, if it is installed. Nothing that is downloaded is.
+    #: Computes queries and keys from before their norm and rotation, values and a scale; None if it cannot.
     unrotated: Callable[[Unrotated, Tensor, float | None], Tensor] | None = None
 
     @property

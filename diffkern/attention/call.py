@@ -13,36 +13,22 @@ MaskKind = Literal["none", "bool", "additive"]
 
 @dataclass(frozen=True)
 class Signature:
-    """What of a call decides whether a backend can serve it, apart from how long the sequences are.
-
-    Attributes:
-        device: Where the tensors are.
-        dtype: Dtype of queries, keys and values.
-        heads: Heads of the queries.
-        kv_heads: Heads of keys and values; fewer than ``heads`` for grouped queries.
-        head_dim: Size of a head of queries and keys.
-        value_dim: Size of a head of the values.
-        mask: Kind of the mask.
-        causal: Whether a query sees only the keys up to its own position, counted from the first key.
-        square: Whether there are as many keys as queries, as far as ``causal`` makes it matter: implementations
-            count positions from different ends otherwise. False without ``causal``.
-        dropout: Whether attention weights are dropped.
-        scaled: Whether scores have another scale than ``head_dim ** -0.5``.
-        gradients: Whether a backward will follow.
-    """
+    """What of a call decides whether a backend can serve it, apart from how long the sequences are."""
 
     device: torch.device
-    dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
+    dtype: torch.dtype  # dtype of queries, keys and values
+    heads: int  # heads of the queries
+    kv_heads: int  # heads of keys and values; fewer than ``heads`` for grouped queries
+    head_dim: int  # size of a head of queries and keys
+    value_dim: int  # size of a head of the values
     mask: MaskKind
-    causal: bool
+    causal: bool  # whether a query sees only the keys up to its own position, counted from the first key
+    #: Whether there are as many keys as queries, as far as ``causal`` makes it matter: implementations count positions
+    #: from different ends otherwise. False without ``causal``.
     square: bool
-    dropout: bool
-    scaled: bool
-    gradients: bool
+    dropout: bool  # whether attention weights are dropped
+    scaled: bool  # whether scores have another scale than ``head_dim ** -0.5``
+    gradients: bool  # whether a backward will follow
 
     def describe(self) -> str:
         """Says the same in words."""
@@ -56,26 +42,17 @@ class Signature:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    r"""The arguments of :math:`\operatorname{softmax}(s\,QK^\top + M)\,V`, head by head.
+    r"""The arguments of :math:`\operatorname{softmax}(s\,QK^\top + M)\,V`, head by head."""
 
-    Attributes:
-        query: ``[B, S, H, D]``, any strides.
-        key: ``[B, T, G, D]``; ``G`` divides ``H``, and each key head serves ``H / G`` consecutive query heads.
-        value: ``[B, T, G, E]``.
-        mask: None, or something that broadcasts to ``[B, H, S, T]``: bool, where True is seen, or float, which is
-            added to the scores.
-        dropout: Probability with which an attention weight is dropped.
-        causal: Whether query ``i`` sees the keys up to ``i`` only.
-        scale: ``s``; None is ``D ** -0.5``.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    query: Tensor  # ``[B, S, H, D]``, any strides
+    key: Tensor  # ``[B, T, G, D]``; ``G`` divides ``H``, and each key head serves ``H / G`` consecutive query heads
+    value: Tensor  # ``[B, T, G, E]``
+    #: None, or something that broadcasts to ``[B, H, S, T]``: bool, where True is seen, or float, which is added to the
+    #: scores.
     mask: Tensor | None = None
-    dropout: float = 0.0
-    causal: bool = False
-    scale: float | None = None
+    dropout: float = 0.0  # probability with which an attention weight is dropped
+    causal: bool = False  # whether query ``i`` sees the keys up to ``i`` only
+    scale: float | None = None  # ``s``; None is ``D ** -0.5``
 
     def signature(self) -> Signature:
         """What backends are chosen by."""

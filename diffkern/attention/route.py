@@ -42,30 +42,20 @@ class Route(CallCounts):
     for sequences of about that length. A backend that raises later is given up, and the stock attention serves.
     Inside a graph that is being compiled or captured nothing can be tried: there the choice of an earlier call of
     that kind serves, and without one the stock attention.
-
-    Attributes:
-        backends: Those to choose from.
-        auto: Whether they are measured, and must gain something.
-        exact: Whether bits must stay.
-        verify: Whether backends are tried at all; without it the first one that its table allows serves.
-        strict: Whether a call that the stock attention must serve raises. The choice of ``auto`` is no such call.
-        error: Class of that exception.
-        owner: What warnings call the model.
-        measurements: The proofs so far.
-        on_choice: Gets what was measured to be the fastest so far, as a sentence.
-        undo: Takes the route out of the model; returns how many places had it.
     """
 
-    backends: Sequence[Backend]
-    auto: bool = False
-    exact: bool = False
-    verify: bool = True
+    backends: Sequence[Backend]  # those to choose from
+    auto: bool = False  # whether they are measured, and must gain something
+    exact: bool = False  # whether bits must stay
+    verify: bool = True  # whether backends are tried at all; without it the first one that its table allows serves
+    #: Whether a call that the stock attention must serve raises. The choice of ``auto`` is no such call.
     strict: bool = False
-    error: type[Exception] = RuntimeError
-    owner: str = "a model"
-    measurements: list[Measurement] = field(default_factory=list)
+    error: type[Exception] = RuntimeError  # class of that exception
+    owner: str = "a model"  # what warnings call the model
+    measurements: list[Measurement] = field(default_factory=list)  # the proofs so far
+    #: Gets what was measured to be the fastest so far, as a sentence.
     on_choice: Callable[[str], None] = lambda sentence: None
-    undo: Callable[[], int] = int
+    undo: Callable[[], int] = int  # takes the route out of the model; returns how many places had it
     _trials: dict[Hashable, Measurement] = field(default_factory=dict)
     _fastest: dict[str, dict[str, str]] = field(default_factory=dict)
     _choices: dict[tuple[Hashable, ...], tuple[Backend | None, str]] = field(default_factory=dict)

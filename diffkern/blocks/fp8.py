@@ -132,23 +132,14 @@ class RowMaker:
 
 @dataclass(eq=False)
 class _Rows:
-    """A tensor in fp8, the layers that have read it, and what made it, if that can write rows as well.
-
-    Attributes:
-        source: The tensor.
-        state: What says that it is as it was.
-        rows: None until a layer reads it.
-        provider: Who quantised it; None for its maker.
-        readers: The layers, by their identity.
-        maker: See above.
-    """
+    """A tensor in fp8, the layers that have read it, and what made it, if that can write rows as well."""
 
     source: weakref.ref[Tensor]
-    state: tuple[Any, ...]
-    rows: RowwiseFp8 | None
-    provider: str | None
-    readers: set[int]
-    maker: RowMaker | None = None
+    state: tuple[Any, ...]  # what says that it is as it was
+    rows: RowwiseFp8 | None  # None until a layer reads it
+    provider: str | None  # who quantised it; None for its maker
+    readers: set[int]  # the layers, by their identity
+    maker: RowMaker | None = None  # see above
 
 
 _shared: dict[_Place, _Rows] = {}
@@ -219,21 +210,13 @@ WASTED = 3
 
 @dataclass(eq=False)
 class _Copy:
-    """A weight in fp8.
+    """A weight in fp8."""
 
-    Attributes:
-        source: The weight.
-        values: ``[N, K]``.
-        scales: Of the rows, ``[N, 1]``.
-        uses: How often it was read.
-        wasted: How many copies before it, in a row, were read no more than once.
-    """
-
-    source: TensorFingerprint
-    values: Tensor
-    scales: Tensor
-    uses: int = field(default=0, repr=False)
-    wasted: int = field(default=0, repr=False)
+    source: TensorFingerprint  # the weight
+    values: Tensor  # ``[N, K]``
+    scales: Tensor  # of the rows, ``[N, 1]``
+    uses: int = field(default=0, repr=False)  # how often it was read
+    wasted: int = field(default=0, repr=False)  # how many copies before it, in a row, were read no more than once
 
 
 class Fp8Weight(DerivedCache):

@@ -30,15 +30,10 @@ Tables = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _TablesOfVideo(KeptTables):
-    """Tables, and what they were computed from.
+    """Tables, and what they were computed from."""
 
-    Attributes:
-        key: The numbers.
-        coords: The coordinates of the video; None without.
-    """
-
-    key: Hashable
-    coords: TensorFingerprint | None
+    key: Hashable  # the numbers
+    coords: TensorFingerprint | None  # the coordinates of the video; None without
 
     def holds(self, key: Hashable, coords: Tensor | None) -> bool:
         """Whether these are the tables of a call."""

@@ -112,25 +112,15 @@ def _factors(length: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TensorFingerprint:
-    """A tensor as it was when something was computed from it. It does not keep the tensor alive.
-
-    Attributes:
-        tensor: The tensor.
-        version: How often PyTorch had counted a write.
-        address: Where its data was.
-        strides: How the data was laid out.
-        generation: How often everything that is kept had been invalidated.
-        checksum: See :func:`checksum`.
-        turn: Which of :data:`ROUNDS` rounds of its cache, on CUDA, compare it; None for every round.
-    """
+    """A tensor as it was when something was computed from it. It does not keep the tensor alive."""
 
     tensor: weakref.ref[Tensor]
-    version: int | None
-    address: int
-    strides: tuple[int, ...]
-    generation: int
-    checksum: tuple[Tensor, ...]
-    turn: int | None
+    version: int | None  # how often PyTorch had counted a write
+    address: int  # where its data was
+    strides: tuple[int, ...]  # how the data was laid out
+    generation: int  # how often everything that is kept had been invalidated
+    checksum: tuple[Tensor, ...]  # see :func:`checksum`
+    turn: int | None  # which of :data:`ROUNDS` rounds of its cache, on CUDA, compare it; None for every round
 
     @classmethod
     @torch.no_grad()

@@ -33,19 +33,12 @@ ANGLES = "angles"
 
 @dataclass(frozen=True)
 class AxialTables:
-    """Rotary tables by axis, as :func:`diffkern.ops.rope_3d` takes them; the pairs of a row go through them in turn.
+    """Rotary tables by axis, as :func:`diffkern.ops.rope_3d` takes them; the pairs of a row go through them in turn."""
 
-    Attributes:
-        cos: Cosines of the frames ``[F, n]``, lines ``[H, n]`` and columns ``[W, n]``, float32.
-        sin: Sines, likewise.
-        grid: ``(F, H, W)``.
-        front_pad: Pairs in front that are not rotated.
-    """
-
-    cos: tuple[Tensor, ...]
-    sin: tuple[Tensor, ...]
-    grid: tuple[int, int, int]
-    front_pad: int
+    cos: tuple[Tensor, ...]  # cosines of the frames ``[F, n]``, lines ``[H, n]`` and columns ``[W, n]``, float32
+    sin: tuple[Tensor, ...]  # sines, likewise
+    grid: tuple[int, int, int]  # ``(F, H, W)``
+    front_pad: int  # pairs in front that are not rotated
 
     #: The order of the pairs of a row.
     order = "alternating"
@@ -53,17 +46,11 @@ class AxialTables:
 
 @dataclass(frozen=True, eq=False)
 class KeptTables:
-    """Full tables that a model is given at every step of a run, and what kernels read in their place.
+    """Full tables that a model is given at every step of a run, and what kernels read in their place."""
 
-    Attributes:
-        tables: Cosines and sines.
-        fingerprints: Of both.
-        axes: The same by axis; None if they are no products of a grid.
-    """
-
-    tables: Tables
-    fingerprints: tuple[TensorFingerprint, ...]
-    axes: AxialTables | None
+    tables: Tables  # cosines and sines
+    fingerprints: tuple[TensorFingerprint, ...]  # of both
+    axes: AxialTables | None  # the same by axis; None if they are no products of a grid
 
     def is_valid(self) -> bool:
         """Whether nothing was written into the tables."""

@@ -39,21 +39,13 @@ def is_cacheable(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Caption:
-    """A caption that was projected.
-
-    Attributes:
-        caption: The caption.
-        weights: The weights of both layers.
-        result: The result, which others are given.
-        activation: What is between the two layers.
-        states: The result itself. It is kept, so that no other tensor can have its address.
-    """
+    """A caption that was projected."""
 
     caption: TensorFingerprint
-    weights: tuple[TensorFingerprint, ...]
-    result: TensorFingerprint
-    activation: Hashable
-    states: Tensor
+    weights: tuple[TensorFingerprint, ...]  # the weights of both layers
+    result: TensorFingerprint  # the result, which others are given
+    activation: Hashable  # what is between the two layers
+    states: Tensor  # The result itself. It is kept, so that no other tensor can have its address.
 
     def holds(self, activation: Hashable, weights: Sequence[Tensor]) -> bool:
         """Whether it is valid, for its own caption."""
@@ -89,21 +81,13 @@ def of_weight(weight: Tensor) -> TensorFingerprint:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text that a layer was called with.
-
-    Attributes:
-        caption: It.
-        signs: What could be seen of the weights.
-        sources: The weights, where something is kept.
-        result: What the layer made of it; None until the text comes a second time.
-        version: Of the result. Attention backends get it, and may write into it.
-    """
+    """A text that a layer was called with."""
 
     caption: weakref.ref[Caption]
-    signs: Hashable
-    sources: tuple[TensorFingerprint, ...] = ()
-    result: Tensor | None = None
-    version: int | None = None
+    signs: Hashable  # what could be seen of the weights
+    sources: tuple[TensorFingerprint, ...] = ()  # the weights, where something is kept
+    result: Tensor | None = None  # what the layer made of it; None until the text comes a second time
+    version: int | None = None  # Of the result. Attention backends get it, and may write into it.
 
 
 class _LayerOfText(DerivedCache):

@@ -33,17 +33,11 @@ OP = "attention"
 
 @dataclass(frozen=True)
 class Plan:
-    """A model whose attention can be routed: its line in the report, its route, and how that is put into place.
+    """A model whose attention can be routed: its line in the report, its route, and how that is put into place."""
 
-    Attributes:
-        site: The line in the report.
-        route: Where the calls will go.
-        install: Puts the route into place and returns what takes it out again.
-    """
-
-    site: Site
-    route: Route
-    install: Callable[[Route], Callable[[], int]]
+    site: Site  # the line in the report
+    route: Route  # where the calls will go
+    install: Callable[[Route], Callable[[], int]]  # puts the route into place and returns what takes it out again
 
 
 def plan_attention(

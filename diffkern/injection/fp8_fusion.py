@@ -65,19 +65,14 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """Says which linear layers of the components of a pipeline are computed in fp8.
+    """Says which linear layers of the components of a pipeline are computed in fp8."""
 
-    Attributes:
-        components: The modules by component name, as :func:`diffkern.injection.components.select_components` has them.
-        config: Whose ``fp8_include`` and ``fp8_exclude`` come before the rules here.
-        replayed: Whether steps may become CUDA graphs, which decides about layers without a gain; None times none.
-        repeated: Paths of the blocks that a component repeats.
-    """
-
+    #: The modules by component name, as :func:`diffkern.injection.components.select_components` has them.
     components: Mapping[str, nn.Module]
-    config: KernelConfig
+    config: KernelConfig  # whose ``fp8_include`` and ``fp8_exclude`` come before the rules here
+    #: Whether steps may become CUDA graphs, which decides about layers without a gain; None times none.
     replayed: bool | None = None
-    repeated: frozenset[str] = field(init=False)
+    repeated: frozenset[str] = field(init=False)  # paths of the blocks that a component repeats
 
     def __post_init__(self) -> None:
         denoisers = ((name, module) for name, module in self.components.items() if is_denoiser(name))
@@ -197,16 +192,11 @@ def kind_of(path: str) -> str:
 
 @dataclass(frozen=True)
 class Fp8Fusion(OneTensorFusion):
-    """A linear layer of torch whose product is in fp8. A call is its input.
+    """A linear layer of torch whose product is in fp8. A call is its input."""
 
-    Attributes:
-        layer: Which kind of layer it is: its path, with a star for each index. Layers of one kind share a proof.
-        replayed: As in :class:`Fp8Layers`.
-        replaces: Whether the copy in fp8 takes the place of the weight, which goes to the memory of the host.
-    """
-
-    layer: str
-    replayed: bool | None = None
+    layer: str  # Which kind of layer it is: its path, with a star for each index. Layers of one kind share a proof.
+    replayed: bool | None = None  # as in :class:`Fp8Layers`
+    #: Whether the copy in fp8 takes the place of the weight, which goes to the memory of the host.
     replaces: bool = False
 
     op = OP

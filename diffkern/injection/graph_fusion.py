@@ -44,31 +44,20 @@ _in_thread = threading.local()
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """How the blocks of a model are captured alone.
+    """How the blocks of a model are captured alone."""
 
-    Attributes:
-        forward: The forward of its class, which has its blocks run by the fusion.
-        reason: Why a step as a whole is not captured.
-        skip: How many loops over blocks stand before them.
-        graphs: The graphs of the blocks.
-    """
-
-    forward: FunctionType
-    reason: str
-    skip: int
-    graphs: StepGraphs = field(default_factory=StepGraphs)
+    forward: FunctionType  # the forward of its class, which has its blocks run by the fusion
+    reason: str  # why a step as a whole is not captured
+    skip: int  # how many loops over blocks stand before them
+    graphs: StepGraphs = field(default_factory=StepGraphs)  # the graphs of the blocks
 
 
 @dataclass(frozen=True)
 class GraphFusion(Fusion):
-    """A model whose forward is replayed from a CUDA graph. A call of a new kind runs as it is; the next is captured.
+    """A model whose forward is replayed from a CUDA graph. A call of a new kind runs as it is; the next is captured."""
 
-    Attributes:
-        by_time: Whether only what is measured to be faster so is replayed.
-        memory: GiB that graphs may take on a device; None for what there is, or a share of it if times decide.
-    """
-
-    by_time: bool = False
+    by_time: bool = False  # whether only what is measured to be faster so is replayed
+    #: GiB that graphs may take on a device; None for what there is, or a share of it if times decide.
     memory: float | None = None
 
     op = "cuda_graph"

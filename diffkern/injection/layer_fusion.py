@@ -38,14 +38,10 @@ class LayerFusion(Fusion):
 
     Nothing says what it should compute; its proof compares it with the stock forward, and both with a copy of the
     module in float64. Where no input can be guessed, that happens at the first real call.
-
-    Attributes:
-        rule: The kernel and its layer, as a provider, by device and mode.
-        layer: The name of the layer, for reports.
     """
 
-    rule: Rule
-    layer: str
+    rule: Rule  # the kernel and its layer, as a provider, by device and mode
+    layer: str  # the name of the layer, for reports
 
     is_layer = True
 

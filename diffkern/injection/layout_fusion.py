@@ -44,14 +44,10 @@ _LONGEST = 1.0
 
 @dataclass(frozen=True, eq=False)
 class LayoutFusion(Fusion):
-    """A model whose weights are laid out in channels last if its first call takes less time so.
+    """A model whose weights are laid out in channels last if its first call takes less time so."""
 
-    Attributes:
-        numerics: ``"exact"`` has it only with the bits of stock, on the input of the first call.
-        device_counts: Whether only the time of the device counts, see :func:`diffkern.verify.gain.reason_without_gain`.
-    """
-
-    numerics: str
+    numerics: str  # ``"exact"`` has it only with the bits of stock, on the input of the first call
+    #: Whether only the time of the device counts, see :func:`diffkern.verify.gain.reason_without_gain`.
     device_counts: bool
 
     op = OP

@@ -33,13 +33,9 @@ from diffkern.verify.samples import bare, doubled
 
 @dataclass(frozen=True)
 class Liger:
-    """What Liger computes in an injection.
+    """What Liger computes in an injection."""
 
-    Attributes:
-        flags: What it shall compute.
-    """
-
-    flags: liger.Flags
+    flags: liger.Flags  # what it shall compute
 
     @classmethod
     def asked_for(cls, wish: Any, modules: Mapping[str, nn.Module], report: InjectionReport) -> Liger | None:
@@ -165,12 +161,9 @@ class LossFusion(Fusion):
 
     Liger has kernels for training alone: calls without labels, without gradients or in evaluation run stock. A call is
     the token ids and the arguments, or a :class:`Sample`.
-
-    Attributes:
-        linear: Whether the head belongs to it. There are no logits in the output then.
     """
 
-    linear: bool
+    linear: bool  # Whether the head belongs to it. There are no logits in the output then.
 
     @property
     @override

@@ -27,15 +27,10 @@ _LEFT_TO_COMPILER = frozenset({"layer_norm", "rms_norm"})
 
 @dataclass(frozen=True)
 class NormFusion(OneTensorFusion):
-    """A norm of known semantics. A call is its one tensor.
+    """A norm of known semantics. A call is its one tensor."""
 
-    Attributes:
-        semantics: What it computes.
-        replayed: As in :class:`~diffkern.verify.fusion.Fusion`.
-    """
-
-    semantics: NormSemantics
-    replayed: bool | None = None
+    semantics: NormSemantics  # what it computes
+    replayed: bool | None = None  # as in :class:`~diffkern.verify.fusion.Fusion`
 
     takes_layers = True
 

@@ -25,18 +25,14 @@ from diffkern.verify.measures import Measurement
 
 @dataclass
 class Rewriters:
-    """The rewriters of one injection: one for all modules that are served alike, which so share functions and proofs.
+    """The rewriters of an injection: one for all modules that are served alike, which so share functions and proofs."""
 
-    Attributes:
-        numerics: ``"fast"`` or ``"exact"``; ``"fp8"`` counts as ``"fast"``, with rows of fp8 for layers that read them.
-        verify: Whether sites are measured.
-        trained: What computes the sites of an op where gradients are wanted, see :attr:`FusedSite.trained`.
-        replayed: Whether steps may become CUDA graphs, which decides about sites without a gain; None times none.
-    """
-
+    #: ``"fast"`` or ``"exact"``; ``"fp8"`` counts as ``"fast"``, with rows of fp8 for layers that read them.
     numerics: str
-    verify: bool
+    verify: bool  # whether sites are measured
+    #: What computes the sites of an op where gradients are wanted, see :attr:`FusedSite.trained`.
     trained: Mapping[str, Trained] = field(default_factory=dict)
+    #: Whether steps may become CUDA graphs, which decides about sites without a gain; None times none.
     replayed: bool | None = None
     _made: dict[Any, Rewriter] = field(default_factory=dict)
 
@@ -58,17 +54,12 @@ class Rewriters:
 
 @dataclass(eq=False)
 class RewriteFusion(Fusion):
-    """A module whose forward is rewritten. A call is its arguments as they are; each site decides for itself.
+    """A module whose forward is rewritten. A call is its arguments as they are; each site decides for itself."""
 
-    Attributes:
-        rewriters: Those of the injection.
-        rewritten: The forward without a provider of its own: it says which sites there are.
-        providers: Who serves single ops in the place of the provider of the module; :data:`STOCK` for those that stay
-            as they are written.
-    """
-
-    rewriters: Rewriters
-    rewritten: Rewritten
+    rewriters: Rewriters  # those of the injection
+    rewritten: Rewritten  # the forward without a provider of its own: it says which sites there are
+    #: Who serves single ops in the place of the provider of the module; :data:`STOCK` for those that stay as they are
+    #: written.
     providers: dict[str, str | None] = field(default_factory=dict)
     _forwards: dict[str | None, Rewritten] = field(default_factory=dict)
     _before: dict[Hashable, tuple[int, int]] = field(default_factory=dict)

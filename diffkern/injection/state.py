@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping
 from copy import copy as shallow_copy
 from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +36,7 @@ LOCK = threading.RLock()
 
 _REPLACED = "what its class computes was replaced after the injection"
 
-#: What of a patch a copy of its module has, too.
-_SHARED = (
-    *("had_instance_forward", "stock", "direct", "report", "proven", "revoked", "refused"),
-    *("proven_gradients", "no_gradients", "gains", "is_model"),
-)
-
+#: What a proof speaks for: device, input dtype, weight dtype, provider and variant.
 _Proven = tuple[torch.device, torch.dtype, torch.dtype | None, str | None, Hashable]
 
 
@@ -48,56 +44,40 @@ class StrictModeError(RuntimeError):
     """Raised in place of a fall back to the stock forward when the injection was strict."""
 
 
+@dataclass(eq=False, repr=False)
 class PatchState(CallCounts):
-    """What a patched module's forward needs to know, and what it counts.
+    """What a patched module's forward needs to know, and what it counts."""
 
-    Attributes:
-        fusion: What the module computes, and how.
-        is_model: As :attr:`Fusion.is_model`.
-        rule: Who serves the module, by device and mode: a provider, None to choose, or :data:`STOCK`.
-        verifier: Proves a (device, dtype) before its first use; None if verification was turned off.
-        strict: Whether a fall back to the stock forward raises.
-        numerics: The contract that the patch keeps.
-        below: The patch that runs where this one runs stock: a graph is put over whatever is there.
-        stock: The forward that the module's class had when it was patched: with another one the patch steps aside.
-        direct: As :attr:`Fusion.direct`, where it serves all calls.
-        site: Its line in the report, which records proofs at first use; None in a copy of the module.
-        report: Key of the report; a string, which ``torch.compile`` takes for a constant.
-        proven: Devices, input dtypes, weight dtypes and providers that are proven.
-        revoked: Why the module lost its proof at first use and runs stock for good, or None.
-        refused: Why it runs stock where the rule names one provider, and not where it names another.
-        proven_gradients: The same as ``proven`` for calls that a backward may follow.
-        no_gradients: Why such calls run stock, by provider.
-        restored: Whether the patch was taken away again.
-        gains: Why calls of a size take no less time fused, or "", as far as that was timed.
-        kept: Shape, dtype, device and contiguity of the input of the last call without gradients whose size has one,
-            what runs it, and why that is stock, or "".
-    """
+    fusion: Fusion  # what the module computes, and how
+    rule: Rule  # who serves it, by device and mode: a provider, None to choose, or STOCK
+    verifier: Verifier | None  # proves a device and dtype before its first use, unless that was turned off
+    strict: bool  # whether a fall back to the stock forward raises
+    numerics: str  # the contract that the patch keeps
+    is_model: bool = False  # as Fusion.is_model
+    had_instance_forward: bool = False
+    below: PatchState | None = None  # what runs where this one runs stock: a graph is put over whatever is there
+    #: The forward that the module's class had when it was patched: with another one the patch steps aside.
+    stock: Callable[..., Any] | None = None
+    direct: Callable[..., Any] | None = None  # as Fusion.direct, where it serves all calls
+    site: Site | None = None  # its line in the report, which records proofs at first use; None in a copy of the module
+    report: str = ""  # key of the report; a string, which torch.compile takes for a constant
+    proven: set[_Proven] = field(default_factory=set)
+    revoked: str | None = None  # why the module lost its proof at first use, and runs stock for good
+    refused: dict[str | None, str] = field(default_factory=dict)  # why it does where the rule names this provider
+    proven_gradients: set[_Proven] = field(default_factory=set)  # the same as proven, where a backward may follow
+    no_gradients: dict[str | None, str] = field(default_factory=dict)  # why such calls run stock, by provider
+    restored: bool = False  # whether the patch was taken away again
+    #: Why calls of a size take no less time fused, or "", as far as that was timed.
+    gains: dict[tuple[torch.device, torch.dtype, int, bool], str] = field(default_factory=dict)
+    #: Shape, dtype, device and contiguity of the input of the last call without gradients whose size has one, what runs
+    #: it, and why that is stock, or "".
+    kept: tuple[torch.Size, torch.dtype, torch.device, bool, Callable[..., Any], str] | None = None
 
-    def __init__(self, fusion: Fusion, rule: Rule, verifier: Verifier | None, strict: bool, numerics: str) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.fusion = fusion
-        self.is_model = fusion.is_model
+        self.is_model |= self.fusion.is_model
         #: Whether a call that gains is asked nothing else here: its sites ask.
-        self.is_straight = fusion.counts_itself and not rule.situations
-        self.rule = rule
-        self.verifier = verifier
-        self.strict = strict
-        self.numerics = numerics
-        self.had_instance_forward = False
-        self.below: PatchState | None = None
-        self.stock: Callable[..., Any] | None = None
-        self.direct: Callable[..., Any] | None = None
-        self.site: Site | None = None
-        self.report = ""
-        self.proven: set[_Proven] = set()
-        self.revoked: str | None = None
-        self.refused: dict[str | None, str] = {}
-        self.proven_gradients: set[_Proven] = set()
-        self.no_gradients: dict[str | None, str] = {}
-        self.restored = False
-        self.kept: tuple[torch.Size, torch.dtype, torch.device, bool, Callable[..., Any], str] | None = None
-        self.gains: dict[tuple[torch.device, torch.dtype, int, bool], str] = {}
+        self.is_straight = self.fusion.counts_itself and not self.rule.situations
 
     def check_guards(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> tuple[str, ...] | None:
         """The parts of this call that run stock, or None if all of it does. Counts it, and proves it the first time."""
@@ -319,9 +299,9 @@ class PatchState(CallCounts):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         """A copy of the module counts for itself, and shares the proofs."""
-        copy = PatchState(self.fusion, self.rule, self.verifier, self.strict, self.numerics)
-        vars(copy).update({name: shallow_copy(vars(self)[name]) for name in _SHARED})
-        copy.below = deepcopy(self.below, memo)
+        copy = replace(self, below=deepcopy(self.below, memo), site=None, restored=False, kept=None)
+        for name in ("proven", "refused", "proven_gradients", "no_gradients", "gains"):
+            setattr(copy, name, shallow_copy(getattr(self, name)))
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -18,13 +18,9 @@ OP = "asked_once"
 
 @dataclass(frozen=True)
 class TwinFusion(Fusion):
-    """A module that computes as it is written, and asks once for what stays the same. A call is its arguments.
+    """A module that computes as it is written, and asks once for what stays the same. A call is its arguments."""
 
-    Attributes:
-        forward: See :func:`diffkern.rewrite.twins.with_twins`.
-    """
-
-    forward: Callable[..., Any]
+    forward: Callable[..., Any]  # see :func:`diffkern.rewrite.twins.with_twins`
 
     proves_itself = True
     served_by = "python"

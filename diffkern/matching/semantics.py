@@ -60,29 +60,20 @@ class NormSemantics:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A known class that stays as it is.
+    """A known class that stays as it is."""
 
-    Attributes:
-        reason: Why, as a sentence that the report can show.
-    """
-
-    reason: str
+    reason: str  # why, as a sentence that the report can show
 
 
 @dataclass(frozen=True)
 class Match:
-    """What is known about one module that is, or looks like, a norm.
+    """What is known about one module that is, or looks like, a norm."""
 
-    Attributes:
-        semantics: What it computes; None if it is left alone.
-        how: ``"table"`` if its exact class is known, ``"probe"`` if its forward was compared with the
-            candidates on random input, None if neither was possible.
-        reason: Why it is left alone; None if it is not.
-    """
-
-    semantics: NormSemantics | None
+    semantics: NormSemantics | None  # what it computes; None if it is left alone
+    #: ``"table"`` if its exact class is known, ``"probe"`` if its forward was compared with the candidates on random
+    #: input, None if neither was possible.
     how: Literal["table", "probe"] | None
-    reason: str | None = None
+    reason: str | None = None  # why it is left alone; None if it is not
 
 
 Entry = NormSemantics | LeftAlone

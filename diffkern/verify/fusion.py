@@ -25,31 +25,21 @@ class Fusion(ABC):
     """How the forward of a module is computed fused, when it may be, and how that is proven.
 
     A *call* is what :meth:`bind` makes of the arguments of one call; only the fusion looks into it.
-
-    Attributes:
-        counts_itself: Whether it consists of parts, each of which counts its calls.
-        proves_itself: Whether it proves its parts itself, or only repeats what runs without it.
-        is_layer: Whether a layer of another package runs in the place of the module, which may raise what it likes.
-        takes_layers: Whether a layer of another package serves its op on modules of any class.
-        is_block: Whether it computes all that stands in the module.
-        is_model: Whether a call of it is one of the whole model, in which rotary tables are made once.
-        only_watches: Whether it computes nothing itself, and is not counted among the patches.
-        lays_out: Whether it decides by itself how the weights in the module lie in memory.
-        covers: Ops of modules that are no sites of their own inside of it.
-        allowance: Error against float64 that is granted beyond what the contract grants.
-        replayed: Whether steps may become CUDA graphs, which decides about calls without a gain; None times none.
     """
 
-    counts_itself: ClassVar[bool] = False
-    proves_itself: ClassVar[bool] = False
+    counts_itself: ClassVar[bool] = False  # whether it consists of parts, each of which counts its calls
+    proves_itself: ClassVar[bool] = False  # whether it proves its parts itself, or only repeats what runs without it
+    #: Whether a layer of another package runs in the place of the module, which may raise what it likes.
     is_layer: ClassVar[bool] = False
-    takes_layers: ClassVar[bool] = False
-    is_block: ClassVar[bool] = False
+    takes_layers: ClassVar[bool] = False  # whether a layer of another package serves its op on modules of any class
+    is_block: ClassVar[bool] = False  # whether it computes all that stands in the module
+    #: Whether a call of it is one of the whole model, in which rotary tables are made once.
     is_model: ClassVar[bool] = False
-    only_watches: ClassVar[bool] = False
-    lays_out: ClassVar[bool] = False
-    covers: ClassVar[frozenset[str]] = frozenset()
-    allowance: float = 0.0
+    only_watches: ClassVar[bool] = False  # whether it computes nothing itself, and is not counted among the patches
+    lays_out: ClassVar[bool] = False  # whether it decides by itself how the weights in the module lie in memory
+    covers: ClassVar[frozenset[str]] = frozenset()  # ops of modules that are no sites of their own inside of it
+    allowance: float = 0.0  # error against float64 that is granted beyond what the contract grants
+    #: Whether steps may become CUDA graphs, which decides about calls without a gain; None times none.
     replayed: bool | None = None
 
     @property

@@ -36,16 +36,12 @@ _GPU_CALLS, _SLEEP, _CYCLES = 8, 3_000_000, 3e9
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call takes, in microseconds.
+    """What a call takes, in microseconds."""
 
-    Attributes:
-        host: What the host computes until it returns. While it has to wait for other programs nothing counts: they
-            may be gone in the next call.
-        device: Until the device has computed it, without waits for the host. On a CPU that is the same.
-    """
-
+    #: What the host computes until it returns. While it has to wait for other programs nothing counts: they may be gone
+    #: in the next call.
     host: float
-    device: float
+    device: float  # Until the device has computed it, without waits for the host. On a CPU that is the same.
 
     def __str__(self) -> str:
         host = f" (host {self.host:.1f} us)" if self.host != self.device else ""
@@ -54,17 +50,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A computation, and what is done before each turn of it without being timed.
+    """A computation, and what is done before each turn of it without being timed."""
 
-    Attributes:
-        prepare: Does that, such as laying weights out as the computation would leave them.
-        compute: The computation.
-        replay: Returns what a GPU takes for it as a CUDA graph, in microseconds, or None. Asked where the host could
-            not launch it ahead: a GPU holds about a thousand kernels in its queue.
-    """
-
-    prepare: Callable[[], Any]
+    prepare: Callable[[], Any]  # does that, such as laying weights out as the computation would leave them
     compute: Callable[[], Any]
+    #: Returns what a GPU takes for it as a CUDA graph, in microseconds, or None. Asked where the host could not launch
+    #: it ahead: a GPU holds about a thousand kernels in its queue.
     replay: Callable[[], float | None] | None = None
 
     def __call__(self) -> Any:
@@ -215,17 +206,11 @@ class _OtherWork:
 
 
 class _Turn(NamedTuple):
-    """What a call takes on a device that has nothing else to do, in microseconds.
+    """What a call takes on a device that has nothing else to do, in microseconds."""
 
-    Attributes:
-        host: So long the host computes.
-        launched: After so long it returns.
-        took: After so long the device is done, which may have waited for the host.
-    """
-
-    host: float
-    launched: float
-    took: float
+    host: float  # so long the host computes
+    launched: float  # after so long it returns
+    took: float  # after so long the device is done, which may have waited for the host
 
 
 def _single(compute: Callable[[], Any], device: torch.device, calls: int = 1) -> _Turn:
