@@ -36,12 +36,7 @@ def spread(call: AttentionCall) -> Tensor:
 
 
 def reference(call: AttentionCall, rows: Tensor | None = None) -> Tensor:
-    """Computes the attention without dropout in float64, ``[B, rows, H, E]``; differentiable.
-
-    Args:
-        call: What to compute.
-        rows: Indices of the queries; None for all.
-    """
+    """Computes the attention of some or all queries without dropout in float64, ``[B, rows, H, E]``; differentiable."""
     batch, length, heads, head_dim = call.query.shape
     keys, groups = call.key.shape[1], heads // call.key.shape[2]
     rows = torch.arange(length, device=call.query.device) if rows is None else rows

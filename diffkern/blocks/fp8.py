@@ -121,13 +121,9 @@ class RowMaker:
 
     Nothing says ahead who reads a tensor: hooks, adapters and the layers themselves decide that at every call. So each
     call does what the readers of the last one would have had use for.
-
-    Attributes:
-        wanted: Whether a layer in fp8 read the last tensor.
     """
 
-    def __init__(self) -> None:
-        self.wanted = False
+    wanted = False  # whether a layer in fp8 read the last tensor
 
 
 @dataclass(eq=False)
@@ -220,30 +216,18 @@ class _Copy:
 
 
 class Fp8Weight(DerivedCache):
-    """The weight of a layer in fp8.
-
-    Attributes:
-        moves: Whether copies were of no use, because the weight is another one at every call.
-        provider: Who quantised the input of the layer last; None for the first that can.
-        took: For kinds of inputs, whether the layer computed the last such call in fp8.
-    """
+    """The weight of a layer in fp8."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.moves = False
-        self.provider: str | None = None
-        self.took: dict[_Kind, bool] = {}
+        self.moves = False  # whether copies were of no use, because the weight is another one at every call
+        self.provider: str | None = None  # who quantised the input of the layer last; None for the first that can
+        self.took: dict[_Kind, bool] = {}  # for kinds of inputs, whether the layer computed the last such call in fp8
         self._copy: _Copy | None = None
         self._made = 0
 
     def call(self, layer: nn.Module, x: Tensor, provider: str | None) -> Tensor:
-        """Calls the layer in fp8, and notes that it took such an input.
-
-        Args:
-            layer: The layer.
-            x: Its input.
-            provider: Who quantises that, unless it is in fp8 already.
-        """
+        """Calls the layer in fp8 with an input that ``provider`` quantises, and notes that it took such a one."""
         kind = _kind_of(x)
         self.took[kind] = False  # if it raises
         y = self.run(layer, shared_rows(x, layer, provider))

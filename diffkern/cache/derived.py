@@ -127,10 +127,7 @@ class TensorFingerprint:
     def of(cls, tensor: Tensor, rotates: bool = False, sums: bool = True) -> Self:
         """Takes the fingerprint of a plain tensor. Call it before you read the tensor: a write in between must show.
 
-        Args:
-            tensor: The tensor.
-            rotates: Whether rounds take turns with it, if it is a matrix.
-            sums: Whether writes that PyTorch does not count are to be found.
+        Rounds take turns with a matrix that ``rotates``; ``sums`` find writes that PyTorch does not count.
         """
         turn = next(_rounds.turns) % ROUNDS if rotates and tensor.ndim > 1 else None
         signs = version(tensor), tensor.data_ptr(), tensor.stride(), _rounds.generation
@@ -170,14 +167,11 @@ def match_all(fingerprints: Sequence[TensorFingerprint], tensors: Sequence[Tenso
 
 
 class DerivedCache(ABC):
-    """Keeps what was computed from other tensors.
-
-    Attributes:
-        is_disabled: Whether a result was overwritten by the code that received it. That will happen again at each call,
-            so from then on every call computes its own.
-    """
+    """Keeps what was computed from other tensors."""
 
     def __init__(self) -> None:
+        #: Whether a result was overwritten by the code that received it. That will happen again at each call, so from
+        #: then on every call computes its own.
         self.is_disabled = False
         #: The round in which it was called last, and in how many rounds it was compared.
         self.called: tuple[torch.device, int] | None = None
@@ -307,10 +301,8 @@ def _held(module: nn.Module) -> Iterator[object]:
 def start_round(device: torch.device, called: Iterable[DerivedCache] | None = None) -> None:
     """Reads the answer of the last round on ``device``, and begins the next.
 
-    Args:
-        device: The device.
-        called: Caches that a step uses without a call of them, beside those that were called since the last round; None
-            for all that there are.
+    It compares the caches that were called since, and those in ``called``, which a step uses without a call of them;
+    with None all that there are.
     """
     _rounds.start(device, called)
 

@@ -67,15 +67,10 @@ def keep_axes(kept: KeptTables) -> None:
 
 
 def by_axis(tables: Sequence[Tensor], samples: int | None = None) -> Mapping[str, Any] | None:
-    """Returns full tables as the arguments of :func:`diffkern.ops.qk_norm_rope` for tables by axis.
+    """Returns full tables ``[B, S, D]`` as the arguments of :func:`diffkern.ops.qk_norm_rope` for tables by axis.
 
-    Args:
-        tables: Cosines and sines ``[B, S, D]``.
-        samples: How many samples are rotated; None for as many as the tables have.
-
-    Returns:
-        None for tables of which no axes are kept, for written ones, for tables of more samples than are rotated, or of
-        too few, which axes know nothing of, and in a graph of the compiler.
+    None for tables of which no axes are kept, for written ones, for tables of more ``samples`` than are rotated, or of
+    too few, which axes know nothing of, and in a graph of the compiler.
     """
     if torch.compiler.is_compiling() or len(tables) != 2:
         return None
@@ -104,11 +99,8 @@ def _parts(cos: Tensor, sin: Tensor, grid: tuple[int, int, int], front_pad: int)
 def rotary_tables(matrices: Tensor, pairing: str) -> Tables:
     """Returns cosines and sines ``[..., D]`` for matrices ``[..., D/2, 2, 2]``, or for angles ``[..., D]``.
 
-    They are made once in a call of the model, see :func:`diffkern.cache.in_call.once_in_call`.
-
-    Args:
-        matrices: On the device of what they will rotate.
-        pairing: ``"interleaved"`` or ``"half"``, as in :func:`diffkern.ops.rope`; :data:`ANGLES` for angles.
+    They are made once in a call of the model, see :func:`diffkern.cache.in_call.once_in_call`. The pairing is that of
+    :func:`diffkern.ops.rope`, or :data:`ANGLES`.
     """
     tables: Tables = once_in_call(_compute, matrices, pairing)
     return tables
@@ -138,13 +130,7 @@ def in_float32(table: Tensor) -> Tensor:
 
 
 def unfit_matrices(matrices: Any, device: torch.device, *lead: int) -> str | None:
-    """Says why matrices cannot be turned into tables for inputs on ``device``, or None.
-
-    Args:
-        matrices: What a caller calls the rotary embedding.
-        device: Device of the inputs.
-        lead: The leading dimensions of what is rotated, to which those of the matrices must broadcast.
-    """
+    """Why matrices cannot be turned into tables for inputs on ``device`` with leading dimensions ``lead``, or None."""
     if type(matrices) is not Tensor or matrices.layout is not torch.strided:
         return "its rotary matrices are not a plain tensor"
     if matrices.ndim != len(lead) + 3 or matrices.shape[-2:] != (2, 2):

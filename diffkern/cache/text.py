@@ -129,14 +129,9 @@ class _LayerOfText(DerivedCache):
 def layer_of_text(
     owner: nn.Module, name: str, layer: nn.Module, states: Tensor, compute: Callable[[], Tensor]
 ) -> Tensor | None:
-    """Returns the result of a layer for the hidden states of a text; None if they are those of no kept caption.
+    """Returns what ``compute`` makes of the hidden states of a text; None if they are those of no kept caption.
 
-    Args:
-        owner: The patched module that the result is kept beside.
-        name: The name of the layer there.
-        layer: A plain linear layer.
-        states: What it is called with.
-        compute: Calls it.
+    The result of the plain linear layer ``layer`` is kept beside ``owner``, the patched module that it is in.
     """
     caption = caption_of(states) if is_cacheable(states) else None  # which has memory of its own
     if caption is None:

@@ -27,15 +27,9 @@ def is_denoiser(name: str) -> bool:
 
 
 def select_components(target: Any, names: Iterable[str] | None) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Splits a pipeline or model into the modules to work on and those left out.
+    """Splits a pipeline or model into the modules to work on, by component name, and those left out, with the reasons.
 
-    Args:
-        target: A diffusers pipeline, a modular pipeline, or any module.
-        names: Component names, a single one as it is, or None for the default ones. For a single module only None
-            makes sense.
-
-    Returns:
-        The modules by component name (the empty name for a single module), and the reasons of the others.
+    A single module has the empty name. Of a pipeline, None as names takes the default ones.
 
     Raises:
         TypeError: ``target`` is neither a pipeline nor a module, or ``names`` are no names.

@@ -95,12 +95,7 @@ class Fp8Layers:
         return None
 
     def reason(self, path: str, module: nn.Module) -> str | None:
-        """Why a layer stays in its dtype; "" if it is no large layer, of which nothing is said; None if in fp8.
-
-        Args:
-            path: Where it is, from the component's name on.
-            module: What is there.
-        """
+        """Why a layer stays in its dtype; "" if it is no large layer, of which nothing is said; None if in fp8."""
         why = self.reason_of_place(path, module)
         if why is not None:
             return why

@@ -33,12 +33,7 @@ class Option:
 
 
 class KernelSelector:
-    """Turns the choices of a configuration into providers.
-
-    Args:
-        config: The configuration.
-        strict: Whether kernels that cannot be had, or checked, are errors.
-    """
+    """Turns the choices of a configuration into providers; if strict, kernels that cannot be had are errors."""
 
     def __init__(self, config: KernelConfig, strict: bool) -> None:
         self._policy = Policy(config.trust_remote_code, config.lock, strict)
@@ -49,10 +44,7 @@ class KernelSelector:
     def options(self, rule: Rule | None, fusion: Fusion | None, how: str | None) -> list[Option]:
         """Lists the ways to compute a module; none if it is left alone, or no provider can.
 
-        Args:
-            rule: What the configuration says of it, or None.
-            fusion: What is known of it, or None.
-            how: How that is known.
+        The rule is what the configuration says of it, the fusion what is known of it, and ``how``.
         """
         named = [choice for choice in rule.choices() if choice and is_reference(choice)] if rule else []
         layers = [name for choice in named if (name := KernelReference.parse(choice).name)]

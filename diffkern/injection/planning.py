@@ -203,13 +203,9 @@ def plan_modules(
 def plan_graphs(
     modules: Mapping[str, nn.Module], report: InjectionReport, *, by_time: bool = False, memory: float | None = None
 ) -> list[Candidate]:
-    """The denoisers whose steps can be captured, or at least may become so.
+    """The denoisers whose steps can be captured into ``memory`` GiB, or at least may become so.
 
-    Args:
-        modules: The components by name.
-        report: Records why others are left alone, if graphs were asked for.
-        by_time: Whether times shall decide: then only denoisers that will run on a GPU count.
-        memory: GiB that graphs may take.
+    If times shall decide, only those count that will run on a GPU; else the report records why others are left alone.
     """
     candidates = []
     option = Option(GraphFusion(by_time, memory), Rule(), "time" if by_time else "option")

@@ -24,18 +24,10 @@ _MEMORY_FORMAT = {
 
 
 def apply(semantics: NormSemantics, module: torch.nn.Module, x: Tensor, *, provider: str | None = None) -> Tensor:
-    """Computes ``module.forward(x)`` with :mod:`diffkern.ops`.
+    """Computes ``module.forward(x)`` with :mod:`diffkern.ops`, differentiably.
 
-    Call :func:`declines` first: what that turns down may be computed wrongly here, or raise.
-
-    Args:
-        semantics: What the class of ``module`` computes.
-        module: Where weight, bias and eps are read from.
-        x: The argument of the stock forward.
-        provider: As in :func:`diffkern.ops.rms_norm`.
-
-    Returns:
-        A new tensor with the shape, dtype and strides of the stock result. Differentiable.
+    Call :func:`declines` first: what that turns down may be computed wrongly here, or raise. The result is a new tensor
+    with the shape, dtype and strides of stock's. Weight, bias and eps are read from the module.
     """
     weight = parameter_of(module, semantics.weight)
     bias = parameter_of(module, semantics.bias)
@@ -76,18 +68,10 @@ def apply(semantics: NormSemantics, module: torch.nn.Module, x: Tensor, *, provi
 
 
 def declines(semantics: NormSemantics, module: torch.nn.Module, x: Any) -> str | None:
-    """Says why :func:`apply` must not be used for this call, or None.
+    """Says why :func:`apply` must not be used for this call, or None if it computes the same as the module.
 
     Looks at types, dtypes, devices and shapes, never at data: no synchronisation. Whatever the stock
     forward would raise for is declined, so that its own error is what the user sees.
-
-    Args:
-        semantics: What the class of ``module`` computes.
-        module: The module, with whatever parameters it has at this moment.
-        x: The argument of the call.
-
-    Returns:
-        A sentence for the report, or None if :func:`apply` computes the same as the module.
     """
     if type(x) is not Tensor:
         return f"the input is a {type(x).__name__}, not a plain tensor"

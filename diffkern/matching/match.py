@@ -30,14 +30,8 @@ def match(module: nn.Module) -> Match | None:
     they do not know is compared with the candidates on random input, see :func:`probe`, if its forward is a
     straight line of operations, see :mod:`diffkern.matching.probe_eligibility`.
 
-    Only the class is judged. Whether the instance has hooks or a replaced forward is for the caller to see.
-
-    Args:
-        module: Any module. Not changed.
-
-    Returns:
-        The match, with semantics or with a reason to leave the module alone; None if the module has
-        nothing to do with norms.
+    Only the class is judged. Whether the instance has hooks or a replaced forward is for the caller to see. None is
+    returned for a module that has nothing to do with norms.
     """
     cls = type(module)
     entry = TABLE.get(full_name(cls))

@@ -69,14 +69,9 @@ class _Run(NamedTuple):
 def probe(module: nn.Module) -> Match:
     """Compares the forward of a leaf module with every semantics that :class:`NormSemantics` can state.
 
-    Modules of one class, with equal attributes and equal shapes of parameters, share one answer.
-
-    Args:
-        module: A module without children, whose forward can be judged by its results. Not changed.
-
-    Returns:
-        A match with ``how="probe"``; without semantics if the module cannot be tried, raises,
-        computes something else, or two answers fit. The reason names the nearest candidate and its error.
+    Modules of one class, with equal attributes and equal shapes of parameters, share one answer. It has no semantics if
+    the module cannot be tried, raises, computes something else, or two answers fit: the reason names the nearest
+    candidate and its error.
     """
     answers = _found.setdefault(type(module), {})
     key = _key(module)

@@ -31,12 +31,7 @@ _STATEMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, a
 
 
 def unprobeable_reason(cls: type[nn.Module], parameters: set[str]) -> str | None:
-    """Says what in the forward of ``cls`` a probe could not judge, or returns None.
-
-    Args:
-        cls: The class of the module.
-        parameters: Names of its parameters, those that are None included.
-    """
+    """Says what in the forward of ``cls`` a probe could not judge, or None; ``parameters`` may hold None."""
     return _check(cls, cls.forward, parameters, set())
 
 

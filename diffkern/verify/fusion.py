@@ -70,12 +70,7 @@ class Fusion(ABC):
         return self.is_block
 
     def configure(self, rule_of: Callable[[str], Rule | None], serve: Callable[[Rule], Rule]) -> Rule | None:
-        """Returns what a configuration says of the module.
-
-        Args:
-            rule_of: What it says of an op there.
-            serve: Turns the choices of a configuration into providers.
-        """
+        """What a configuration says of the module: ``rule_of`` an op there; ``serve`` turns choices into providers."""
         return rule_of(self.op)
 
     def prepare(self, module: nn.Module, providers: Iterable[str | None]) -> None:
@@ -123,10 +118,7 @@ class Fusion(ABC):
     def weigh(self, module: nn.Module, call: Any, patched: Callable[..., Any]) -> str | None:
         """Times a proven call: why it takes no less time fused, or "". None where it says too little by itself.
 
-        Args:
-            module: The module.
-            call: The call.
-            patched: The forward that runs the patches of a module, guards and all.
+        ``patched`` is the forward that runs the patches of a module, guards and all.
         """
         return None
 

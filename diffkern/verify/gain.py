@@ -104,11 +104,7 @@ def reason_to_stay_stock(
 ) -> str:
     """Why a fused computation, the first of two, is not worth it by its time, kept for a key; "" if it is.
 
-    Args:
-        computations: It, and what it replaces. They run without gradients, and do not warn: no user asked for them.
-        device: Where they run.
-        replayed: As in :func:`reason_without_gain`.
-        key: As in :func:`kept_costs`.
+    They run without gradients, and do not warn: no user asked for them.
     """
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -131,12 +127,9 @@ def costs_of(text: str) -> list[Cost] | None:
 def reason_without_gain(fused: Cost, stock: Cost, replayed: bool) -> str:
     """Why a fused computation is not worth it, with both costs; "" if it is.
 
-    Args:
-        fused: What it takes.
-        stock: What the computation that it replaces takes.
-        replayed: Whether steps that wait for the host become CUDA graphs, so that only the device counts. Else the
-            larger of the two does, what the step waits for; and where that stays the same within the accuracy of
-            clocks, the device may not take longer either: another host is faster.
+    Where steps that wait for the host become CUDA graphs, ``replayed``, only the device counts. Else the larger of the
+    two does, what the step waits for; and where that stays the same within the accuracy of clocks, the device may not
+    take longer either: another host is faster.
     """
     if replayed:
         gains = fused.device <= HYSTERESIS * stock.device

@@ -34,14 +34,7 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
 
     Room is ``ratio * stock - fused``, and one rounding more where few numbers are compared; ``ratio`` is that of every
     proof, or of gradients the fusion's own. The errors that are returned are those where there is none left, or else
-    where the fused forward is furthest above stock.
-
-    Args:
-        fusion: What the module computes.
-        module: A stand-in, whose parameters may be made to require gradients.
-        provider: Who computes it.
-        call: A sample.
-        exact: Whether all must be equal bit for bit.
+    where the fused forward is furthest above stock; with ``exact`` all must be equal bit for bit.
     """
     x = fusion.primary_input(call)
     chosen = fusion.choose(module, provider, x.device, x.dtype).provider

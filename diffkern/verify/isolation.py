@@ -34,10 +34,7 @@ def uncounted() -> Iterator[None]:
 class Copy:
     """A call whose tensors share no memory with the original, at the same strides and offsets.
 
-    Tensors that share a storage in the original share one in the copy.
-
-    Attributes:
-        call: The copy.
+    Tensors that share a storage in the original share one in the copy, ``call``.
     """
 
     def __init__(self, call: Any) -> None:

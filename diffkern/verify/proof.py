@@ -42,19 +42,12 @@ if TYPE_CHECKING:
 
 
 class Verifier:
-    """Runs proofs and remembers them: modules of one kind, dtype, device and provider share one.
-
-    Args:
-        numerics: ``"fast"``, ``"exact"`` or ``"fp8"``.
-
-    Attributes:
-        costs: What calls of proven modules take, which modules of one kind share, too.
-    """
+    """Runs proofs and remembers them: modules of one kind, dtype, device and provider share one."""
 
     def __init__(self, numerics: str) -> None:
         self.exact = numerics == "exact"
         self._ledger: dict[Hashable, Measurement | None] = {}
-        self.costs: Shared = {}
+        self.costs: Shared = {}  # what calls of proven modules take, which modules of one kind share, too
 
     def prove(
         self, module: nn.Module, fusion: Fusion, provider: str | None, device: torch.device, dtype: torch.dtype

@@ -93,13 +93,8 @@ def clone_tree(
     """Returns a copy of a block on ``device``, child by child, as :func:`clone_leaf` does for a leaf.
 
     A linear layer that is not torch's own, with adapters or quantised weights, is replaced by a random one of
-    its size: recipes call such layers as they are, so nothing depends on what they compute.
-
-    Args:
-        module: The block.
-        device: Where the copy will be.
-        dtype_of: The dtype of the copy of a floating point parameter or buffer.
-        dtype: The dtype of the replaced layers, which their own weights need not have: that of the calls.
+    its size: recipes call such layers as they are, so nothing depends on what they compute. ``dtype`` is theirs, which
+    their own weights need not have: that of the calls.
     """
     if not is_ordinary(module):
         linear: Any = module
