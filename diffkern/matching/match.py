@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from diffkern.matching import diffusers, torch_nn, transformers
 from diffkern.matching.genuine import replacement
 from diffkern.matching.probe import PARAMETERS, is_empty, probe
 from diffkern.matching.probe_eligibility import unprobeable_reason
-from diffkern.matching.semantics import Entry, LeftAlone, Match, NormSemantics
-
-#: Every known norm class: full name -> what it computes, or why it is left alone.
-TABLE: dict[str, Entry] = {**torch_nn.TABLE, **diffusers.TABLE, **transformers.TABLE}
+from diffkern.matching.semantics import LeftAlone, Match, NormSemantics
+from diffkern.matching.tables import TABLE
 
 _SCALES = ("weight", "gamma", "scale")
 
