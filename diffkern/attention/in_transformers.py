@@ -150,15 +150,7 @@ def _register(route: Route) -> str:
 
     name = _Name(f"{_PREFIX}{next(_numbers)}")
     key = str(name)
-    ALL_ATTENTION_FUNCTIONS.register(key, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(key, mask)
-    weakref.finalize(name, _forget, key)
+    for interface, function in ((ALL_ATTENTION_FUNCTIONS, attention), (ALL_MASK_ATTENTION_FUNCTIONS, mask)):
+        interface.register(key, function)
+        weakref.finalize(name, interface._global_mapping.pop, key, None)
     return name
-
-
-def _forget(key: str) -> None:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        interface._global_mapping.pop(key, None)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from diffkern.blocks.pieces import has_plain_parameters, plain, runs_fused, untouched
 from diffkern.blocks.stored_fp8 import stored_weight
-from diffkern.cache import UNDO, DerivedCache, TensorFingerprint, memory, version
+from diffkern.cache import UNDO, DerivedCache, TensorFingerprint, kept_of, memory, version
 from diffkern.ops import activation_fp8
 from diffkern.providers.cublaslt import layers
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
@@ -299,11 +299,7 @@ def weight_of(layer: nn.Module, device: torch.device) -> Fp8Weight:
 
 
 def _known(layer: nn.Module) -> Fp8Weight:
-    known = memory(layer)
-    if "fp8" not in known:
-        known["fp8"] = Fp8Weight()
-    weight: Fp8Weight = known["fp8"]
-    return weight
+    return kept_of(layer, "fp8", Fp8Weight)
 
 
 def _kind_of(x: Tensor) -> _Kind:

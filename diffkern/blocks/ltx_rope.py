@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from diffkern.blocks.pieces import untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.cache import DerivedCache, TensorFingerprint, memory, version
+from diffkern.cache import DerivedCache, TensorFingerprint, kept_of, version
 from diffkern.cache.rotary import AxialTables, KeptTables, keep_axes
 from diffkern.ops import expand_axes
 from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
@@ -105,10 +105,7 @@ class LTXRotaryEmbedding(BlockRecipe):
         owner: Any = module
         if torch.compiler.is_compiling():
             return LTXVideoRotaryPosEmbed.forward(owner, *call)  # type: ignore[no-any-return]
-        known = memory(module)
-        if "tables" not in known:
-            known["tables"] = _RotaryTables()
-        cache: _RotaryTables = known["tables"]
+        cache = kept_of(module, "tables", _RotaryTables)
         cache.on_call(call[0].device)
         # A hook could write into the tables; modes and transforms may make them of something else than memory.
         seen = modes_active() or transforms_active() or functions_intercepted()

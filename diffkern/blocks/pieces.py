@@ -10,6 +10,7 @@ import torch
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
+from diffkern.matching.forward import unfit_input
 from diffkern.matching.genuine import functional_is_torchs, is_own
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.providers.dispatch_modes import transforms_active
@@ -76,16 +77,10 @@ def unfit_surroundings() -> str | None:
 
 def unfit(x: Any) -> str | None:
     """Why hidden states are not for kernels, or None."""
-    if type(x) is not Tensor:
-        return f"the hidden states are a {type(x).__name__}, not a plain tensor"
-    if x.dtype not in KERNEL_DTYPES:
-        return f"the hidden states are {str(x.dtype).removeprefix('torch.')}; float32, float16 and bfloat16 are served"
-    if x.layout is not torch.strided or x.is_nested or x.is_meta:
-        return "the hidden states are not an ordinary dense tensor"
-    # The first question is quick, and almost always enough: the name of a device takes long to form.
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
-        return f"autocast is on for {x.device.type}, and the stock forward follows its rules"
-    return unfit_surroundings()
+    reason = unfit_input("the hidden states are", x)
+    if reason is None and x.is_meta:
+        reason = "the hidden states are not an ordinary dense tensor"
+    return reason or unfit_surroundings()
 
 
 def unfit_for_inference(module: nn.Module, call: tuple[Any, ...]) -> str | None:

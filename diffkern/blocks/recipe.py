@@ -107,7 +107,6 @@ class BlockRecipe(Fusion):
 
     def make_plain(self, module: nn.Module) -> None:
         """Makes a private copy of a block computable anywhere: stock processors, torch's own attention."""
-        return
 
     # --- what follows from it ---------------------------------------------------------------------------
 

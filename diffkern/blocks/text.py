@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from diffkern.blocks.pieces import plain_linear, unfit_surroundings, untouched
 from diffkern.blocks.recipe import BlockRecipe
-from diffkern.cache import DerivedCache, TensorFingerprint, memory
+from diffkern.cache import DerivedCache, TensorFingerprint, kept_of, memory
 from diffkern.cache.derived import version
 from diffkern.cache.text import CAPTIONS, MAX_TEXTS, Caption, is_cacheable, of_weight
+from diffkern.matching.forward import autocast_on
 from diffkern.providers import KERNEL_DTYPES
 from diffkern.verify.samples import Draws
 
@@ -108,9 +109,7 @@ class TextProjection(BlockRecipe):
             return "the caption is not a plain tensor with data"
         if caption.dtype not in KERNEL_DTYPES:
             return f"the caption is {str(caption.dtype).removeprefix('torch.')}"
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(caption.device.type):
-            return f"autocast is on for {caption.device.type}, and the stock forward follows its rules"
-        reason = unfit_surroundings()
+        reason = autocast_on(caption.device) or unfit_surroundings()
         if reason is not None:
             return reason
         if _is_short(caption):
@@ -148,10 +147,7 @@ class TextProjection(BlockRecipe):
             if not torch.compiler.is_compiling():
                 memory(module).pop("caption", None)
             return _project(module, caption)
-        known = memory(module)
-        if "caption" not in known:
-            known["caption"] = _Caption()
-        cache: _Caption = known["caption"]
+        cache = kept_of(module, "caption", _Caption)
         cache.on_call(caption.device)
         return _project(module, caption) if cache.is_disabled else cache.projected(module, caption)
 

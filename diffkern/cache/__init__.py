@@ -11,7 +11,7 @@ from diffkern.cache.derived import (
     start_round,
     version,
 )
-from diffkern.cache.memory import UNDO, drop, forget, memory
+from diffkern.cache.memory import UNDO, drop, forget, kept_of, memory
 
 __all__ = [
     "UNDO",
@@ -23,6 +23,7 @@ __all__ = [
     "entries_of",
     "forget",
     "generation",
+    "kept_of",
     "match_all",
     "memory",
     "start_round",

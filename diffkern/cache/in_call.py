@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from diffkern.cache.derived import version
+
+_T = TypeVar("_T")
 
 #: Results of the call of a model that runs in this context, by the function and the identity of what it was given. An
 #: entry dies with any tensor that was given, and is valid as long as PyTorch counts no write into them.
@@ -58,7 +60,7 @@ def within_one_call(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
+def once_in_call(compute: Callable[..., _T], *given: Any) -> _T:
     """Returns ``compute(*given)``, which other blocks may have computed already.
 
     Results are kept inside of :func:`one_model_call`, and no longer: between two calls a tensor may be written in a way
@@ -71,7 +73,7 @@ def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
     """
     recorder = None if torch.compiler.is_compiling() else _recorder.get()
     if recorder is not None:
-        return recorder(compute, *given)
+        return recorder(compute, *given)  # type: ignore[no-any-return]
     # A graph of the compiler computes it once anyway.
     kept = None if torch.compiler.is_compiling() else _kept_in_call.get()
     tensors = [value for value in given if isinstance(value, Tensor)]
@@ -79,11 +81,12 @@ def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
     if kept is None or not tensors or (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
         return compute(*given)
     device = next((value for value in given if isinstance(value, torch.device)), tensors[0].device)
-    state = [version(x) for x in tensors], torch.is_grad_enabled(), _is_capturing(device)
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    state = [version(x) for x in tensors], torch.is_grad_enabled(), is_capturing
     key = (compute, *[id(value) if isinstance(value, Tensor) else value for value in given])
     known = kept.get(key)
     if known is not None and known[1] == state and all(one() is x for one, x in zip(known[0], tensors, strict=True)):
-        return known[2]
+        return known[2]  # type: ignore[no-any-return]
     result = compute(*given)
 
     def drop(_: weakref.ref[Tensor]) -> None:
@@ -91,7 +94,3 @@ def once_in_call(compute: Callable[..., Any], *given: Any) -> Any:
 
     kept[key] = tuple([weakref.ref(tensor, drop) for tensor in tensors]), state, result
     return result
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

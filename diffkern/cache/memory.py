@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -11,12 +12,23 @@ from torch import nn
 #: whose names begin with it are what these functions need: :func:`drop` leaves them alone.
 UNDO = "undo"
 
+_T = TypeVar("_T")
+
 _memories: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
 def memory(module: nn.Module) -> dict[str, Any]:
     """Returns what is kept of ``module``, to read and to write. Copies of the module start with nothing."""
     return _memories.setdefault(module, {})
+
+
+def kept_of(module: nn.Module, name: str, make: Callable[[], _T]) -> _T:
+    """Returns what is kept of ``module`` under a name, made at the first question."""
+    kept = memory(module)
+    if name not in kept:
+        kept[name] = make()
+    held: _T = kept[name]
+    return held
 
 
 def drop(module: nn.Module) -> bool:

@@ -102,8 +102,7 @@ def rotary_tables(matrices: Tensor, pairing: str) -> Tables:
     They are made once in a call of the model, see :func:`diffkern.cache.in_call.once_in_call`. The pairing is that of
     :func:`diffkern.ops.rope`, or :data:`ANGLES`.
     """
-    tables: Tables = once_in_call(_compute, matrices, pairing)
-    return tables
+    return once_in_call(_compute, matrices, pairing)
 
 
 def axis_tables(given: Sequence[Tensor]) -> Tables:
@@ -117,16 +116,12 @@ def axis_tables(given: Sequence[Tensor]) -> Tables:
     """
     if len(given) % 3:
         raise ValueError(f"cosines, sines and indices of axes are three tensors for each, got {len(given)}")
-    tables: Tables = once_in_call(_rows, *given)
-    return tables
+    return once_in_call(_rows, *given)
 
 
 def in_float32(table: Tensor) -> Tensor:
     """Returns a table in float64 in float32, a complex one in complex64, and others as they are."""
-    if table.dtype not in _NARROW:
-        return table
-    narrow: Tensor = once_in_call(_narrowed, table)
-    return narrow
+    return once_in_call(_narrowed, table) if table.dtype in _NARROW else table
 
 
 def unfit_matrices(matrices: Any, device: torch.device, *lead: int) -> str | None:
@@ -144,10 +139,7 @@ def unfit_matrices(matrices: Any, device: torch.device, *lead: int) -> str | Non
 
 def on_device(table: Tensor, device: torch.device) -> Tensor:
     """Returns a table on a device: some models make theirs on the CPU, and move them in each block."""
-    if table.device == device:
-        return table
-    moved: Tensor = once_in_call(_moved, table, device)
-    return moved
+    return table if table.device == device else once_in_call(_moved, table, device)
 
 
 def _moved(table: Tensor, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from typing_extensions import override
 
 from diffkern.blocks.pieces import calls_are_watched, untouched
-from diffkern.cache import memory
+from diffkern.cache import kept_of, memory
 from diffkern.graph import ModuleSnapshot, StepCall, StepGraphs, is_constant
 from diffkern.graph.capture import CaptureError, NoRoomError
 from diffkern.graph.steps import FIRST_CALL
@@ -241,8 +241,7 @@ class GraphFusion(Fusion):
 
     def graphs(self, module: nn.Module) -> StepGraphs:
         """The graphs of a module, which go with its patch."""
-        graphs: StepGraphs = memory(module).setdefault(f"graphs {self.by_time}", StepGraphs())
-        return graphs
+        return kept_of(module, f"graphs {self.by_time}", StepGraphs)
 
     def _limit(self, graphs: StepGraphs, call: StepCall) -> int | None:
         """The memory that graphs may take, in bytes."""

@@ -15,6 +15,7 @@ from typing_extensions import override
 from diffkern.blocks.pieces import untouched
 from diffkern.hub.rule import Rule
 from diffkern.matching import full_name
+from diffkern.matching.forward import autocast_on
 from diffkern.providers import KERNEL_DTYPES, Choice, NoProviderError
 from diffkern.providers.foreign import identical, summary
 from diffkern.providers.hub import is_kernel, layer_for, public_name
@@ -76,8 +77,8 @@ class LayerFusion(Fusion):
         x = tensors[0]
         if x.dtype not in KERNEL_DTYPES:
             return f"its input is {str(x.dtype).removeprefix('torch.')}; float32, float16 and bfloat16 are served"
-        if torch.is_autocast_enabled(x.device.type):
-            return f"autocast is on for {x.device.type}, and the stock forward follows its rules"
+        if (reason := autocast_on(x.device)) is not None:
+            return reason
         try:
             layer = self._layer(module, x.device)
         except NoProviderError as error:

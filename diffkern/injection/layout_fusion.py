@@ -25,7 +25,7 @@ from diffkern.providers.foreign import preserved, summary
 from diffkern.verify import choices, gradients
 from diffkern.verify.contract import SANE
 from diffkern.verify.fusion import NO_TENSOR, Fusion
-from diffkern.verify.gain import Prepared, costs_of, kept_costs, reason_without_gain
+from diffkern.verify.gain import Prepared, costs_of, finish, kept_costs, reason_without_gain
 from diffkern.verify.isolation import Copy, tensors_of
 from diffkern.verify.measures import relative_error
 
@@ -111,7 +111,7 @@ class LayoutFusion(Fusion):
             return self._as_it_is(module, call, reason)
         copy, began = Copy(call).call, time.perf_counter()
         result = self._as_it_is(module, call, "its layout is not decided yet")
-        _finish(x.device)
+        finish(x.device)
         memory(module)[_RESULT] = layout.layouts(result)
         choices.remember(x.device, memory(module)[_RESULT], _RESULT, *key)
         if time.perf_counter() - began > _LONGEST and _WARM not in memory(module):
@@ -233,8 +233,3 @@ def _unfit_call(module: nn.Module, x: Tensor, call: Call) -> str | None:
 def _is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the device of a call."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -22,6 +22,7 @@ from diffkern.blocks.pieces import plain, untouched
 from diffkern.injection.components import likely_device
 from diffkern.injection.norm_fusion import NormFusion
 from diffkern.injection.report import InjectionReport, Site
+from diffkern.matching.forward import autocast_on
 from diffkern.providers import Choice, liger
 from diffkern.rewrite import FusedSite, Trained, Way
 from diffkern.verify import gradients
@@ -223,9 +224,7 @@ class LossFusion(Fusion):
         weight = head._parameters["weight"]
         if head._parameters["bias"] is not None or not plain(weight, weight.device):
             return "its head has a bias, or a weight that is no plain tensor"
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(weight.device.type):
-            return f"autocast is on for {weight.device.type}, and the stock forward follows its rules"
-        return None
+        return autocast_on(weight.device)
 
     @override
     def allowed_in_strict(self, module: nn.Module, call: Any) -> bool:

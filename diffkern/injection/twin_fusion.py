@@ -22,13 +22,9 @@ class TwinFusion(Fusion):
 
     forward: Callable[..., Any]  # see :func:`diffkern.rewrite.twins.with_twins`
 
+    op = OP
     proves_itself = True
     served_by = "python"
-
-    @property
-    @override
-    def op(self) -> str:
-        return OP
 
     @property
     @override
@@ -54,13 +50,9 @@ class ModelCall(TwinFusion):
 
     forward: Callable[..., Any] = _stock
 
+    op = "model_call"
     is_model = True
     only_watches = True
-
-    @property
-    @override
-    def op(self) -> str:
-        return "model_call"
 
     @override
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

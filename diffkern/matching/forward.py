@@ -73,20 +73,11 @@ def declines(semantics: NormSemantics, module: torch.nn.Module, x: Any) -> str |
     Looks at types, dtypes, devices and shapes, never at data: no synchronisation. Whatever the stock
     forward would raise for is declined, so that its own error is what the user sees.
     """
-    if type(x) is not Tensor:
-        return f"the input is a {type(x).__name__}, not a plain tensor"
-    dtype = x.dtype
-    if dtype not in KERNEL_DTYPES:
-        return f"the input is {_name(dtype)}; float32, float16 and bfloat16 are served"
-    if x.layout is not torch.strided or x.is_nested:
-        return "the input is not an ordinary dense tensor"
+    reason = unfit_input("the input is", x)
+    if reason is not None:
+        return reason
     if x.is_meta:
         return "the input has no data (meta device)"
-    device = x.device
-    # The first question is quick, and almost always enough: the name of a device takes long to form.
-    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
-        return f"autocast is on for {device.type}, and the stock forward follows its rules"
-
     if not functional_is_torchs():
         return "a function of torch.nn.functional was replaced"
 
@@ -113,12 +104,12 @@ def declines(semantics: NormSemantics, module: torch.nn.Module, x: Any) -> str |
 
     weight = parameter_of(module, semantics.weight)
     if weight is not None:
-        reason = _unfit(semantics, semantics.weight, weight, x, device, expected)
+        reason = _unfit(semantics, semantics.weight, weight, x, expected)
         if reason is not None:
             return reason
     bias = parameter_of(module, semantics.bias)
     if bias is not None and not (type(bias) is float and bias == 0.0):
-        reason = _unfit(semantics, semantics.bias, bias, x, device, expected)
+        reason = _unfit(semantics, semantics.bias, bias, x, expected)
         if reason is not None:
             return reason
         if semantics.output != "input" and (weight is None or weight.dtype != bias.dtype):
@@ -126,13 +117,27 @@ def declines(semantics: NormSemantics, module: torch.nn.Module, x: Any) -> str |
     return None
 
 
+def unfit_input(said: str, x: Any) -> str | None:
+    """Why an input, which a sentence begins with, is not for kernels; or None."""
+    if type(x) is not Tensor:
+        return f"{said} a {type(x).__name__}, not a plain tensor"
+    if x.dtype not in KERNEL_DTYPES:
+        return f"{said} {_name(x.dtype)}; float32, float16 and bfloat16 are served"
+    if x.layout is not torch.strided or x.is_nested:
+        return f"{said} not an ordinary dense tensor"
+    return autocast_on(x.device)
+
+
+def autocast_on(device: torch.device) -> str | None:
+    """Says that autocast is on for a device, or returns None."""
+    # The first question is quick, and almost always enough: the name of a device takes long to form.
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device.type):
+        return f"autocast is on for {device.type}, and the stock forward follows its rules"
+    return None
+
+
 def _unfit(
-    semantics: NormSemantics,
-    name: str | None,
-    parameter: Any,
-    x: Tensor,
-    device: torch.device,
-    expected: tuple[int, ...],
+    semantics: NormSemantics, name: str | None, parameter: Any, x: Tensor, expected: tuple[int, ...]
 ) -> str | None:
     """Why a parameter cannot be handed to a kernel, or None."""
     kind = type(parameter)
@@ -142,8 +147,8 @@ def _unfit(
         return f"its {name} is stored as {_name(parameter.dtype)}; float32, float16 and bfloat16 are served"
     if parameter.layout is not torch.strided:
         return f"its {name} is not an ordinary dense tensor"
-    if parameter.device != device:
-        return f"its {name} is on {parameter.device}, the input on {device}"
+    if parameter.device != x.device:
+        return f"its {name} is on {parameter.device}, the input on {x.device}"
     if parameter.shape != expected:
         return f"its {name} has shape {tuple(parameter.shape)}, the input calls for {tuple(expected)}"
     if parameter.dtype != x.dtype and not semantics.mixed_dtypes:

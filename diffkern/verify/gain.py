@@ -170,7 +170,7 @@ def _costs(computations: Sequence[Callable[[], Any]], device: torch.device) -> l
             other_work()
             started = time.perf_counter()
             compute()
-            _finish(device)
+            finish(device)
             fastest[i] = min(fastest[i], time.perf_counter() - started)
         if number >= _LEAST_TURNS and time.perf_counter() - began > _BUDGET:
             break
@@ -208,16 +208,17 @@ class _Turn(NamedTuple):
 
 def _single(compute: Callable[[], Any], device: torch.device, calls: int = 1) -> _Turn:
     _prepare(compute)
-    _finish(device)
+    finish(device)
     began, worked = time.perf_counter(), time.thread_time()
     for _ in range(calls):
         compute()
     host, launched = time.thread_time() - worked, time.perf_counter() - began
-    _finish(device)
+    finish(device)
     return _Turn(*(seconds * 1e6 / calls for seconds in (host, launched, time.perf_counter() - began)))
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Waits until a device has done what was launched."""
     if device.type != "cpu" and device.type == getattr(torch.accelerator.current_accelerator(), "type", None):
         torch.accelerator.synchronize(device)
 

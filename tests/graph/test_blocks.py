@@ -234,7 +234,7 @@ def test_a_step_is_captured_once_its_layout_is_decided(longest: float, monkeypat
 
     finished: list[bool] = []
     monkeypatch.setattr(layout_fusion, "_LONGEST", longest)
-    monkeypatch.setattr(layout_fusion, "_finish", finish)
+    monkeypatch.setattr(layout_fusion, "finish", finish)
     monkeypatch.setattr(layout_fusion, "_is_captured", lambda x: capturing[0])
     monkeypatch.setattr(gain, "costs", costs)
     model = nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1) for _ in range(4)]).requires_grad_(False).eval()

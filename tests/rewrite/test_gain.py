@@ -102,7 +102,7 @@ class _Gpu:
 
         monkeypatch.setattr(gain.time, "perf_counter", lambda: self.host)
         monkeypatch.setattr(gain.time, "thread_time", lambda: self.worked)
-        monkeypatch.setattr(gain, "_finish", lambda device: self.finish())
+        monkeypatch.setattr(gain, "finish", lambda device: self.finish())
         for name, value in {
             "Event": Event,
             "_sleep": lambda cycles: self.launch(0.0, cycles / 2e9),
