@@ -81,8 +81,7 @@ def once_in_call(compute: Callable[..., _T], *given: Any) -> _T:
     if kept is None or not tensors or (torch.is_grad_enabled() and any([x.requires_grad for x in tensors])):
         return compute(*given)
     device = next((value for value in given if isinstance(value, torch.device)), tensors[0].device)
-    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    state = [version(x) for x in tensors], torch.is_grad_enabled(), is_capturing
+    state = [version(x) for x in tensors], torch.is_grad_enabled(), _is_capturing(device)
     key = (compute, *[id(value) if isinstance(value, Tensor) else value for value in given])
     known = kept.get(key)
     if known is not None and known[1] == state and all(one() is x for one, x in zip(known[0], tensors, strict=True)):
@@ -94,3 +93,7 @@ def once_in_call(compute: Callable[..., _T], *given: Any) -> _T:
 
     kept[key] = tuple([weakref.ref(tensor, drop) for tensor in tensors]), state, result
     return result
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
