@@ -127,12 +127,7 @@ def _cut(call: AttentionCall, length: int, keys: int) -> AttentionCall:
             mask = mask[..., :length, :]
         mask = mask[..., :keys] if mask.shape[-1] > keys else mask
     return replace(
-        call,
-        query=call.query[:, :length],
-        key=call.key[:, :keys],
-        value=call.value[:, :keys],
-        mask=mask,
-        dropout=0.0,
+        call, query=call.query[:, :length], key=call.key[:, :keys], value=call.value[:, :keys], mask=mask, dropout=0.0
     )
 
 

@@ -269,13 +269,7 @@ BACKENDS: Mapping[str, Backend] = {
             scale=False,
         ),
         Backend(
-            "xformers",
-            _diffusers("xformers"),
-            _CUDA,
-            masks=_NO_MASK,
-            grouped=False,
-            package="xformers",
-            candidate=True,
+            "xformers", _diffusers("xformers"), _CUDA, masks=_NO_MASK, grouped=False, package="xformers", candidate=True
         ),
         Backend(
             "cudnn_fp8",
@@ -308,13 +302,7 @@ BACKENDS: Mapping[str, Backend] = {
         _sage("sage"),
         _sage("sage_hub", package="kernels"),
         _sage("sage_varlen"),
-        _sage(
-            "sage_blackwell_hub",
-            package="kernels",
-            head_dims=frozenset({64, 128}),
-            scale=False,
-            capability=(12, 0),
-        ),
+        _sage("sage_blackwell_hub", package="kernels", head_dims=frozenset({64, 128}), scale=False, capability=(12, 0)),
         _sage("_sage_qk_int8_pv_fp16_cuda"),
         _sage("_sage_qk_int8_pv_fp16_triton"),
         _sage("_sage_qk_int8_pv_fp8_cuda", capability=(8, 9)),

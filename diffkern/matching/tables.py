@@ -230,10 +230,7 @@ TABLE: dict[str, Entry] = {
     ),
     # --- transformers
     **_transformers(
-        _T5,
-        "t5.modeling_t5.T5LayerNorm",
-        "mt5.modeling_mt5.MT5LayerNorm",
-        "umt5.modeling_umt5.UMT5LayerNorm",
+        _T5, "t5.modeling_t5.T5LayerNorm", "mt5.modeling_mt5.MT5LayerNorm", "umt5.modeling_umt5.UMT5LayerNorm"
     ),
     **_transformers(
         _LLAMA,

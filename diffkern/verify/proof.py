@@ -158,13 +158,7 @@ class Verifier:
         return Measurement.of(x, chosen, error, stock_error, identical, reason or "")
 
     def _verdict(
-        self,
-        fused: Tensor,
-        stock: Tensor,
-        fused_error: float,
-        stock_error: float,
-        identical: bool,
-        allowance: float,
+        self, fused: Tensor, stock: Tensor, fused_error: float, stock_error: float, identical: bool, allowance: float
     ) -> str | None:
         if fused.dtype != stock.dtype or fused.shape != stock.shape:
             return f"gives {fused.dtype} {tuple(fused.shape)} instead of {stock.dtype} {tuple(stock.shape)}"
