@@ -141,7 +141,8 @@ def _register(route: Route, before: Any) -> Any:
     member = str.__new__(names, value)
     member._name_, member._value_ = value, value
     member_name, member.attend_unrotated = value, attend_unrotated
-    member.__deepcopy__ = _returns(weakref.ref(member))
+    kept = weakref.ref(member)
+    member.__deepcopy__ = lambda memo: kept()  # not at all, so that copies of a model share its route
     member.__reduce_ex__ = _reduces_to(before)
     registry.register(value)(attention)
     registry._supported_arg_names[value] = every
@@ -157,11 +158,6 @@ def _forget(value: str) -> None:
         del _before[value]
         registry._backends[value] = None
         _free.append(value)
-
-
-def _returns(kept: weakref.ref[Any]) -> Callable[[Any], Any]:
-    """How a member is deep-copied: not at all, so that copies of a model share its route."""
-    return lambda memo: kept()
 
 
 def _reduces_to(before: Any) -> Callable[[int], Any]:

@@ -146,7 +146,8 @@ class Route(CallCounts):
         """Computes a call as it was before, and counts the reason; an empty one if that is simply the fastest."""
         if not torch.compiler.is_compiling():
             if self.strict and reason:
-                raise self.error(f"attention cannot run on {self._names()}: {reason}")
+                names = " or ".join(backend.name for backend in self.backends)
+                raise self.error(f"attention cannot run on {names}: {reason}")
             self.add_stock(reason or _STOCK_IS_BEST)
         return stock(call)
 
@@ -317,9 +318,6 @@ class Route(CallCounts):
         if math.isfinite(error) and error <= RATIO * stock_error + slack:
             return ""
         return f"has an error of {error:.2e} against the stock attention's {stock_error:.2e}"
-
-    def _names(self) -> str:
-        return " or ".join(backend.name for backend in self.backends)
 
 
 _STOCK_IS_BEST = "measured to be the best"

@@ -149,7 +149,7 @@ def _models(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[t
             reason = in_diffusers.refusal(processor)
             ready |= reason is None
             if reason is not None:
-                _skip(_join(name, path), module, reason, report)
+                report.skipped.append(Site.of(_join(name, path), module, op=OP, reason=reason))
         if ready:
             found.append((name, root, in_diffusers.install))
         for path, model in in_transformers.models(root):
@@ -157,12 +157,8 @@ def _models(modules: Mapping[str, nn.Module], report: InjectionReport) -> list[t
             if reason is None:
                 found.append((_join(name, path), model, in_transformers.install))
             else:
-                _skip(_join(name, path), model, reason, report)
+                report.skipped.append(Site.of(_join(name, path), model, op=OP, reason=reason))
     return found
-
-
-def _skip(path: str, module: nn.Module, reason: str, report: InjectionReport) -> None:
-    report.skipped.append(Site.of(path, module, op=OP, reason=reason))
 
 
 def _join(*parts: str) -> str:

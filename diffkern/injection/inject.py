@@ -130,8 +130,7 @@ def inject_optimized_kernels(
         for candidate in candidates:
             proven_by = None if candidate.fusion.proves_itself else verifier
             rule = candidate.options[0].rule
-            candidate.state = PatchState(candidate.fusion, rule, proven_by, strict, numerics)
-            candidate.state.is_model |= candidate.is_model
+            candidate.state = PatchState(candidate.fusion, rule, proven_by, strict, numerics, candidate.is_model)
         if verifier is not None and not dry_run:
             candidates = verify_candidates(candidates, verifier, report)
         if strict:

@@ -88,11 +88,10 @@ class LayoutFusion(Fusion):
             return self._decide(module, call)
 
     def _in_channels_last(self, module: nn.Module, call: Call) -> Any:
-        args, kwargs = call
         if not _is_captured(self.primary_input(call)):
             layout.convert(module)
         with following_layout():
-            return layout.laid_out(run_below(module, args, kwargs, self), memory(module).get(_RESULT, ""))
+            return layout.laid_out(self.stock(module, call), memory(module).get(_RESULT, ""))
 
     def _decide(self, module: nn.Module, call: Call) -> Any:
         """The result of the first call, after which the layout is decided, unless it took too long to tell."""
@@ -140,19 +139,14 @@ class LayoutFusion(Fusion):
 
     def _weigh(self, module: nn.Module, call: Call, device: torch.device, key: tuple[Hashable, ...]) -> tuple[str, str]:
         """Why a model does not compute in channels last, or ""; and what the report says of it."""
-
-        def as_it_is() -> Any:
-            args, kwargs = Copy(call).call
-            return run_below(module, args, kwargs, self)
-
-        def in_channels_last() -> Any:
-            return self._in_channels_last(module, Copy(call).call)
-
         graphed = self.device_counts and device.type == "cuda"
         # To lay weights out takes about as long as a step, and no step does it.
         ours, stock = (
             Prepared(partial(prepare, module), compute, partial(replay_time, compute, device) if graphed else None)
-            for prepare, compute in ((layout.convert, in_channels_last), (layout.give_back, as_it_is))
+            for prepare, compute in (
+                (layout.convert, lambda: self._in_channels_last(module, Copy(call).call)),
+                (layout.give_back, lambda: self.stock(module, Copy(call).call)),
+            )
         )
         try:
             with torch.no_grad(), preserved(device):
@@ -184,6 +178,10 @@ class LayoutFusion(Fusion):
         if state is not None:
             state.take_fused_back()
             state.add_stock(reason)
+        return self.stock(module, call)
+
+    @override
+    def stock(self, module: nn.Module, call: Call) -> Any:
         return run_below(module, *call, self)
 
     def _tell(self, module: nn.Module, reason: str, said: str) -> None:

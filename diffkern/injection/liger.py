@@ -263,7 +263,7 @@ class LossFusion(Fusion):
 
         replaced: dict[str, Any] = {"loss_function": loss_function}
         if self.linear:
-            replaced["lm_head"] = _nothing
+            replaced["lm_head"] = lambda x: x  # what its loss is computed from are the hidden states
         output = type(module).forward(_Otherwise(module, replaced), *args, **kwargs)
         if self.linear:
             output["logits"] = None
@@ -354,11 +354,6 @@ class _Otherwise:
     def __getattr__(self, name: str) -> Any:
         replaced = self.__dict__["_replaced"]
         return replaced[name] if name in replaced else getattr(self.__dict__["_module"], name)
-
-
-def _nothing(x: Tensor) -> Tensor:
-    """In place of the head: what its loss is computed from are the hidden states."""
-    return x
 
 
 def _tree(function: Callable[..., Any]) -> ast.AST:

@@ -104,14 +104,10 @@ def plan_modules(
     candidates: list[Candidate] = []
     seen: list[Site] = []
     blocks: list[str] = []
-    replicated = {
-        id(module)
-        for _, parallel in walk(modules)
-        if isinstance(parallel, nn.DataParallel)
-        for module in parallel.modules()
-    }
-    homes = {id(component): _device(component) for component in modules.values()}
-    dtypes = {id(component): _dtype(component) for component in modules.values()}
+    parallel = [module for _, module in walk(modules) if isinstance(module, nn.DataParallel)]
+    replicated = {id(part) for module in parallel for part in module.modules()}
+    homes = {name: _device(component) for name, component in modules.items()}
+    dtypes = {name: _dtype(component) for name, component in modules.items()}
     layers: set[str] = set()
     linears: dict[str, nn.Module] = {}
     has_fp8_form = False
@@ -123,33 +119,28 @@ def plan_modules(
     for path, module in walk(modules):
         name = "" if "" in modules else path.partition(".")[0]
         matched = _match(path, module, rewriters if is_denoiser(name) else called_once, report.numerics, liger, fp8)
-        if fp8 is not None and matched is None and is_linear(module):
-            linears[path] = module
-            matched = None if path.startswith(tuple(blocks)) else _match_linear(path, module, fp8)
-        elif fp8 is not None and matched is None and not path.startswith(tuple(blocks)):
-            feed_forward = fp8.feed_forward(path, module)
-            matched = None if feed_forward is None else _Match(feed_forward, "table")
-        fusion = None if matched is None else matched.fusion
+        is_inside = path.startswith(tuple(blocks))
+        if fp8 is not None and matched is None:
+            linears |= {path: module} if is_linear(module) else {}
+            matched = None if is_inside else _match_fp8(path, module, fp8)
+        fusion, how = (None, None) if matched is None else (matched.fusion, matched.how)
         has_fp8_form |= fusion is not None and fusion.allowance > 0
         layer = layer_name(module, fusion)
         rule_of = partial(config.rule, path, type(module).__name__, layer_name=layer)
         rule = rule_of("") if fusion is None else fusion.configure(rule_of, selector.served)
-        options = selector.options(rule, fusion, None if matched is None else matched.how)
+        options = selector.options(rule, fusion, how)
         already = patch_state(module) is not None
         if matched is None and not options and not already:
             continue
-        if fusion is not None and fusion.counts_itself and path.startswith(tuple(blocks)):
+        if fusion is not None and fusion.counts_itself and is_inside:
             continue  # which the block around it computes itself
         is_block = fusion is not None and fusion.is_block
         if is_block and options:
             blocks.append(f"{path}.".removeprefix("."))
-        site = Site.of(path, module, how=None if matched is None else matched.how)
+        site = Site.of(path, module, op=None if fusion is None else fusion.op, how=how)
         seen.append(site)
         layers |= {layer} if layer else set()
-        component = modules[name]
-        devices = _likely_devices(module, homes[id(component)])
-        if fusion is not None:
-            site.op = fusion.op
+        devices = _likely_devices(module, homes[name])
         if already:
             reason: str | None = ALREADY_PATCHED
         elif matched is not None and fusion is None and not options:
@@ -162,16 +153,10 @@ def plan_modules(
             site.reason = reason
             report.skipped.append(site)
             continue
-        candidates.append(
-            Candidate(
-                module,
-                site,
-                options,
-                options[0].fusion.likely_dtypes(module, dtypes[id(component)]),
-                # The proof of a block takes seconds on a CPU, so it waits there until the block runs there.
-                devices[: 1 if is_block or options[0].fusion.op in FP8_OPS else None],
-            )
-        )
+        best = options[0].fusion
+        if is_block or best.op in FP8_OPS:
+            devices = devices[:1]  # the proof of a block takes seconds on a CPU, and waits until the block runs there
+        candidates.append(Candidate(module, site, options, best.likely_dtypes(module, dtypes[name]), devices))
     candidates = _drop_covered(_apply_exclusions(candidates, report), report)
     # A module that has no op of its own is not left alone where the forward around it computes it.
     report.skipped = [
@@ -181,8 +166,11 @@ def plan_modules(
     config.check((site.path for site in seen), class_names, (*BLOCK_OPS, *REWRITE_OPS, *FP8_OPS, TWIN_OP), layers)
     if fp8 is not None:
         fp8.check(list(linears))
-        if not has_fp8_form:
-            _say_that_nothing_is_fp8(fp8.why_none(linears), report)
+        if not has_fp8_form:  # which is true on every device, and stands before the reasons of this one
+            nothing = f"no module here has a form in fp8 ({fp8.why_none(linears)})"
+            report.caveat = f"{nothing}: all compute as numerics='fast'"
+            for site in report.skipped:
+                site.reason = f"{nothing}; and {site.reason}" if site.reason.endswith(_NOT_FP8) else site.reason
         once = ", ".join(name for name in modules if name and not is_denoiser(name))
         report.notes += [f"{once}: in their dtype, since they run once for an image: fp8 is for denoisers"] * bool(once)
     weights = [next(c.module.parameters()) for c in candidates if c.fusion.op == LINEAR_FP8]
@@ -259,7 +247,7 @@ def plan_layouts(
     What a block of a recipe lays out by itself is left alone.
     """
     planned = []
-    blocks = tuple(candidate.site.path for candidate in candidates if candidate.fusion.lays_out)
+    blocks = [candidate.site.path for candidate in candidates if candidate.fusion.lays_out]
     for name, model in modules.items():
         halves = {half: model._modules.get(half) for half in ("encoder", "decoder")} if hasattr(model, "decode") else {}
         for half, module in {"": model, **halves}.items():
@@ -343,8 +331,11 @@ def _match(
     return _Match(fusion if liger is None else liger.norm(fusion), matched.how)
 
 
-def _match_linear(path: str, module: nn.Module, fp8: Fp8Layers) -> _Match | None:
-    """Looks a linear layer up among those whose product is computed in fp8; None where nothing is to be said of it."""
+def _match_fp8(path: str, module: nn.Module, fp8: Fp8Layers) -> _Match | None:
+    """Looks a linear layer up among those that are in fp8, or two around a GELU; None where nothing is to be said."""
+    if not is_linear(module):
+        feed_forward = fp8.feed_forward(path, module)
+        return None if feed_forward is None else _Match(feed_forward, "table")
     reason = fp8.reason(path, module)
     if reason == "":
         return None
@@ -352,14 +343,6 @@ def _match_linear(path: str, module: nn.Module, fp8: Fp8Layers) -> _Match | None
     if reason is None and replaced is not None:
         reason = f"the forward of its class was replaced by {replaced}"
     return _Match(fp8.fusion(path), "table") if reason is None else _Match(None, "table", reason)
-
-
-def _say_that_nothing_is_fp8(why: str, report: InjectionReport) -> None:
-    """Puts what is true on every device before the reasons of this one."""
-    report.caveat = f"no module here has a form in fp8 ({why}): all compute as numerics='fast'"
-    for site in report.skipped:
-        if site.reason.endswith(_NOT_FP8):
-            site.reason = f"no module here has a form in fp8 ({why}); and {site.reason}"
 
 
 def _has_fp8_product(path: str, module: nn.Module, rewritten: Rewritten, fp8: Fp8Layers) -> bool:

@@ -94,16 +94,11 @@ def _prove(candidate: Candidate, state: PatchState, verifier: Verifier) -> list[
             if proof.passed:
                 state.trust(candidate.module, device, dtype)
     broken = [proof for proof in candidate.site.measurements if not proof.passed]
-    if not broken:
-        _name_refused(candidate)
+    if not broken:  # then parts of a forward may stay as they are written; the others are what is patched
+        site, refused = candidate.site, candidate.fusion.refused()
+        site.reason = "; ".join(filter(None, (site.reason, *[f"{name}: {reason}" for name, reason in refused.items()])))
+        candidate.choice_is_fallback |= bool(refused)
     return broken
-
-
-def _name_refused(candidate: Candidate) -> None:
-    """Says which parts of a forward stay as they are written; the others are what is patched."""
-    site, refused = candidate.site, candidate.fusion.refused()
-    site.reason = "; ".join(filter(None, (site.reason, *[f"{name}: {reason}" for name, reason in refused.items()])))
-    candidate.choice_is_fallback |= bool(refused)
 
 
 def _prove_casts(candidate: Candidate, state: PatchState, verifier: Verifier) -> None:

@@ -209,7 +209,7 @@ class InjectionReport:
         for site in self._accepted:
             fusion = getattr(site._state, "fusion", None)
             if site.path == path and site.how == "source" and fusion is not None:
-                text: str = fusion.source()
+                text: str = fusion.rewritten.source()
                 return text
         paths = [site.path for site in self._accepted if site.how == "source"]
         raise ValueError(f"no forward was rewritten at {path!r}; there are {', '.join(map(repr, paths)) or 'none'}")

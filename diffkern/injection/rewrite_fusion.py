@@ -70,16 +70,12 @@ class RewriteFusion(Fusion):
     @property
     @override
     def op(self) -> str:
-        first, *others = self._ops or tuple(site.plan.rule.op for site in self.rewritten.sites)
+        first, *others = self.kernel_ops or tuple(site.plan.rule.op for site in self.rewritten.sites)
         return f"{first} + {len(others)} more" if others else first
 
     @property
     @override
     def kernel_ops(self) -> tuple[str, ...]:
-        return self._ops
-
-    @property
-    def _ops(self) -> tuple[str, ...]:
         ops = dict.fromkeys(site.plan.rule.op for site in self.rewritten.sites)
         return tuple(op for op in ops if self.providers.get(op) != STOCK)
 
@@ -102,10 +98,6 @@ class RewriteFusion(Fusion):
     def is_once_in_call(self) -> bool:
         """Whether it computes something that other blocks of the model may have computed in the same call."""
         return any(site.is_once_in_call for site in self.rewritten.sites)
-
-    def source(self) -> str:
-        """The rewritten text."""
-        return self.rewritten.source()
 
     # --- at every call ---------------------------------------------------------------------------------
 
@@ -160,7 +152,7 @@ class RewriteFusion(Fusion):
     @override
     def choose(self, module: nn.Module, provider: str | None, device: torch.device, dtype: torch.dtype) -> Choice:
         """The choice for the first op that gains something; ops that only plain PyTorch serves stay as written."""
-        choices = {op: select(op, device, (dtype,), self.providers.get(op, provider)) for op in self._ops}
+        choices = {op: select(op, device, (dtype,), self.providers.get(op, provider)) for op in self.kernel_ops}
         name = requested(provider)
         gaining = {op: choice for op, choice in choices.items() if choice.gains}
         if gaining and (name is None or name.startswith(hub.WITH_HUB)):

@@ -66,7 +66,8 @@ class Drawing:
             yield Text(lines[0], style="bold")
             for line, rest, (_, group) in zip(lines[1:], below[1:], groups, strict=True):
                 yield Text(line)
-                yield Padding(Text(f"{_op(group)}at {_places(group)}{_ran(group)}"), indent)
+                op = f"{group[0].op} " if group[0].op else ""
+                yield Padding(Text(f"{op}at {_places(group)}{_ran(group)}"), indent)
                 if rest:
                     yield Padding(Text(rest), indent)
                 if errors := _errors_by_layer(group):
@@ -140,10 +141,6 @@ def _shared_reasons(groups: list[list[Site]]) -> dict[str, int]:
         for reason in dict.fromkeys((group[0].reason, *(reason for reason, _ in _stock_calls(group))))
     )
     return {reason: number for number, reason in enumerate((r for r, n in reasons.items() if r and n > 1), 1)}
-
-
-def _op(group: list[Site]) -> str:
-    return f"{group[0].op} " if group[0].op else ""
 
 
 def _cells(group: list[Site], first_call: str) -> tuple[str, ...]:

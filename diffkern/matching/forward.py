@@ -34,7 +34,7 @@ def apply(semantics: NormSemantics, module: torch.nn.Module, x: Tensor, *, provi
     if not isinstance(bias, Tensor):
         bias = None
     eps = getattr(module, semantics.eps) if isinstance(semantics.eps, str) else semantics.eps
-    dim = _dim(semantics, module)
+    dim = dim_of(semantics, module)
     shape = x.shape
     if semantics.layout == "channels_last":
         x = x.movedim(1, -1)
@@ -85,7 +85,7 @@ def declines(semantics: NormSemantics, module: torch.nn.Module, x: Any) -> str |
     if type(eps) is not float and type(eps) is not int and not (eps is None and semantics.optional_eps):
         return f"its eps is {eps!r}, not a number"
 
-    dim = _dim(semantics, module)
+    dim = dim_of(semantics, module)
     if isinstance(dim, tuple):
         expected = dim
         if semantics.layout == "channels_last":
@@ -165,7 +165,7 @@ def parameter_of(module: Any, name: str | None) -> Any:
     return parameters[name] if name in parameters and name not in module.__dict__ else getattr(module, name, None)
 
 
-def _dim(semantics: NormSemantics, module: torch.nn.Module) -> int | tuple[int, ...]:
+def dim_of(semantics: NormSemantics, module: torch.nn.Module) -> int | tuple[int, ...]:
     """The dimension, or the sizes of the trailing dimensions, that the module normalises over."""
     if not isinstance(semantics.dim, str):
         return semantics.dim

@@ -86,11 +86,7 @@ def with_gradients(run: Callable[[], Any], grad_inputs: tuple[Tensor, ...]) -> t
 
 def unobserved() -> AbstractContextManager[Any]:
     """Keeps what is saved for a backward of ours from hooks around the user's call, as checkpointing has them."""
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def cotangent(y: Tensor) -> Tensor:

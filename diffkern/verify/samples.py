@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diffkern.matching import NormSemantics
+from diffkern.matching.forward import dim_of
 from diffkern.providers import KERNEL_DTYPES
 
 #: Size of the normalised dimension where the module does not say it.
@@ -28,9 +29,7 @@ _CAST = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def sample_shape(semantics: NormSemantics, module: nn.Module, rows: int) -> torch.Size:
     """Returns a shape that the module's forward takes, with at least ``rows`` normalised vectors."""
-    dim = getattr(module, semantics.dim) if isinstance(semantics.dim, str) else semantics.dim
-    if isinstance(dim, bool):
-        dim = 1 if dim else -1
+    dim = dim_of(semantics, module)
     if isinstance(dim, tuple) and semantics.layout != "channels_last":
         return torch.Size((rows, *dim))
     weight = None if semantics.weight is None else module._parameters.get(semantics.weight)
