@@ -1,4 +1,4 @@
-"""How far an attention is from the exact result: against float64, on some of the queries of a real call.
+"""How far an attention is from the exact result, against float64, on some of the queries of a real call; what it takes.
 
 The whole of a long attention in float64 does not fit any memory, but a query needs no other query: a few dozen
 of them, spread over the sequence, show how accurate a kernel is. Gradients do need each other, so they are
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from diffkern.attention.call import AttentionCall
 from diffkern.providers.foreign import MisconductError, copy_of, same_bits
-from diffkern.verify.gradients import with_gradients
+from diffkern.verify.gain import costs
+from diffkern.verify.gradients import unobserved, with_gradients
 from diffkern.verify.samples import Draws
 
 Compute = Callable[[AttentionCall], Tensor]
@@ -137,3 +138,43 @@ def distance(y: Tensor, exact: Tensor) -> float:
     difference = torch.where(known, y.double() - exact, 0.0)
     length = torch.linalg.vector_norm(torch.where(known, exact, 0.0))
     return float(torch.linalg.vector_norm(difference) / length.clamp_min(1e-30))
+
+
+# --- time, and memory where torch counts it ------------------------------------------------------------
+
+
+def seconds(compute: Compute, call: AttentionCall) -> float:
+    """Returns the time of a call on its device in seconds, with its backward if gradients are wanted.
+
+    The first run, which loads and compiles, is not counted; of the others the fastest.
+    """
+    (cost,) = costs((runner(compute, call),), call.query.device)
+    return cost.device / 1e6
+
+
+def peak_bytes(compute: Compute, call: AttentionCall) -> int | None:
+    """Returns the bytes that a call has allocated at its peak, besides its arguments; None if not counted."""
+    device = call.query.device
+    if device.type != "cuda":
+        return None
+    run = runner(compute, call)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def runner(compute: Compute, call: AttentionCall) -> Callable[[], None]:
+    """Returns a function that runs a copy of a call, with its backward if gradients are wanted."""
+    gradients = call.signature().gradients
+    leaves = [copy_of(x) for x in (call.query, call.key, call.value)]
+
+    def run() -> None:
+        with torch.set_grad_enabled(gradients), unobserved():
+            tensors = [leaf.detach().requires_grad_() for leaf in leaves] if gradients else leaves
+            y = compute(replace(call, query=tensors[0], key=tensors[1], value=tensors[2]))
+            if gradients:
+                torch.autograd.grad(y, tensors, torch.ones_like(y))
+
+    return run

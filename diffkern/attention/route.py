@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from diffkern.attention import accuracy
+from diffkern.attention.accuracy import runner, seconds
 from diffkern.attention.backends import Backend
 from diffkern.attention.call import AttentionCall
-from diffkern.attention.measure import runner, seconds
 from diffkern.providers.dispatch_modes import is_exporting, transforms_active
 from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import identical, is_of_user, preserved, summary

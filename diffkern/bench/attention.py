@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diffkern.attention import BACKENDS, AttentionCall, Backend, UnavailableError, accuracy, find_backend, measure
+from diffkern.attention import BACKENDS, AttentionCall, Backend, UnavailableError, accuracy, find_backend
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,8 +134,8 @@ def _measured(backend: Backend, call: AttentionCall, shape: str) -> Result:
     try:
         backend.load()
         (error,) = accuracy.errors(call, (backend.compute,))
-        milliseconds = 1000 * measure.seconds(backend.compute, call)
-        return Result(shape, backend.name, milliseconds, measure.peak_bytes(backend.compute, call), error)
+        milliseconds = 1000 * accuracy.seconds(backend.compute, call)
+        return Result(shape, backend.name, milliseconds, accuracy.peak_bytes(backend.compute, call), error)
     except UnavailableError as unavailable:
         return Result(shape, backend.name, reason=str(unavailable))
     except Exception as failure:  # whatever a foreign kernel raises is the reason why it did not run

@@ -57,23 +57,16 @@ class BlockRecipe(Fusion):
     block stands in :mod:`diffkern.cache.memory`.
     A *piece* is a child, or what stands around it, that the fused forward computes itself as long as no
     hook watches and nothing replaces the child; else the child is called as the stock forward calls it.
-
-    Attributes:
-        op: Name of the whole in reports and configurations.
-        kernel_ops: The ops of :mod:`diffkern.ops` between which providers can be chosen; none where none is called.
-        fingerprints: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
-        versions: The versions of the library that these sources are from.
-        is_timed_on_cpu: Whether calls on a CPU run stock where they take no less time so.
-        matched_sources: What :meth:`sources` returned when a block was matched.
     """
 
     served_by = "cache"
+    #: Of the stock sources that the recipe was written against, see :func:`fingerprint`.
     fingerprints: ClassVar[frozenset[str]]
-    versions: ClassVar[str]
-    is_timed_on_cpu: ClassVar[bool] = False
+    versions: ClassVar[str]  # the versions of the library that these sources are from
+    is_timed_on_cpu: ClassVar[bool] = False  # whether calls on a CPU run stock where they take no less time so
     is_block = True
     lays_out = True
-    matched_sources: tuple[Callable[..., Any], ...] = ()
+    matched_sources: tuple[Callable[..., Any], ...] = ()  # what sources() returned when a block was matched
 
     def matched(self, replayed: bool | None) -> Self:
         """Returns the recipe for a block that has just been matched; ``replayed`` is that of :class:`Fusion`."""

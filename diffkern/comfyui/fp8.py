@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.fp8 import MULTIPLE, quantize_rowwise
+from diffkern.blocks.fp8 import MULTIPLE, StoredWeight, quantize_rowwise
 from diffkern.blocks.pieces import unfit
-from diffkern.blocks.stored_fp8 import StoredWeight
 from diffkern.comfyui.rewrites import Patch, describe, in_training
 from diffkern.hub import KernelConfig
 from diffkern.injection.fp8_fusion import LEAST_ROWS, OP, UNLESS_INCLUDED, Fp8Layers, is_linear, kind_of

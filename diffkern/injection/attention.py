@@ -51,14 +51,9 @@ def plan_attention(
 ) -> list[Plan]:
     """Finds the models whose attention can be routed; what cannot goes into the report.
 
-    Args:
-        modules: Models by component name.
-        wish: Name of a backend, of a kernel on the Hub, or ``"auto"``; or several, of which the first that can serves,
-            or with ``"auto"`` the fastest. None plans nothing.
-        config: What a kernel of the Hub may do.
-        report: Gets a site for whatever is left alone, and one that failed if the backend cannot be loaded.
-        verify: As in :class:`diffkern.attention.Route`.
-        strict: As in :class:`diffkern.attention.Route`.
+    A wish names a backend, a kernel on the Hub, or ``"auto"``; or several, of which the first that can serves, or with
+    ``"auto"`` the fastest. None plans nothing. The report gets a site for whatever is left alone, and one that failed
+    if the backend cannot be loaded.
 
     Raises:
         ValueError: there is no such backend.

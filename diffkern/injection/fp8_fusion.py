@@ -19,15 +19,16 @@ from diffkern.blocks.fp8 import (
     MULTIPLE,
     STORE,
     RowwiseFp8,
+    dequantized,
     parts_of_feed_forward,
     quantize_rowwise,
     replace_weight,
     shared_rows,
+    stored_weight,
     unfit_weights,
     weight_of,
 )
 from diffkern.blocks.pieces import are_silent, runs_fused, unfit, untouched
-from diffkern.blocks.stored_fp8 import dequantized, stored_weight
 from diffkern.cache import memory
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule

@@ -138,7 +138,6 @@ def run_below(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 _forwards: dict[Callable[..., Any], FunctionType] = {}
-_ours: set[Callable[..., Any]] = set()
 
 
 def _forward_like(stock: Callable[..., Any]) -> FunctionType:
@@ -151,7 +150,6 @@ def _forward_like(stock: Callable[..., Any]) -> FunctionType:
         inner, outer = (FunctionType(forward.__code__, forward.__globals__, forward.__name__) for _ in range(2))
         inner.__dict__["__signature__"] = inspect.signature(stock)
         outer.__dict__["__wrapped__"] = inner
-        _ours.update((inner, outer))
         EQUIVALENT_FORWARDS.update((inner, outer))
         _forwards[stock] = outer
     return _forwards[stock]
@@ -161,7 +159,7 @@ def _held_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The function by which a module runs its patches, below hooks or not, or None."""
     for slot in hooks.slots(module):
         held = slot.forward
-        if isinstance(held, MethodType) and held.__self__ is module and held.__func__ in _ours:
+        if isinstance(held, MethodType) and held.__self__ is module and held.__func__ in EQUIVALENT_FORWARDS:
             return held.__func__
     return None
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from diffkern.blocks import OPS as BLOCK_OPS
 from diffkern.blocks import fingerprint, recipe_for
+from diffkern.blocks.fp8 import stored_weight
 from diffkern.blocks.layout import is_convolutional
-from diffkern.blocks.stored_fp8 import stored_weight
 from diffkern.hub import KernelConfig
 from diffkern.hub.rule import Rule
 from diffkern.injection import hooks

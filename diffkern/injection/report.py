@@ -6,15 +6,16 @@ import itertools
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from diffkern.graph.timing import StepTime
-from diffkern.injection import advice
 from diffkern.matching import full_name
+from diffkern.providers.eager.fp8 import fp8_unavailable_reason
 from diffkern.verify.counts import CallCounts, CountRecord
 from diffkern.verify.measures import Measurement
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+#: A GPU that takes longer than this many times the host's time for a step is what the step waits for.
+_BUSY = 1.25
 #: How sites are known that nothing proves.
 _WITHOUT_PROOF = ("option", "time", "twin")
 
@@ -289,11 +292,44 @@ class InjectionReport:
 
     def gain(self) -> str:
         """Returns what was measured of the gain so far, else what is expected, or ""."""
-        return advice.gain(self)
+        said = []
+        for what, (step, replay) in self.steps.items():
+            if replay is not None:
+                said.append(
+                    f"{what} takes {replay.step:.1f} ms as a CUDA graph, {step.step:.1f} ms without "
+                    f"({step.step / replay.step:.2f}x)"
+                )
+        fused, stock = (sum(times) for times in zip((0.0, 0.0), *_timed(self.active), strict=True))
+        if fused:
+            said.append(f"timed sites run {stock / fused:.1f}x as fast as they are written")
+        return "; ".join(said) or self.expected
 
     def next_step(self) -> str:
         """Returns what to do next, or ""."""
-        return advice.next_step(self) if self.advises else ""
+        if not self.advises or not self.active:
+            return ""
+        if self.dry_run:
+            return "inject, run, and print the report: it says what ran fused"
+        device = _device(self.active)
+        ran = self.traced or any(site.fused_calls or site.stock_calls for site in self.active)
+        if device is None or not ran:
+            return "run it, and print the report again: it says what ran fused"
+        if device.type == "cpu":
+            return "diffkern bench pipeline compares whole calls with stock"
+        said = []
+        graphs = [site for site in self._accepted if site.op == "cuda_graph"]
+        if any(site.waiting for site in graphs) and not self.steps:
+            said.append("some more steps: then their times decide about CUDA graphs")
+        busy = any(step.gpu > _BUSY * step.host for step, _ in self.steps.values())
+        if busy and not self.traced:
+            said.append("compile_repeated_blocks(): the GPU is busy, and the compiler fuses what no rule does")
+        if busy and self.numerics == "fast" and fp8_unavailable_reason(device) is None:
+            said.append("numerics='fp8', if its error is small enough for you")
+        if not graphs and not self.traced:
+            said.append("cuda_graph='auto' where the GPU waits for the host")
+        if any(note.startswith("component 'vae'") for note in self.notes):
+            said.append("the VAE too, by components=None")
+        return "; or ".join(said) or "diffkern bench pipeline compares whole calls with stock"
 
     def _runs(self, patched: Sequence[Site]) -> str:
         """What of the patched sites ran fused, and what stock, so far."""
@@ -367,3 +403,21 @@ def _modules(sites: Sequence[Site], more: str = "") -> str:
 def _providers(sites: Sequence[Site]) -> str:
     by = Counter(site.provider or "whom the first call chooses" for site in sites)
     return f" ({', '.join(f'{count} by {name}' for name, count in by.most_common())})" if by else ""
+
+
+def _timed(sites: Iterable[Site]) -> Iterator[tuple[float, float]]:
+    """What the calls of each timed site took, and would have taken as written, in microseconds."""
+    seen: set[int] = set()
+    for site in sites:
+        for part in getattr(getattr(site._state, "fusion", None), "timed_sites", ()):
+            if id(part) not in seen and part.cost is not None:
+                seen.add(id(part))
+                fused, stock = part.cost
+                yield part.fused_calls * fused.device, part.fused_calls * stock.device
+
+
+def _device(sites: Iterable[Site]) -> torch.device | None:
+    """Where the patched modules are, or None if none is left."""
+    modules: list[nn.Module] = [m for site in sites if (m := site.module) is not None]
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return next((tensor.device for tensor in tensors), None)

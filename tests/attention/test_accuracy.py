@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from diffkern.attention import BACKENDS, AttentionCall, accuracy
-from diffkern.attention.measure import seconds
+from diffkern.attention.accuracy import seconds
 
 Make = Callable[..., AttentionCall]
 

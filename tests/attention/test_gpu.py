@@ -9,7 +9,7 @@ import torch
 
 from diffkern import inject_optimized_kernels
 from diffkern.attention import BACKENDS, AttentionCall, Route, accuracy, cudnn_fp8
-from diffkern.attention.measure import peak_bytes, seconds
+from diffkern.attention.accuracy import peak_bytes, seconds
 from diffkern.bench import attention
 from diffkern.providers.eager import attention_fp8 as eager_fp8
 from tests.injection.models import ltx_inputs, tiny_ltx

@@ -9,7 +9,6 @@ import torch
 
 from diffkern import KernelConfig, inject_optimized_kernels, plan
 from diffkern.graph.timing import StepTime
-from diffkern.injection.advice import gain, next_step
 from diffkern.injection.report import InjectionReport
 from tests.injection.models import ltx_inputs, run, tiny_ltx
 from tests.package.test_cli import invoke
@@ -31,20 +30,20 @@ def test_what_to_do_next_follows_what_was_done() -> None:
 
 
 def test_times_of_steps_are_the_gain_and_decide_what_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffkern.injection import advice
+    from diffkern.injection import report as reports
 
     model = tiny_ltx()
     report = inject_optimized_kernels(model)
     run(model)
-    monkeypatch.setattr(advice, "_device", lambda report: torch.device("cuda"))  # of the card that has these times
-    monkeypatch.setattr(advice, "fp8_unavailable_reason", lambda device: None)
+    monkeypatch.setattr(reports, "_device", lambda sites: torch.device("cuda"))  # of the card that has these times
+    monkeypatch.setattr(reports, "fp8_unavailable_reason", lambda device: None)
     report.steps["a step of transformer (1x8)"] = HOST_BOUND, StepTime(2.0, 40.0)
-    assert gain(report) == "a step of transformer (1x8) takes 40.0 ms as a CUDA graph, 51.0 ms without (1.27x)"
-    assert next_step(report) == "cuda_graph='auto' where the GPU waits for the host", "no graph site is in this report"
+    assert report.gain() == "a step of transformer (1x8) takes 40.0 ms as a CUDA graph, 51.0 ms without (1.27x)"
+    assert report.next_step() == "cuda_graph='auto' where the GPU waits for the host", "no graph site is in this report"
     report.steps["a step of transformer (1x8)"] = GPU_BOUND, None
     report.notes.append("component 'vae': not asked for")
-    assert gain(report) == ""
-    assert next_step(report).split("; or ") == [
+    assert report.gain() == ""
+    assert report.next_step().split("; or ") == [
         "compile_repeated_blocks(): the GPU is busy, and the compiler fuses what no rule does",
         "numerics='fp8', if its error is small enough for you",
         "cuda_graph='auto' where the GPU waits for the host",

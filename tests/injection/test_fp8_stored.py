@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diffkern import KernelConfig, inject_optimized_kernels, restore
-from diffkern.blocks.stored_fp8 import stored_weight
+from diffkern.blocks.fp8 import stored_weight
 from diffkern.cache import memory
 from diffkern.injection import fp8_fusion
 from diffkern.ops import activation_fp8
