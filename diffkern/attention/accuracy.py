@@ -14,13 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diffkern.attention.call import AttentionCall
+from diffkern.attention.call import AttentionCall, Compute
 from diffkern.providers.foreign import MisconductError, copy_of, same_bits
 from diffkern.verify.gain import costs
 from diffkern.verify.gradients import unobserved, with_gradients
 from diffkern.verify.samples import Draws
-
-Compute = Callable[[AttentionCall], Tensor]
 
 #: Queries that are compared, at most, and scores that may be in memory for them.
 QUERIES, SCORES = 64, 1 << 24

@@ -23,12 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from diffkern.attention.call import AttentionCall, MaskKind, Signature
+from diffkern.attention.call import AttentionCall, Compute, MaskKind, Signature
 from diffkern.hub.policy import switched_off
 from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import summary
-
-Compute = Callable[[AttentionCall], Tensor]
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _ANY = _HALF | {torch.float32}

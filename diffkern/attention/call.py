@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -97,3 +98,7 @@ class AttentionCall:
             return self
         key, value = (x.repeat_interleave(groups, dim=2) for x in (self.key, self.value))
         return replace(self, key=key, value=value)
+
+
+#: Computes the attention of a call, ``[B, S, H, E]``.
+Compute = Callable[[AttentionCall], Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -57,7 +58,9 @@ def kernel_backend(name: str, function: Callable[..., Any]) -> Backend:
     Raises:
         UnavailableError: it does not take queries, keys and values first.
     """
-    parameters = _parameters(function)
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with suppress(Exception):  # of a builtin, such as an op of an extension, or an object that claims to be a function
+        parameters = inspect.signature(function).parameters
     first = next(iter(parameters), "")
     if first in ("module", "self"):
         raise UnavailableError(f"its function takes a {first} first, not queries, keys and values")
@@ -101,10 +104,3 @@ def _function(kernel: ModuleType, reference: KernelReference) -> Callable[..., A
     raise UnavailableError(
         f"the kernel has no {' and no '.join(names)}: name one of its functions ({there or 'it has none'})"
     )
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except Exception:  # a builtin, such as an op of an extension, or an object that only claims to be a function
-        return {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from diffkern.attention import accuracy
 from diffkern.attention.accuracy import runner, seconds
 from diffkern.attention.backends import Backend
-from diffkern.attention.call import AttentionCall
+from diffkern.attention.call import AttentionCall, Compute
 from diffkern.providers.dispatch_modes import is_exporting, transforms_active
 from diffkern.providers.eager.attention_fp8 import Unrotated
 from diffkern.providers.foreign import identical, is_of_user, preserved, summary
@@ -22,8 +22,6 @@ from diffkern.verify.contract import ENOUGH, RATIO, SLACK
 from diffkern.verify.counts import CallCounts
 from diffkern.verify.isolation import call_twice
 from diffkern.verify.measures import Measurement
-
-Compute = Callable[[AttentionCall], Tensor]
 
 #: Keys from which on a call is of another kind.
 MANY_KEYS = 1024

@@ -142,7 +142,7 @@ def replace_weight(layer: nn.Module) -> None:
     copy = _copy_of(weight, home)
     weight.data = weight.data.to(STORE)
     copy.source = TensorFingerprint.of(weight, sums=False)
-    _known(layer).keep(copy)
+    _known(layer)._copy = copy
 
 
 def _put_back(layer: nn.Module) -> None:
@@ -313,10 +313,6 @@ class Fp8Weight(DerivedCache):
             self.moves |= wasted >= WASTED
         copy.uses += 1
         return copy
-
-    def keep(self, copy: _Copy) -> None:
-        """Keeps a copy that was made of the weight before that went away."""
-        self._copy = copy
 
     def drop(self) -> None:
         """Drops the copy, where the layer does not read it any more."""

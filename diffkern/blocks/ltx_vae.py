@@ -26,7 +26,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 from typing_extensions import override
 
-from diffkern.blocks.pieces import plain, unfit, unfit_for_inference, untouched
+from diffkern.blocks.pieces import has_plain_parameters, plain, unfit, unfit_for_inference, untouched
 from diffkern.blocks.recipe import BlockRecipe
 from diffkern.ops import add_norm_silu_pad
 from diffkern.verify.samples import Draws
@@ -67,12 +67,7 @@ def is_plain_conv(causal: Any, x: Tensor, *, inside: bool = False) -> bool:
         return False
     if "_conv_forward" in conv.__dict__:  # by which images are made that can be tiled
         return False
-    weight, bias = conv._parameters["weight"], conv._parameters["bias"]
-    return (
-        plain(weight, x.device)
-        and weight.dtype == x.dtype
-        and (bias is None or (plain(bias, x.device) and bias.dtype == x.dtype))
-    )
+    return has_plain_parameters(conv, x.device, x.dtype)
 
 
 # --- parts ---------------------------------------------------------------------------------------------

@@ -130,15 +130,14 @@ class TextProjection(BlockRecipe):
         """The layers with hooks or changes: they are called every time, and so is what follows."""
         (caption,) = call
         children: Any = module._modules
-        # A hook on the module could write into the result.
-        stock: tuple[str, ...] = () if untouched(module, PixArtAlphaTextProjection) else ("what is kept",)
-        for name in ("linear_1", "linear_2"):
-            if not plain_linear(children[name], caption.device, caption.dtype):
-                stock += (name,)
         activation = children["act_1"]
-        return (
-            stock if type(activation) in _ACTIVATIONS and untouched(activation, type(activation)) else (*stock, "act_1")
-        )
+        own = {
+            "what is kept": untouched(module, PixArtAlphaTextProjection),  # a hook could write into the result
+            "linear_1": plain_linear(children["linear_1"], caption.device, caption.dtype),
+            "linear_2": plain_linear(children["linear_2"], caption.device, caption.dtype),
+            "act_1": type(activation) in _ACTIVATIONS and untouched(activation, type(activation)),
+        }
+        return tuple([name for name, is_own in own.items() if not is_own])
 
     @override
     def compute(self, module: nn.Module, call: tuple[Any, ...], provider: str | None, stock: tuple[str, ...]) -> Tensor:

@@ -20,6 +20,7 @@ import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -198,10 +199,10 @@ class DerivedCache(ABC):
             if any(map(TensorFingerprint.was_overwritten, self.fingerprints())):
                 _rounds.invalidate()
         elif not torch.cuda.is_current_stream_capturing():
-            now = device, _rounds.number(device)
+            now = device, _rounds.numbers[device]
             if self.called == now:
                 start_round(device, ())
-                now = device, _rounds.number(device)
+                now = device, _rounds.numbers[device]
             self.called = now
 
 
@@ -213,23 +214,20 @@ class _Rounds:
         self.turns = count()
         self._lock = threading.RLock()
         self._caches: weakref.WeakSet[DerivedCache] = weakref.WeakSet()
-        self._numbers: dict[torch.device, int] = {}
+        self.numbers: Counter[torch.device] = Counter()  # of the rounds that began
         self._answers: dict[torch.device, tuple[Tensor, torch.cuda.Event | None]] = {}
 
     def add(self, cache: DerivedCache) -> None:
         with self._lock:
             self._caches.add(cache)
 
-    def number(self, device: torch.device) -> int:
-        return self._numbers.get(device, 0)
-
     @torch.no_grad()
     def start(self, device: torch.device, called: Iterable[DerivedCache] | None) -> None:
         with self._lock:
-            now = device, self.number(device)
+            now = device, self.numbers[device]
             for cache in called or ():
                 cache.called = now
-            self._numbers[device] = now[1] + 1
+            self.numbers[device] += 1
             flag, event = self._answers.pop(device, (None, None))
             if event is not None:
                 event.synchronize()

@@ -134,8 +134,7 @@ class Fp8Layers:
         names = {id(child): name for name, child in module.named_modules(prefix=path)}
         if len(layers) != 2 or any(self.reason(names[id(layer)], layer) is not None for layer in layers):
             return None
-        one = self.fusion(names[id(layers[0])])
-        return Fp8FeedForward(kind_of(path), one.replayed, one.replaces)
+        return Fp8FeedForward(kind_of(path), self.replayed, self.config.fp8_weights == "replace")
 
     def _delicate(self, path: str) -> str | None:
         if any(map(_DELICATE.search, path.split("."))):

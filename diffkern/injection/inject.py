@@ -97,8 +97,7 @@ def inject_optimized_kernels(
     number = isinstance(graph_memory, (int, float)) and not isinstance(graph_memory, bool)
     if graph_memory is not None and not (number and graph_memory > 0):
         raise ValueError(f"graph_memory={graph_memory!r}: expected GiB, a number above 0, or None")
-    switches = {"verify": verify, "strict": strict, "dry_run": dry_run}
-    for name, value in switches.items():
+    for name, value in (("verify", verify), ("strict", strict), ("dry_run", dry_run)):
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r}: expected True or False")
     with LOCK:
@@ -137,13 +136,10 @@ def inject_optimized_kernels(
             refuse_fallbacks(candidates, report)
         if not dry_run:
             _apply(candidates, routes)
-        report._accepted += [route.site for route in routes]
-        for candidate in candidates:
-            if not dry_run:
-                candidate.site._state = candidate.state
-                candidate.state.site = candidate.site
-                candidate.state.report = report._key
-            report._accepted.append(candidate.site)
+        report._accepted += [*(route.site for route in routes), *(candidate.site for candidate in candidates)]
+        for candidate in () if dry_run else candidates:
+            candidate.site._state = candidate.state
+            candidate.state.site, candidate.state.report = candidate.site, report._key
         report.notes += selector.describe_kernels(candidate.site.provider for candidate in candidates)
         report._undo = _restore_sites
         report.seconds = time.perf_counter() - started

@@ -21,9 +21,6 @@ from diffkern.verify.gradients import with_gradients
 from diffkern.verify.measures import relative_error
 from diffkern.verify.samples import clone_leaf, random_input, sample_shape
 
-#: Norms over rows: Inductor computes them together with the casts, the modulation and the sum around them.
-_LEFT_TO_COMPILER = frozenset({"layer_norm", "rms_norm"})
-
 
 @dataclass(frozen=True)
 class NormFusion(OneTensorFusion):
@@ -47,7 +44,8 @@ class NormFusion(OneTensorFusion):
     @property
     @override
     def is_left_to_compiler(self) -> bool:
-        return self.op in _LEFT_TO_COMPILER
+        # Norms over rows: Inductor computes them together with the casts, the modulation and the sum around them.
+        return self.op in ("layer_norm", "rms_norm")
 
     @property
     @override

@@ -191,18 +191,15 @@ def is_in_place(module: nn.Module, state: object) -> bool:
 
 def patch(module: nn.Module, state: PatchState) -> None:
     """Puts :func:`forward` under whatever hooks sit on ``module``, and over a patch that is there."""
-    state.below = patch_state(module)
+    state.below = below = patch_state(module)
     state.stock = type(module).forward
     direct = None if state.rule.situations else state.fusion.direct
-    if state.below is not None:
-        state.is_model = state.is_model or state.below.is_model
+    state.is_model |= below is not None and below.is_model
     state.direct = within_one_call(direct) if direct is not None and state.is_model else direct
-    if state.below is not None:
-        state.had_instance_forward = state.below.had_instance_forward
-        object.__setattr__(module, ATTRIBUTE, state)
-        return
-    state.had_instance_forward = "forward" in module.__dict__
+    state.had_instance_forward = "forward" in module.__dict__ if below is None else below.had_instance_forward
     object.__setattr__(module, ATTRIBUTE, state)
+    if below is not None:
+        return
     fused = MethodType(_forward_like(state.stock), module)
     if not state.had_instance_forward:
         object.__setattr__(module, "forward", fused)

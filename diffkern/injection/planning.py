@@ -270,15 +270,6 @@ def plan_layouts(
 _NOT_READ = ("torch.", "transformers.", "peft.", "accelerate.", "torchao.", "bitsandbytes.")
 
 
-def _is_read(module: str) -> bool:
-    return module.startswith("transformers.models.") or not module.startswith(_NOT_READ)
-
-
-def _is_activation(module: nn.Module) -> bool:
-    """Whether a module without submodules may be an activation of diffusers, which is arithmetic, and no norm."""
-    return type(module).__module__.startswith("diffusers.") and match(module) is None
-
-
 @dataclass(frozen=True)
 class _Match:
     """How a module can be computed, or why it is left alone."""
@@ -310,7 +301,10 @@ def _match(
     loss = None if liger is None else liger.loss(module)
     if loss is not None:
         return _Match(None, "recipe", loss) if isinstance(loss, str) else _Match(loss, "recipe")
-    if replaced is None and _is_read(type(module).__module__) and (module._modules or _is_activation(module)):
+    package = type(module).__module__
+    is_read = package.startswith("transformers.models.") or not package.startswith(_NOT_READ)
+    # What has no submodules may be an activation of diffusers, which is arithmetic, and no norm.
+    if replaced is None and is_read and (module._modules or (package.startswith("diffusers.") and not match(module))):
         rewritten = rewriters.rewrite(module)
         if not isinstance(rewritten, str):
             calls_layer = fp8 is not None and _has_fp8_product(path, module, rewritten, fp8)
@@ -372,15 +366,19 @@ def _replaced(weights: list[nn.Parameter], size: float) -> str:
 
 def _refuse_other_numerics(report: InjectionReport) -> None:
     """Refuses to leave modules patched under another contract than the one that the report will state."""
-    already = [site for site in report.skipped if site.reason == ALREADY_PATCHED]
-    states = {site.path: patch_state(site.module) for site in already if site.module is not None}
-    other = {path: s.numerics for path, s in states.items() if s is not None and s.numerics != report.numerics}
+    states = _patched_before(report)
+    other = {path: state.numerics for path, state in states.items() if state.numerics != report.numerics}
     if other:
         path, held = next(iter(other.items()))
         raise ValueError(
             f"numerics={report.numerics!r}, but {len(other)} modules, such as {path or 'the model itself'}, are "
             f"already patched with numerics={held!r}: call restore() first, or inject with numerics={held!r}"
         )
+
+
+def _patched_before(report: InjectionReport) -> dict[str, PatchState]:
+    already = ((site.path, site.module) for site in report.skipped if site.reason == ALREADY_PATCHED)
+    return {path: state for path, module in already if module is not None and (state := patch_state(module))}
 
 
 def _apply_exclusions(candidates: list[Candidate], report: InjectionReport) -> list[Candidate]:
@@ -408,9 +406,7 @@ def _computes(candidate: Candidate, path: str) -> bool:
 def _drop_covered(candidates: list[Candidate], report: InjectionReport) -> list[Candidate]:
     """Drops what a block computes itself, and what would have a turn of its own only where the block runs stock."""
     fusions = {candidate.site.path: candidate.fusion for candidate in candidates}
-    for site in report.skipped:
-        if site.reason == ALREADY_PATCHED and site.module is not None and (state := patch_state(site.module)):
-            fusions[site.path] = state.fusion
+    fusions |= {path: state.fusion for path, state in _patched_before(report).items()}
     covered = [(f"{path}." if path else "", fusion.covers) for path, fusion in fusions.items() if fusion.covers]
     return [
         candidate

@@ -67,6 +67,9 @@ class RewriteFusion(Fusion):
     counts_itself = True
     proves_itself = True
 
+    def __post_init__(self) -> None:
+        self.replayed = self.rewriters.replayed
+
     @property
     @override
     def op(self) -> str:
@@ -109,11 +112,6 @@ class RewriteFusion(Fusion):
                 return part
         tensors = (part for part in pytree.tree_leaves(call) if isinstance(part, Tensor))
         return next((part for part in tensors if part.is_floating_point()), NO_TENSOR)
-
-    @property
-    @override
-    def is_timed(self) -> bool:
-        return self.rewriters.replayed is not None
 
     @property
     @override

@@ -48,7 +48,9 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
     fused = with_gradients(lambda: fusion.compute(module, call, provider, pieces), grad_inputs)
     errors = [(error_beside(f, s, t), relative_error(s, t)) for f, s, t in zip(fused, stock, truth, strict=True)]
     ratios = (RATIO, *(fusion.gradient_ratio(gradient.dtype) or RATIO for gradient in fused[1:]))
-    rooms = [own * s + _luck(y) - f for own, (f, s), y in zip(ratios, errors, fused, strict=True)]
+    # The error of few numbers may be larger by chance, by one rounding: the gradient of a weight has few.
+    luck = [torch.finfo(y.dtype).eps if y.numel() < ENOUGH else 0.0 for y in fused]
+    rooms = [own * s + more - f for own, (f, s), more in zip(ratios, errors, luck, strict=True)]
     _, worst = min(zip(rooms, errors, strict=True), key=lambda place: (place[0] >= 0, place[1][1] - place[1][0]))
     # The gradient of a float32 tensor may come of work in half precision.
     sane = max(SANE.get(tensor.dtype, 1e-3) for tensor in (*stock, *grad_inputs))
@@ -63,11 +65,6 @@ def measure(fusion: Fusion, module: nn.Module, provider: str | None, call: Any, 
     elif not identical and not min(rooms) >= -SLACK:
         reason = f"with its gradients it has an error of {worst[0]:.2e} against stock's {worst[1]:.2e}"
     return Measurement.of(x, chosen, *worst, identical, reason, gradients=True)
-
-
-def _luck(y: Tensor) -> float:
-    """How much the error of few numbers may be larger by chance: one rounding. The gradient of a weight has few."""
-    return torch.finfo(y.dtype).eps if y.numel() < ENOUGH else 0.0
 
 
 def with_gradients(run: Callable[[], Any], grad_inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
