@@ -41,11 +41,8 @@ class RowwiseFp8(NamedTuple):
         return self.values.shape
 
 
-# --- weights that another library holds in fp8 ----------------------------------------------------------
-
-
 class StoredWeight(NamedTuple):
-    """Such a weight: ``[N, K]`` in e4m3, row-major, and a scale for each row, ``[N, 1]`` in float32."""
+    """A weight of another library in e4m3, ``[N, K]``, row-major, and a scale for each row, ``[N, 1]`` in float32."""
 
     values: Tensor
     scales: Tensor
@@ -77,9 +74,6 @@ def dequantized(layer: nn.Module, dtype: torch.dtype) -> nn.Linear | None:
     if bias is not None:
         plain.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
     return plain
-
-
-# --- weights of which a copy is kept --------------------------------------------------------------------
 
 
 def fits(layer: nn.Module | None, device: torch.device, dtype: torch.dtype) -> bool:

@@ -91,15 +91,13 @@ def plan_attention(
 
 def install(plans: Sequence[Plan]) -> None:
     """Puts the routes into place; none of them if one fails."""
-    done: list[Plan] = []
     try:
         for plan in plans:
             plan.route.undo = plan.install(plan.route)
             plan.site._state = plan.route
-            done.append(plan)
     except BaseException:
-        for plan in done:
-            plan.route.undo()
+        for plan in plans:
+            plan.route.undo()  # does nothing for those that were not put there yet
         raise
 
 

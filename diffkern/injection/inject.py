@@ -192,9 +192,7 @@ def forget(pipe_or_module: Any) -> int:
 def optimized(pipe_or_module: Any, **options: Any) -> Iterator[InjectionReport]:
     """Injects for the length of a ``with`` block; takes back what it patched, and no more, at its end.
 
-    Args:
-        pipe_or_module: As in :func:`inject_optimized_kernels`.
-        options: As in :func:`inject_optimized_kernels`.
+    The arguments are those of :func:`inject_optimized_kernels`.
     """
     report = inject_optimized_kernels(pipe_or_module, **options)
     try:
@@ -205,16 +203,14 @@ def optimized(pipe_or_module: Any, **options: Any) -> Iterator[InjectionReport]:
 
 def _apply(candidates: list[Candidate], routes: list[AttentionPlan]) -> None:
     """Patches everything, or nothing."""
-    done: list[Candidate] = []
     try:
         for candidate in candidates:
-            done.append(candidate)
             patch(candidate.module, candidate.state)
         install(routes)
         for candidate in candidates:
             candidate.state.fusion.prepare(candidate.module, candidate.state.rule.choices())
     except BaseException:
-        for candidate in reversed(done):
+        for candidate in reversed(candidates):  # those that were not patched yet have nothing to remove
             remove_patch(candidate.module, candidate.state)
         raise
 

@@ -86,7 +86,11 @@ class PatchState(CallCounts):
             return self._check_while_traced(module, call)
         reason = _REPLACED if self.was_replaced(module) else self.revoked or fusion.declines(module, call)
         if reason is None and self.rule.situations:
-            reason = self._left_alone(module, fusion.primary_input(call).device)
+            device = fusion.primary_input(call).device
+            provider = self.rule.at(device, module.training)
+            reason = self.refused.get(provider)
+            if provider == STOCK:
+                reason = f"left alone by config {_situation(module, device)}"
         if reason is None and not self._is_proven(module, call):
             reason = self._prove(module, call)
         if reason is None and torch.is_grad_enabled() and gradients.wanted(module, fusion.primary_input(call)):
@@ -149,12 +153,6 @@ class PatchState(CallCounts):
     def _key_of(self, module: nn.Module, call: Any) -> _Proven:
         x = self.fusion.primary_input(call)
         return self._key(module, x.device, x.dtype, call)
-
-    def _left_alone(self, module: nn.Module, device: torch.device) -> str | None:
-        provider = self.rule.at(device, module.training)
-        if provider == STOCK:
-            return f"left alone by config {_situation(module, device)}"
-        return self.refused.get(provider)
 
     def _no_gradients(self, module: nn.Module, x: Tensor) -> str | None:
         return self.no_gradients.get(self.rule.at(x.device, module.training)) if self.no_gradients else None

@@ -80,13 +80,12 @@ class Verifier:
 
         None if there was nothing to prove: no sample, or a fusion whose gradients are not proven apart.
         """
-        variant, sampled = (
-            (None, None) if call is None else (fusion.variant(module, call), fusion.variant(module, None))
-        )
+        variant = None if call is None else fusion.variant(module, call)
+        is_sampled = call is None or variant == fusion.variant(module, None)
 
         def measure() -> Measurement | None:
             copy = fusion.clone_for_verification(module, device, dtype)
-            calls = fusion.samples(copy, device, dtype, self.exact) if variant == sampled else ()
+            calls = fusion.samples(copy, device, dtype, self.exact) if is_sampled else ()
             if not calls and call is not None and variant is not None:
                 calls = [Copy(fusion.first_call_sample(call)).call]
             calls = [call for call in calls if fusion.declines(copy, call) is None]
@@ -137,10 +136,8 @@ class Verifier:
             copy = Copy(call)
             result = fusion.compute(module, copy.call, provider, fusion.stock_pieces(module, copy.call))
             fused = as_one(result)
-            error, identical = (
-                relative_error(fused, reference),
-                fused.dtype == stock.dtype and torch.equal(fused, stock),
-            )
+            error = relative_error(fused, reference)
+            identical = fused.dtype == stock.dtype and torch.equal(fused, stock)
             verdict = None if pytree.tree_structure(result) == structure else "returns another structure than stock"
             verdict = verdict or self._verdict(fused, stock, error, stock_error, identical, fusion.allowance)
             tolerance = 0.0 if self.exact else 2 * RATIO * stock_error + SLACK + fusion.allowance
