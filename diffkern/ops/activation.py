@@ -17,31 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffkern.ops.contract import ContractRow
+from diffkern.ops.contract import TO_INPUT, ContractRow
 from diffkern.ops.norm_gradients import needs_grad
 from diffkern.ops.registration import Op
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager.activation import FUNCTIONS, apply, apply_backward
 
 CONTRACT = (
-    ContractRow(
-        "activation", "gelu, gelu_tanh, silu, quick_gelu", "one dtype", "float32", "once, to the dtype of the input"
-    ),
-    ContractRow("glu", "plain", "two operands in any mix", "float32", "once, to the promoted dtype"),
+    ContractRow("activation", "gelu, gelu_tanh, silu, quick_gelu", "one dtype", rounds=TO_INPUT),
+    ContractRow("glu", "plain", "two operands in any mix", rounds="once, to the promoted dtype"),
     ContractRow(
         "glu",
         "round_activation",
         "two operands in any mix",
-        "float32",
-        "the activation to the dtype of the gate, the product to the promoted dtype",
+        rounds="the activation to the dtype of the gate, the product to the promoted dtype",
     ),
-    ContractRow("channel_glu", "plain", "two operands in any mix", "float32", "once, to the dtype of the input"),
+    ContractRow("channel_glu", "plain", "two operands in any mix", rounds=TO_INPUT),
     ContractRow(
         "channel_glu",
         "round_each",
         "two operands in any mix",
-        "float32",
-        "the sums, the activation and the product, to the dtype of the input",
+        rounds="the sums, the activation and the product, to the dtype of the input",
     ),
 )
 

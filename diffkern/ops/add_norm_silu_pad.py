@@ -14,19 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffkern.ops.contract import ContractRow
+from diffkern.ops.contract import TO_INPUT, ContractRow
 from diffkern.ops.group_norm import is_channels_last
 from diffkern.ops.registration import Op
 from diffkern.providers.eager import PROVIDER as EAGER
 from diffkern.providers.eager import compute_dtype
 
-_ANY_MIX = "float32, float16, bfloat16 in any mix"
-_ONCE = "once, to the input's dtype"
-
 CONTRACT = (
-    ContractRow("add_norm_silu_pad", "norm", _ANY_MIX, "float32", _ONCE),
-    ContractRow("add_norm_silu_pad", "bias, scale and shift", _ANY_MIX, "float32, the sum too", _ONCE),
-    ContractRow("add_norm_silu_pad", "bias and residual alone", _ANY_MIX, "float32", _ONCE),
+    ContractRow("add_norm_silu_pad", "norm", rounds=TO_INPUT),
+    ContractRow("add_norm_silu_pad", "bias, scale and shift", arithmetic="float32, the sum too", rounds=TO_INPUT),
+    ContractRow("add_norm_silu_pad", "bias and residual alone", rounds=TO_INPUT),
 )
 
 

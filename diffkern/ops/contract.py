@@ -28,6 +28,10 @@ FAMILIES = (
 #: What ``numerics="fast"`` promises unless a row says otherwise.
 FAST_BOUND = "error against float64 <= 1.05 x that of the stock chain + 1e-6"
 
+#: Where most ops round that have no option for the dtype of their result, and how variances are found.
+TO_INPUT = "once, to the dtype of the input"
+CENTRED = "float32, the variance from centred values"
+
 
 @dataclass(frozen=True)
 class ContractRow:
@@ -46,9 +50,9 @@ class ContractRow:
 
     op: str
     case: str
-    inputs: str
-    arithmetic: str
-    rounds: str
+    inputs: str = "float32, float16, bfloat16 in any mix"
+    arithmetic: str = "float32"
+    rounds: str = "once, to the output dtype"
     exact: str | None = None
     bound: str = FAST_BOUND
 

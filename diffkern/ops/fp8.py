@@ -26,28 +26,39 @@ from diffkern.providers.eager.activation import FUNCTIONS
 from diffkern.providers.eager.fp8 import E4M3
 
 _BOUND = "each value at most one rounding of e4m3 from float64, each scale 1e-6"
+_OF_PRODUCT = "of the product of the magnitudes of the same rows and weight in float64"
 _OF_RESULT = "the result as without fp8; each value at most one rounding of e4m3 from it, each scale 1e-6"
 
 CONTRACT = (
-    ContractRow("norm_modulate_fp8", "any", "float32, float16, bfloat16 in any mix", "float32", "once, to e4m3",
-                bound=_BOUND),
-    ContractRow("gate_residual_norm_modulate_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
-                "the new residual to its dtype before the norm reads it, the modulated norm once, to e4m3",
-                bound=_BOUND),
-    ContractRow("norm_modulate_and_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
-                "the result as norm_modulate, and that once to e4m3", bound=_OF_RESULT),
-    ContractRow("gate_residual_norm_modulate_and_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
-                "both results as gate_residual_norm_modulate, and the second once to e4m3", bound=_OF_RESULT),
-    ContractRow("activation_fp8", "identity, gelu, gelu_tanh, silu, quick_gelu", "one dtype", "float32",
-                "once, to e4m3", bound=_BOUND),
-    ContractRow("glu_and_fp8", "any", "float32, float16, bfloat16 in any mix", "float32",
-                "the result as glu, and that once to e4m3", bound=_OF_RESULT),
-    ContractRow("linear_fp8", "K up to 4096", "e4m3 rows and weight",
-                "float32 sums, of about 14 bits on NVIDIA's tensor cores", "once, to the output dtype",
-                bound="2e-5 K (at least 3e-3) of the product of the magnitudes of the same rows and weight in float64"),
-    ContractRow("linear_fp8", "K above 4096", "e4m3 rows and weight", "float32 sums", "once, to the output dtype",
-                bound="3e-3 of the product of the magnitudes of the same rows and weight in float64"),
-)  # fmt: skip
+    ContractRow("norm_modulate_fp8", "any", rounds="once, to e4m3", bound=_BOUND),
+    ContractRow(
+        "gate_residual_norm_modulate_fp8",
+        "any",
+        rounds="the new residual to its dtype before the norm reads it, the modulated norm once, to e4m3",
+        bound=_BOUND,
+    ),
+    ContractRow(
+        "norm_modulate_and_fp8", "any", rounds="the result as norm_modulate, and that once to e4m3", bound=_OF_RESULT
+    ),
+    ContractRow(
+        "gate_residual_norm_modulate_and_fp8",
+        "any",
+        rounds="both results as gate_residual_norm_modulate, and the second once to e4m3",
+        bound=_OF_RESULT,
+    ),
+    ContractRow(
+        "activation_fp8", f"identity, {', '.join(FUNCTIONS)}", "one dtype", rounds="once, to e4m3", bound=_BOUND
+    ),
+    ContractRow("glu_and_fp8", "any", rounds="the result as glu, and that once to e4m3", bound=_OF_RESULT),
+    ContractRow(
+        "linear_fp8",
+        "K up to 4096",
+        "e4m3 rows and weight",
+        "float32 sums, of about 14 bits on NVIDIA's tensor cores",
+        bound=f"2e-5 K (at least 3e-3) {_OF_PRODUCT}",
+    ),
+    ContractRow("linear_fp8", "K above 4096", "e4m3 rows and weight", "float32 sums", bound=f"3e-3 {_OF_PRODUCT}"),
+)
 
 
 def norm_modulate_fp8(

@@ -19,30 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffkern.ops.contract import ContractRow
+from diffkern.ops.contract import CENTRED, TO_INPUT, ContractRow
 from diffkern.ops.norm_gradients import Modulation, metas, modulation_grads, needs_grad
 from diffkern.ops.registration import Op
 from diffkern.providers.eager.activation import apply_backward
 from diffkern.providers.eager.modulate import RMS
 from diffkern.providers.eager.precision import compute_dtype, empty_output
 
-_ANY_MIX = "float32, float16, bfloat16 in any mix"
-_CENTRED = "float32, the variance from centred values"
-
 CONTRACT = (
-    ContractRow("group_norm_silu", "silu", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
-    ContractRow("group_norm_silu", "no activation", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
-    ContractRow("group_norm_silu", "frames each", _ANY_MIX, _CENTRED, "once, to the input's dtype"),
-    ContractRow("group_norm_silu", "add", _ANY_MIX, _CENTRED + "; the sum, too", "once, to the input's dtype"),
-    ContractRow("channel_rms_norm_silu", "add", _ANY_MIX, "float32", "once, to the input's dtype"),
+    ContractRow("group_norm_silu", "silu", arithmetic=CENTRED, rounds=TO_INPUT),
+    ContractRow("group_norm_silu", "no activation", arithmetic=CENTRED, rounds=TO_INPUT),
+    ContractRow("group_norm_silu", "frames each", arithmetic=CENTRED, rounds=TO_INPUT),
+    ContractRow("group_norm_silu", "add", arithmetic=f"{CENTRED}; the sum, too", rounds=TO_INPUT),
+    ContractRow("channel_rms_norm_silu", "add", rounds=TO_INPUT),
     ContractRow(
         "channel_rms_norm_silu",
         "clamp, round_dtype",
         "half round_dtype",
-        "float32",
-        "the normalised value to round_dtype, its product with the weight before a bias is added, and the result",
+        rounds="the normalised value to round_dtype, its product with the weight before a bias is added, the result",
     ),
-    ContractRow("channel_rms_norm_silu", "scale and shift", _ANY_MIX, "float32", "once, to the input's dtype"),
+    ContractRow("channel_rms_norm_silu", "scale and shift", rounds=TO_INPUT),
 )
 
 

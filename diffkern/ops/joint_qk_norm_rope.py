@@ -21,14 +21,10 @@ from diffkern.ops.qk_norm_rope import (
 )
 from diffkern.ops.registration import Op
 
+_AS = "as qk_norm_rope"
 CONTRACT = (
     ContractRow(
-        "joint_qk_norm_rope",
-        "any",
-        "as qk_norm_rope, two streams",
-        "as qk_norm_rope",
-        "as qk_norm_rope",
-        "torch.cat of qk_norm_rope of each stream",
+        "joint_qk_norm_rope", "any", f"{_AS}, two streams", _AS, _AS, "torch.cat of qk_norm_rope of each stream"
     ),
 )
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern.ops.activation import gelu_name
-from diffkern.ops.contract import ContractRow
+from diffkern.ops.contract import TO_INPUT, ContractRow
 from diffkern.ops.copying import copy_rows
 from diffkern.ops.registration import Op
 from diffkern.providers import cublaslt
@@ -27,19 +27,14 @@ from diffkern.providers.dispatch_modes import constant_in_graphs, modes_active, 
 from diffkern.providers.eager.activation import apply_backward
 from diffkern.providers.registry import kernel_for
 
+_SUMS = "float32 sums and activation"
 CONTRACT = (
-    ContractRow(
-        "linear_gelu",
-        "tanh, bias, on CUDA",
-        "float16 or bfloat16",
-        "float32 sums and activation",
-        "once, to the dtype of the input",
-    ),
+    ContractRow("linear_gelu", "tanh, bias, on CUDA", "float16 or bfloat16", _SUMS, TO_INPUT),
     ContractRow(
         "linear_gelu",
         "any other",
         "one dtype",
-        "float32 sums and activation",
+        _SUMS,
         "before and after the activation, to the dtype of the input",
         exact="F.gelu(F.linear(x, weight, bias), approximate)",
     ),

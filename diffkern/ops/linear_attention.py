@@ -19,12 +19,11 @@ from diffkern.ops.registration import Op
 from diffkern.providers.eager import PROVIDER as EAGER
 from diffkern.providers.eager import compute_dtype
 
-_ANY_MIX = "float32, float16, bfloat16 in any mix"
-_FLOAT32, _ONCE = "float32, the products too", "once, to the dtype of the values"
-
-CONTRACT = (
-    ContractRow("linear_attention", "relu", _ANY_MIX, _FLOAT32, _ONCE),
-    ContractRow("linear_attention", "rotated", _ANY_MIX, _FLOAT32, _ONCE),
+CONTRACT = tuple(
+    ContractRow(
+        "linear_attention", case, arithmetic="float32, the products too", rounds="once, to the dtype of the values"
+    )
+    for case in ("relu", "rotated")
 )
 
 

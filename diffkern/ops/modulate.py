@@ -50,41 +50,25 @@ Rounding = Literal["once", "each"]
 
 _ROUNDINGS: Mapping[str, bool] = {"once": False, "each": True}
 
-_ANY_MIX = "float32, float16, bfloat16 in any mix"
 _EACH = "the norm to the dtype of x, scale_offset + scale to that of scale, product and sum to the promoted dtype"
 
 CONTRACT = (
-    ContractRow("norm_modulate", "once", _ANY_MIX, "float32", "once, to the output dtype"),
-    ContractRow("norm_modulate", "each", _ANY_MIX, "float32", _EACH),
-    ContractRow(
-        "norm_modulate", "no norm, each", _ANY_MIX, "float32", _EACH, exact="x * (scale_offset + scale) + shift"
-    ),
-    ContractRow("gate_residual", "once", _ANY_MIX, "float32", "once, to the output dtype"),
-    ContractRow(
-        "gate_residual",
-        "each",
-        _ANY_MIX,
-        "float32",
-        "product and sum to the promoted dtype",
-        exact="residual + gate * x",
-    ),
-    ContractRow(
-        "gate_residual", "each, activation", _ANY_MIX, "float32", "act(gate) to the dtype of gate, then as above"
-    ),
-    ContractRow("gate_residual", "no gate", _ANY_MIX, "float32", "once, to the output dtype", exact="residual + x"),
+    ContractRow("norm_modulate", "once"),
+    ContractRow("norm_modulate", "each", rounds=_EACH),
+    ContractRow("norm_modulate", "no norm, each", rounds=_EACH, exact="x * (scale_offset + scale) + shift"),
+    ContractRow("gate_residual", "once"),
+    ContractRow("gate_residual", "each", rounds="product and sum to the promoted dtype", exact="residual + gate * x"),
+    ContractRow("gate_residual", "each, activation", rounds="act(gate) to the dtype of gate, then as above"),
+    ContractRow("gate_residual", "no gate", exact="residual + x"),
     ContractRow(
         "gate_residual_norm_modulate",
         "once",
-        _ANY_MIX,
-        "float32",
-        "the new residual to its dtype before the norm reads it, the modulated norm to the output dtype",
+        rounds="the new residual to its dtype before the norm reads it, the modulated norm to the output dtype",
     ),
     ContractRow(
         "gate_residual_norm_modulate",
         "each",
-        _ANY_MIX,
-        "float32",
-        "as gate_residual and norm_modulate one after the other",
+        rounds="as gate_residual and norm_modulate one after the other",
         exact="the new residual: residual + gate * x",
     ),
 )

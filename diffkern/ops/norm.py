@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffkern.ops.contract import ContractRow
+from diffkern.ops.contract import CENTRED, ContractRow
 from diffkern.ops.norm_gradients import Modulation, metas, modulation_grads, needs_grad
 from diffkern.ops.registration import Op
 from diffkern.providers.eager.modulate import LAYER, RMS
@@ -23,24 +23,18 @@ from diffkern.providers.eager.precision import empty_output
 
 _HALF = (torch.float16, torch.bfloat16)
 
-_ANY_MIX = "float32, float16, bfloat16 in any mix"
 
 CONTRACT = (
-    ContractRow("rms_norm", "plain", _ANY_MIX, "float32", "once, to the output dtype"),
-    ContractRow(
-        "rms_norm", "offset weight", _ANY_MIX, "float32, weight + offset included", "once, to the output dtype"
-    ),
+    ContractRow("rms_norm", "plain"),
+    ContractRow("rms_norm", "offset weight", arithmetic="float32, weight + offset included"),
     ContractRow(
         "rms_norm",
         "round_dtype",
         "half round_dtype",
-        "float32",
-        "the normalised value to round_dtype, the product to the output dtype, the sum with the bias again",
+        rounds="the normalised value to round_dtype, the product to the output dtype, the sum with the bias again",
     ),
-    ContractRow("rms_norm", "clamp_eps", _ANY_MIX, "float32", "once, to the output dtype"),
-    ContractRow(
-        "layer_norm", "plain", _ANY_MIX, "float32, the variance from centred values", "once, to the output dtype"
-    ),
+    ContractRow("rms_norm", "clamp_eps"),
+    ContractRow("layer_norm", "plain", arithmetic=CENTRED),
 )
 
 

@@ -43,11 +43,7 @@ CONTRACT = (
         "once, to the dtype of q and k",
     ),
     ContractRow(
-        "qk_norm_rope",
-        "round_norm",
-        _MIX,
-        "float32",
-        "the result of the norm to the dtype of q and k, then the result",
+        "qk_norm_rope", "round_norm", _MIX, rounds="the result of the norm to the dtype of q and k, then the result"
     ),
     ContractRow("qk_norm_rope", "no norm", _MIX, "as rope", "as rope", "rope of q and of k"),
 )
