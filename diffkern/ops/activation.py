@@ -64,7 +64,7 @@ def gelu(x: Tensor, approximate: str = "none", *, provider: str | None = None) -
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016.
     """
-    return _activate(x, gelu_name(approximate), provider)
+    return _activation.call((x,), (gelu_name(approximate),), provider)
 
 
 def silu(x: Tensor, *, provider: str | None = None) -> Tensor:
@@ -72,7 +72,7 @@ def silu(x: Tensor, *, provider: str | None = None) -> Tensor:
 
     Source: Elfwing, Uchibe and Doya, "Sigmoid-Weighted Linear Units", 2017.
     """
-    return _activate(x, "silu", provider)
+    return _activation.call((x,), ("silu",), provider)
 
 
 def quick_gelu(x: Tensor, *, provider: str | None = None) -> Tensor:
@@ -80,7 +80,7 @@ def quick_gelu(x: Tensor, *, provider: str | None = None) -> Tensor:
 
     Otherwise like :func:`gelu`, except that nothing is rounded before the product is.
     """
-    return _activate(x, "quick_gelu", provider)
+    return _activation.call((x,), ("quick_gelu",), provider)
 
 
 def glu(
@@ -113,8 +113,7 @@ def glu(
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    y: Tensor = _glu.call((value, gate), (activation, round_activation), provider)
-    return y
+    return _glu.call((value, gate), (activation, round_activation), provider)
 
 
 def channel_glu(
@@ -147,8 +146,7 @@ def channel_glu(
 
     Source: Cai et al., "EfficientViT", 2023, whose MBConv has it in the place of its second activation; Sana.
     """
-    y: Tensor = _channel_glu.call((x, bias), (activation, round_each), provider)
-    return y
+    return _channel_glu.call((x, bias), (activation, round_each), provider)
 
 
 def geglu(
@@ -214,11 +212,6 @@ def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
     return (second, first) if gate_first else (first, second)
 
 
-def _activate(x: Tensor, function: str, provider: str | None) -> Tensor:
-    y: Tensor = _activation.call((x,), (function,), provider)
-    return y
-
-
 # --- activation as a torch op --------------------------------------------------------------------------
 
 
@@ -228,21 +221,12 @@ def _activation_prepare(x: Tensor, function: str) -> tuple[Any, ...]:
     return x, function
 
 
-def _activation_fake(x: Tensor, **options: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _activation_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.function, _ = inputs
-    ctx.save_for_backward(x)
-
-
-def _activation_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _activation_backward(ctx: Any, grad: Tensor) -> list[Tensor]:
     (x,) = ctx.saved_tensors
-    return apply_backward(grad, x, ctx.function), None, None
+    return [apply_backward(grad, x, ctx.function)]
 
 
-_activation = Op("activation", _activation_prepare, _activation_fake, _activation_setup_context, _activation_backward)
+_activation = Op("activation", _activation_prepare, lambda x, **_: torch.empty_like(x), _activation_backward)
 
 
 # --- glu as a torch op ---------------------------------------------------------------------------------
@@ -266,11 +250,6 @@ def glu_fake(value: Tensor, gate: Tensor, **options: Any) -> Tensor:
     return torch.empty_like(value, dtype=torch.promote_types(value.dtype, gate.dtype))
 
 
-def _glu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    value, gate, ctx.function, _, _ = inputs
-    ctx.save_for_backward(value, gate)
-
-
 def _glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Backward of the unrounded formula; the activation is computed again rather than kept."""
     value, gate = ctx.saved_tensors
@@ -281,10 +260,10 @@ def _glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_value = (grad * apply(wide, ctx.function)).to(value.dtype)
     if ctx.needs_input_grad[1]:
         grad_gate = apply_backward(grad * value.to(dtype), wide, ctx.function).to(gate.dtype)
-    return grad_value, grad_gate, None, None, None
+    return grad_value, grad_gate
 
 
-_glu = Op("glu", glu_prepare, glu_fake, _glu_setup_context, _glu_backward)
+_glu = Op("glu", glu_prepare, glu_fake, _glu_backward)
 
 
 # --- channel_glu as a torch op -------------------------------------------------------------------------
@@ -302,15 +281,6 @@ def _channel_glu_prepare(x: Tensor, bias: Tensor | None, activation: str, round_
     return x, bias, activation, round_each
 
 
-def _channel_glu_fake(x: Tensor, **options: Any) -> Tensor:
-    return torch.empty_like(x.chunk(2, 1)[0])
-
-
-def _channel_glu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, bias, ctx.function, *_ = inputs
-    ctx.save_for_backward(x, bias)
-
-
 def _channel_glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Backward of the unrounded formula; the sums and the activation are computed again rather than kept."""
     x, bias = ctx.saved_tensors
@@ -321,9 +291,9 @@ def _channel_glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grads = torch.cat(halves, 1)
     needs_x, needs_bias = needs_grad(ctx, 2)
     grad_bias = grads.sum([d for d in range(x.ndim) if d != 1]).to(bias.dtype) if needs_bias else None
-    return grads.to(x.dtype) if needs_x else None, grad_bias, None, None, None
+    return grads.to(x.dtype) if needs_x else None, grad_bias
 
 
 _channel_glu = Op(
-    "channel_glu", _channel_glu_prepare, _channel_glu_fake, _channel_glu_setup_context, _channel_glu_backward
+    "channel_glu", _channel_glu_prepare, lambda x, **_: torch.empty_like(x.chunk(2, 1)[0]), _channel_glu_backward
 )

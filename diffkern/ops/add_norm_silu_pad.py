@@ -17,8 +17,6 @@ from torch import Tensor
 from diffkern.ops.contract import TO_INPUT, ContractRow
 from diffkern.ops.group_norm import is_channels_last
 from diffkern.ops.registration import Op
-from diffkern.providers.eager import PROVIDER as EAGER
-from diffkern.providers.eager import compute_dtype
 
 CONTRACT = (
     ContractRow("add_norm_silu_pad", "norm", rounds=TO_INPUT),
@@ -77,8 +75,7 @@ def add_norm_silu_pad(
         last = not x.is_contiguous() and is_channels_last(x)
         memory_format = torch.channels_last_3d if last else torch.contiguous_format
     options = eps, norm, activation, *pad, memory_format
-    y: Tensor = _add_norm_silu_pad.call((x, bias, residual, scale, shift), options, provider)
-    return y
+    return _add_norm_silu_pad.call((x, bias, residual, scale, shift), options, provider)
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -86,10 +83,7 @@ def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
         raise ValueError(f"the {name} has shape {tuple(tensor.shape)}, and must have {shape}")
 
 
-# --- as a torch op -------------------------------------------------------------------------------------
-
-
-def _add_norm_silu_pad_prepare(
+def _prepare(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
     norm: str | None, activation: str | None, front: int, back: int, memory_format: torch.memory_format,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -114,7 +108,7 @@ def _add_norm_silu_pad_prepare(
     return x, bias, residual, scale, shift, eps, norm is not None, activation is not None, front, back, channels_last
 
 
-def _add_norm_silu_pad_fake(x: Tensor, front: int, back: int, channels_last: bool, **options: Any) -> Tensor:
+def _fake(x: Tensor, front: int, back: int, channels_last: bool, **options: Any) -> Tensor:
     batch, channels, frames, height, width = x.shape
     return torch.empty(
         (batch, channels, front + frames + back, height, width),
@@ -124,28 +118,4 @@ def _add_norm_silu_pad_fake(x: Tensor, front: int, back: int, channels_last: boo
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.eps, ctx.norm, ctx.silu, ctx.front, ctx.back, _, _ = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Differentiates the unrounded reference, which is computed again rather than kept."""
-    saved = ctx.saved_tensors  # read once: gradient checkpointing hands them out once
-    x: Tensor = saved[0]
-    dtype, needs = compute_dtype(x), ctx.needs_input_grad
-    kernel = EAGER.kernel("add_norm_silu_pad", x.device)
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Expanded to their own shape, so that an argument given twice is differentiated by each by itself.
-        wide = [None if tensor is None else tensor.to(dtype).expand_as(tensor) for tensor in saved]
-        y = kernel(*wide, ctx.eps, ctx.norm, ctx.silu, ctx.front, ctx.back, False)
-    wanted = [tensor for tensor, needed in zip(wide, needs, strict=False) if needed and tensor is not None]
-    found = iter(torch.autograd.grad(y, wanted, grad.to(dtype), create_graph=create_graph))
-    grads = (next(found).to(tensor.dtype) if needed else None for tensor, needed in zip(saved, needs, strict=False))
-    return (*grads, *(None,) * 7)
-
-
-_add_norm_silu_pad = Op(
-    "add_norm_silu_pad", _add_norm_silu_pad_prepare, _add_norm_silu_pad_fake, _setup_context, _backward
-)
+_add_norm_silu_pad = Op("add_norm_silu_pad", _prepare, _fake)

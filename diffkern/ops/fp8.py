@@ -11,6 +11,7 @@ rounding to e4m3 in float32. These functions have no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -94,8 +95,7 @@ def norm_modulate_fp8(
         RuntimeError: the shapes do not broadcast, or a gradient is wanted.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
-    rows: tuple[Tensor, Tensor] = _norm_modulate.call((x, scale, shift, weight, bias), (eps, norm), provider)
-    return rows
+    return _norm_modulate.call((x, scale, shift, weight, bias), (eps, norm), provider)
 
 
 def gate_residual_norm_modulate_fp8(
@@ -123,8 +123,7 @@ def gate_residual_norm_modulate_fp8(
         As :func:`norm_modulate_fp8`.
     """
     operands = residual, x, gate, scale, shift, weight, bias
-    result: tuple[Tensor, Tensor, Tensor] = _gate_residual_norm_modulate.call(operands, (eps, norm), provider)
-    return result
+    return _gate_residual_norm_modulate.call(operands, (eps, norm), provider)
 
 
 def norm_modulate_and_fp8(
@@ -154,10 +153,7 @@ def norm_modulate_and_fp8(
         wanted.
     """
     options = eps, norm, scale_offset, rounding, out_dtype
-    all_three: tuple[Tensor, Tensor, Tensor] = _norm_modulate_and.call(
-        (x, scale, shift, weight, bias), options, provider
-    )
-    return all_three
+    return _norm_modulate_and.call((x, scale, shift, weight, bias), options, provider)
 
 
 def gate_residual_norm_modulate_and_fp8(
@@ -190,8 +186,7 @@ def gate_residual_norm_modulate_and_fp8(
     """
     options = eps, norm, gate_activation, scale_offset, rounding, residual_dtype, out_dtype
     operands = residual, x, gate, scale, shift, weight, bias
-    all_four: tuple[Tensor, Tensor, Tensor, Tensor] = _gate_residual_norm_modulate_and.call(operands, options, provider)
-    return all_four
+    return _gate_residual_norm_modulate_and.call(operands, options, provider)
 
 
 def activation_fp8(
@@ -214,8 +209,7 @@ def activation_fp8(
         RuntimeError: a gradient is wanted.
         diffkern.providers.NoProviderError: the provider that was asked for cannot serve the call.
     """
-    rows: tuple[Tensor, Tensor] = _activation.call((x, front), (function,), provider)
-    return rows
+    return _activation.call((x, front), (function,), provider)
 
 
 def glu_and_fp8(
@@ -244,8 +238,7 @@ def glu_and_fp8(
     Raises:
         As :func:`diffkern.ops.glu`; ValueError if a row has no elements, RuntimeError if a gradient is wanted.
     """
-    all_three: tuple[Tensor, Tensor, Tensor] = _glu_and.call((value, gate), (activation, round_activation), provider)
-    return all_three
+    return _glu_and.call((value, gate), (activation, round_activation), provider)
 
 
 def linear_fp8(
@@ -282,8 +275,7 @@ def linear_fp8(
         TypeError: values are not e4m3, or scales not float32.
         ValueError: shapes or devices do not fit together.
     """
-    y: Tensor = _linear.call((x, x_scale, weight, weight_scale, bias), (out_dtype,), provider)
-    return y
+    return _linear.call((x, x_scale, weight, weight_scale, bias), (out_dtype,), provider)
 
 
 # --- checks, shapes --------------------------------------------------------------------------------------
@@ -315,14 +307,6 @@ def _gate_residual_norm_modulate_and_prepare(residual: Tensor, x: Tensor, *args:
     args = modulate.gate_residual_norm_modulate_prepare(residual, x, *args)
     _check_no_gradient(*[operand for operand in args[:7] if operand is not None])
     return args
-
-
-def _norm_modulate_prepare(*args: Any) -> tuple[Any, ...]:
-    return _norm_modulate_and_prepare(*args, 1.0, "once", None)[:7]
-
-
-def _gate_residual_norm_modulate_prepare(*args: Any) -> tuple[Any, ...]:
-    return _gate_residual_norm_modulate_and_prepare(*args, None, 1.0, "once", None, None)[:9]
 
 
 def _activation_prepare(x: Tensor, front: Tensor | None, function: str) -> tuple[Any, ...]:
@@ -370,23 +354,14 @@ def _rows(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     return x.new_empty(shape, dtype=E4M3), x.new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 
-def _norm_modulate_fake(**args: Any) -> tuple[Tensor, ...]:
-    return _norm_modulate_and_fake(**args, out_dtype=None)[1:]
+def _and_rows(*results: Tensor) -> tuple[Tensor, ...]:
+    """Results without data, and the last one in rows of fp8."""
+    return (*results, *_rows(results[-1], results[-1].shape))
 
 
 def _gate_residual_norm_modulate_fake(**args: Any) -> tuple[Tensor, ...]:
-    new, _, *rows = _gate_residual_norm_modulate_and_fake(**args, residual_dtype=None, out_dtype=None)
-    return (new, *rows)
-
-
-def _norm_modulate_and_fake(**args: Any) -> tuple[Tensor, ...]:
-    y = modulate.norm_modulate_fake(**args)
-    return (y, *_rows(y, y.shape))
-
-
-def _gate_residual_norm_modulate_and_fake(**args: Any) -> tuple[Tensor, ...]:
-    new, y = modulate.gate_residual_norm_modulate_fake(**args)
-    return (new, y, *_rows(y, y.shape))
+    new, y = modulate.gate_residual_norm_modulate_fake(**args, residual_dtype=None, out_dtype=None)
+    return (new, *_rows(y, y.shape))
 
 
 def _activation_fake(x: Tensor, front: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -394,41 +369,44 @@ def _activation_fake(x: Tensor, front: Tensor | None, **options: Any) -> tuple[T
     return _rows(x, torch.Size((*x.shape[:-1], ahead + x.shape[-1])))
 
 
-def _glu_and_fake(**args: Any) -> tuple[Tensor, ...]:
-    y = activation.glu_fake(**args)
-    return (y, *_rows(y, y.shape))
-
-
 def _linear_fake(x: Tensor, weight: Tensor, out_dtype: torch.dtype, **options: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keeps nothing."""
 
 
 def _backward(ctx: Any, *grads: Tensor) -> NoReturn:
     raise RuntimeError("rounding to fp8 has no gradient: use norm_modulate, gelu and linear where one is wanted")
 
 
-_norm_modulate = Op("norm_modulate_fp8", _norm_modulate_prepare, _norm_modulate_fake, _setup_context, _backward)
-_gate_residual_norm_modulate = Op(
+# --- the torch ops ---------------------------------------------------------------------------------------
+
+
+def _op(name: str, prepare: Callable[..., tuple[Any, ...]], fake: Callable[..., Any]) -> Op:
+    """An op without a gradient, for which nothing is kept."""
+    return Op(name, prepare, fake, _backward, setup_context=lambda ctx, inputs, output: None)
+
+
+_norm_modulate: Op[tuple[Tensor, Tensor]] = _op(
+    "norm_modulate_fp8",
+    lambda *args: _norm_modulate_and_prepare(*args, 1.0, "once", None)[:7],
+    lambda **args: _and_rows(modulate.norm_modulate_fake(**args, out_dtype=None))[1:],
+)
+_gate_residual_norm_modulate: Op[tuple[Tensor, Tensor, Tensor]] = _op(
     "gate_residual_norm_modulate_fp8",
-    _gate_residual_norm_modulate_prepare,
+    lambda *args: _gate_residual_norm_modulate_and_prepare(*args, None, 1.0, "once", None, None)[:9],
     _gate_residual_norm_modulate_fake,
-    _setup_context,
-    _backward,
 )
-_norm_modulate_and = Op(
-    "norm_modulate_and_fp8", _norm_modulate_and_prepare, _norm_modulate_and_fake, _setup_context, _backward
+_norm_modulate_and: Op[tuple[Tensor, Tensor, Tensor]] = _op(
+    "norm_modulate_and_fp8",
+    _norm_modulate_and_prepare,
+    lambda **args: _and_rows(modulate.norm_modulate_fake(**args)),
 )
-_gate_residual_norm_modulate_and = Op(
+_gate_residual_norm_modulate_and: Op[tuple[Tensor, Tensor, Tensor, Tensor]] = _op(
     "gate_residual_norm_modulate_and_fp8",
     _gate_residual_norm_modulate_and_prepare,
-    _gate_residual_norm_modulate_and_fake,
-    _setup_context,
-    _backward,
+    lambda **args: _and_rows(*modulate.gate_residual_norm_modulate_fake(**args)),
 )
-_activation = Op("activation_fp8", _activation_prepare, _activation_fake, _setup_context, _backward)
-_glu_and = Op("glu_and_fp8", _glu_and_prepare, _glu_and_fake, _setup_context, _backward)
-_linear = Op("linear_fp8", _linear_prepare, _linear_fake, _setup_context, _backward)
+_activation: Op[tuple[Tensor, Tensor]] = _op("activation_fp8", _activation_prepare, _activation_fake)
+_glu_and: Op[tuple[Tensor, Tensor, Tensor]] = _op(
+    "glu_and_fp8", _glu_and_prepare, lambda **args: _and_rows(activation.glu_fake(**args))
+)
+_linear: Op[Tensor] = _op("linear_fp8", _linear_prepare, _linear_fake)

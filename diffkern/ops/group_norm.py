@@ -119,8 +119,7 @@ def group_norm_silu(
         preserve = memory_format is torch.preserve_format
     add = None if add is None else _per_sample("add", add, x)
     operands = x, num_groups, weight, bias, add
-    y: Tensor = _group_norm_silu.call(operands, (eps, activation, frames, preserve), provider)
-    return y
+    return _group_norm_silu.call(operands, (eps, activation, frames, preserve), provider)
 
 
 def channel_rms_norm_silu(
@@ -178,8 +177,7 @@ def channel_rms_norm_silu(
     if scale is not None or shift is not None:
         scale, shift = _per_sample("scale", scale, x), _per_sample("shift", shift, x)
     options = eps, eps_mode, activation, round_dtype
-    y: Tensor = _channel_rms_norm_silu.call((x, weight, bias, scale, shift), options, provider)
-    return y
+    return _channel_rms_norm_silu.call((x, weight, bias, scale, shift), options, provider)
 
 
 # --- checks --------------------------------------------------------------------------------------------
@@ -333,15 +331,15 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
         grad_weight = (grad * normed).sum((0, 3)).flatten().to(weight.dtype)
     if needs_bias:
         grad_bias = grad.sum((0, 3)).flatten().to(ctx.bias_dtype)
-    return (grad_x, None, grad_weight, grad_bias, grad_add, *(None,) * 5)
+    return grad_x, None, grad_weight, grad_bias, grad_add
 
 
 _group_norm_silu = Op(
     "group_norm_silu",
     _group_norm_silu_prepare,
     _group_norm_silu_fake,
-    _group_norm_silu_setup_context,
     _group_norm_silu_backward,
+    setup_context=_group_norm_silu_setup_context,
 )
 
 
@@ -367,15 +365,6 @@ def _channel_rms_norm_silu_prepare(
     return x, weight, bias, scale, shift, eps, eps_mode == "clamp", _is_silu(activation), round_dtype
 
 
-def _channel_rms_norm_silu_fake(x: Tensor, **options: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _channel_rms_norm_silu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, scale, shift, ctx.eps, ctx.clamp_eps, ctx.silu, _, _ = inputs
-    ctx.save_for_backward(x, weight, bias, scale, shift)
-
-
 def _channel_rms_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Backward of the unrounded formula, the channels of a position being a row; 1/rms is computed again."""
     x, weight, bias, *modulation = ctx.saved_tensors
@@ -388,13 +377,12 @@ def _channel_rms_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | No
     grads = modulation_grads(options, needs, grad.movedim(1, -1), rows, scale, weight, bias, shift)
     grad_x = None if grads[0] is None else grads[0].movedim(-1, 1).to(x.dtype)
     grad_modulation = [None if y is None else y.reshape(len(y), -1) for y in grads[1:3]]
-    return (grad_x, *grads[3:], *grad_modulation, *(None,) * 5)
+    return (grad_x, *grads[3:], *grad_modulation)
 
 
 _channel_rms_norm_silu = Op(
     "channel_rms_norm_silu",
     _channel_rms_norm_silu_prepare,
-    _channel_rms_norm_silu_fake,
-    _channel_rms_norm_silu_setup_context,
+    lambda x, **_: torch.empty_like(x),
     _channel_rms_norm_silu_backward,
 )

@@ -90,8 +90,7 @@ def joint_qk_norm_rope(
     dim = dim + queries[0].ndim if dim < 0 else dim
     form = len(tables[0][0]), len(tables[1][0])
     options = dim, eps, norm, round_norm, pairing, arithmetic, form
-    both: tuple[Tensor, Tensor] = _joint_qk_norm_rope.call(operands, options, provider)
-    return both
+    return _joint_qk_norm_rope.call(operands, options, provider)
 
 
 def _streams(operands: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -165,7 +164,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         results.append((found[:2], found[2:4], found[4:6], tables))
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     by_kind = list(zip(*results, strict=True))
-    return (*chain.from_iterable(chain.from_iterable(by_kind)), *(None,) * 7)
+    return tuple(chain.from_iterable(chain.from_iterable(by_kind)))
 
 
-_joint_qk_norm_rope = Op("joint_qk_norm_rope", _prepare, _fake, _setup_context, _backward)
+_joint_qk_norm_rope = Op("joint_qk_norm_rope", _prepare, _fake, _backward, setup_context=_setup_context)

@@ -19,6 +19,7 @@ from torch import Tensor
 from diffkern.ops.activation import gelu_name
 from diffkern.ops.contract import TO_INPUT, ContractRow
 from diffkern.ops.copying import copy_rows
+from diffkern.ops.norm_gradients import needs_grad
 from diffkern.ops.registration import Op
 from diffkern.providers import cublaslt
 from diffkern.providers.cublaslt.layers import as_matrix, linear_gelu_into
@@ -81,8 +82,7 @@ def linear_gelu(
         y = linear_gelu_into(memory[..., room:], x, weight, bias, function)
         y._diffkern_memory = memory  # type: ignore[attr-defined]
         return y
-    result: Tensor = _linear_gelu.call((x, weight, bias), (function,), provider)
-    return result
+    return _linear_gelu.call((x, weight, bias), (function,), provider)
 
 
 def concatenate(front: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -114,30 +114,21 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
 
 
-def _linear_gelu_prepare(x: Tensor, weight: Tensor, bias: Tensor | None, function: str) -> tuple[Any, ...]:
-    return x, weight, bias, function
-
-
 def _linear_gelu_fake(x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
     # The errors of F.linear are wanted, its strides are not: those of a product depend on the path it takes.
     return torch.empty_like(F.linear(x, weight, bias), memory_format=torch.contiguous_format)
-
-
-def _linear_gelu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.function, _ = inputs
-    ctx.save_for_backward(x, weight, bias)
 
 
 def _linear_gelu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The pointwise part in float32, the products in the dtype of the layer, as torch's own backward does."""
     x, weight, bias = ctx.saved_tensors
     grad = apply_backward(grad, F.linear(x, weight, bias), ctx.function)
-    needs_x, needs_weight, needs_bias = (*ctx.needs_input_grad, False)[:3]
+    needs_x, needs_weight, needs_bias = needs_grad(ctx, 3)
     rows = as_matrix(grad)
     grad_x = grad @ weight if needs_x else None
     grad_weight = rows.t() @ as_matrix(x) if needs_weight else None
     grad_bias = rows.sum(0) if needs_bias else None
-    return grad_x, grad_weight, grad_bias, None, None
+    return grad_x, grad_weight, grad_bias
 
 
 @constant_in_graphs
@@ -153,11 +144,7 @@ def _linear_gelu_traced(x: Tensor, weight: Tensor, bias: Tensor | None, function
     return plain_linear_gelu(x, weight, bias, function)
 
 
+# There is nothing to prepare: F.linear says what does not fit.
 _linear_gelu = Op(
-    "linear_gelu",
-    _linear_gelu_prepare,
-    _linear_gelu_fake,
-    _linear_gelu_setup_context,
-    _linear_gelu_backward,
-    traced=_linear_gelu_traced,
+    "linear_gelu", lambda *args: args, _linear_gelu_fake, _linear_gelu_backward, traced=_linear_gelu_traced
 )

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from diffkern.ops.contract import ContractRow
 from diffkern.ops.registration import Op
-from diffkern.providers.eager import PROVIDER as EAGER
-from diffkern.providers.eager import compute_dtype
 
 CONTRACT = tuple(
     ContractRow(
@@ -62,8 +59,7 @@ def linear_attention(
 
     Source: Katharopoulos et al., "Transformers are RNNs", 2020; with rotations Su et al., "RoFormer", 2021.
     """
-    y: Tensor = _linear_attention.call((q, k, v, q_rotated, k_rotated), (eps, relu), provider)
-    return y
+    return _linear_attention.call((q, k, v, q_rotated, k_rotated), (eps, relu), provider)
 
 
 def _prepare(
@@ -89,25 +85,4 @@ def _fake(q: Tensor, v: Tensor, **options: Any) -> Tensor:
     return v.new_empty(q.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.eps, ctx.relu, _ = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Differentiates the unrounded reference, which is computed again rather than kept."""
-    saved = ctx.saved_tensors  # read once: gradient checkpointing hands them out once
-    dtype, needs = compute_dtype(*saved), (*ctx.needs_input_grad, *(False,) * 5)[:5]
-    kernel = EAGER.kernel("linear_attention", grad.device)
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Expanded to their own shape, so that an argument given twice is differentiated by each by itself.
-        wide = [None if tensor is None else tensor.to(dtype).expand_as(tensor) for tensor in saved]
-        y = kernel(*wide, ctx.eps, ctx.relu)
-    wanted = [tensor for tensor, needed in zip(wide, needs, strict=True) if needed and tensor is not None]
-    found = iter(torch.autograd.grad(y, wanted, grad.to(dtype), create_graph=create_graph))
-    grads = (next(found).to(tensor.dtype) if needed else None for tensor, needed in zip(saved, needs, strict=True))
-    return (*grads, *(None,) * 3)
-
-
-_linear_attention = Op("linear_attention", _prepare, _fake, _setup_context, _backward)
+_linear_attention = Op("linear_attention", _prepare, _fake)

@@ -130,7 +130,7 @@ def norm_modulate(
         memory = _norm_modulate.call_with_room(operands, options, provider, room)
         if memory is not None:
             return _between(memory, room)
-    y: Tensor = _norm_modulate.call(operands, options, provider)
+    y = _norm_modulate.call(operands, options, provider)
     return y if behind is None else y.movedim(-1, 1)
 
 
@@ -164,7 +164,7 @@ def gate_residual(
     """
     behind = _channels_behind(residual, x, gate)
     operands = behind or (residual, x, gate)
-    y: Tensor = _gate_residual.call(operands, (gate_activation, rounding, out_dtype), provider)
+    y = _gate_residual.call(operands, (gate_activation, rounding, out_dtype), provider)
     return y if behind is None else y.movedim(-1, 1)
 
 
@@ -318,19 +318,19 @@ def _norm_modulate_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tens
     )
 
 
-def _norm_modulate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _norm_modulate_backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     grads = modulation_grads(ctx.options, needs_grad(ctx, 5), grad, *ctx.saved_tensors)
     if grads[0] is not None:
         grads[0] = grads[0].to(ctx.options.operands[0][1])
-    return (*grads, *(None,) * 6)
+    return grads
 
 
 _norm_modulate = Op(
     "norm_modulate",
     norm_modulate_prepare,
     norm_modulate_fake,
-    _norm_modulate_setup_context,
     _norm_modulate_backward,
+    setup_context=_norm_modulate_setup_context,
 )
 
 
@@ -369,16 +369,12 @@ def _gate_needs(
     return (x, needs_gate), (gate, needs_x or (needs_gate and activation != NO_ACTIVATION))
 
 
-def _gate_residual_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*gate_grads(ctx.options, needs_grad(ctx, 3), grad, *ctx.saved_tensors), *(None,) * 4)
-
-
 _gate_residual = Op(
     "gate_residual",
     _gate_residual_prepare,
     _gate_residual_fake,
-    _gate_residual_setup_context,
-    _gate_residual_backward,
+    lambda ctx, grad: gate_grads(ctx.options, needs_grad(ctx, 3), grad, *ctx.saved_tensors),
+    setup_context=_gate_residual_setup_context,
 )
 
 
@@ -443,15 +439,15 @@ def _gate_residual_norm_modulate_backward(ctx: Any, grad_new: Tensor, grad: Tens
     needs_new = any(needs[:3])
     through_norm, *grads = modulation_grads(ctx.modulation, (needs_new, *needs[3:]), grad, *saved)
     if not needs_new:
-        return (None, None, None, *grads, *(None,) * 8)
+        return (None, None, None, *grads)
     grad_new = grad_new if through_norm is None else grad_new + through_norm
-    return (*gate_grads(ctx.gating, needs[:3], grad_new, x, gate), *grads, *(None,) * 8)
+    return (*gate_grads(ctx.gating, needs[:3], grad_new, x, gate), *grads)
 
 
 _gate_residual_norm_modulate = Op(
     "gate_residual_norm_modulate",
     gate_residual_norm_modulate_prepare,
     gate_residual_norm_modulate_fake,
-    _gate_residual_norm_modulate_setup_context,
     _gate_residual_norm_modulate_backward,
+    setup_context=_gate_residual_norm_modulate_setup_context,
 )

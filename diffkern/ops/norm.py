@@ -88,7 +88,7 @@ def rms_norm(
         rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
         preserve = preserve or dim not in (-1, x.ndim - 1)
     options = eps, weight_offset, round_dtype, out_dtype, clamp_eps, preserve
-    y: Tensor = _rms_norm.call((rows, weight, bias), options, provider)
+    y = _rms_norm.call((rows, weight, bias), options, provider)
     return y if rows is x else _from_rows(y, x, dim, memory_format)
 
 
@@ -132,7 +132,7 @@ def layer_norm(
     if dim != -1 or (weight is not None and weight.ndim != 1) or (bias is not None and bias.ndim != 1):
         rows, weight, bias = _as_rows(x, weight, bias, dim, memory_format)
         preserve = preserve or dim not in (-1, x.ndim - 1)
-    y: Tensor = _layer_norm.call((rows, weight, bias), (eps, out_dtype, preserve), provider)
+    y = _layer_norm.call((rows, weight, bias), (eps, out_dtype, preserve), provider)
     return y if rows is x else _from_rows(y, x, dim, memory_format)
 
 
@@ -173,10 +173,6 @@ def _from_rows(y: Tensor, x: Tensor, dim: int, memory_format: torch.memory_forma
     return y.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
 
 
-def _norm_fake(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool, **options: Any) -> Tensor:
-    return empty_output(x, out_dtype, preserve_strides)
-
-
 def check_parameters(size: int, weight: Tensor | None, bias: Tensor | None, owner: str = "") -> None:
     """Checks that the parameters of a norm over ``size`` elements fit them."""
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -186,25 +182,25 @@ def check_parameters(size: int, weight: Tensor | None, bias: Tensor | None, owne
             )
 
 
-def _row_length(x: Tensor) -> int:
-    if x.ndim == 0:
-        raise ValueError("a norm needs an input of at least one dimension, got a scalar")
-    return x.shape[-1]
-
-
 def machine_eps(dtype: torch.dtype) -> float:
     """The machine epsilon of the precision that inputs of a dtype are computed in."""
     return torch.finfo(torch.float32 if dtype in _HALF else dtype).eps
 
 
-# --- rms_norm as a torch op ----------------------------------------------------------------------------
+# --- the torch ops -------------------------------------------------------------------------------------
 
 
-def _rms_norm_prepare(
+def _prepare(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, *options: Any
 ) -> tuple[Any, ...]:
-    check_parameters(_row_length(x), weight, bias)
+    if x.ndim == 0:
+        raise ValueError("a norm needs an input of at least one dimension, got a scalar")
+    check_parameters(x.shape[-1], weight, bias)
     return x, weight, bias, machine_eps(x.dtype) if eps is None else eps, *options
+
+
+def _fake(x: Tensor, out_dtype: torch.dtype | None, preserve_strides: bool, **options: Any) -> Tensor:
+    return empty_output(x, out_dtype, preserve_strides)
 
 
 def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -213,7 +209,13 @@ def _rms_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -
     ctx.save_for_backward(x, weight)
 
 
-def _norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, eps, _, _, _ = inputs
+    ctx.options = Modulation(eps, LAYER, 0.0, metas(x, None, None, weight, bias))
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of x, weight and bias, of the unrounded formula; statistics are computed again rather than kept."""
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs_grad(ctx, 3)
@@ -222,29 +224,5 @@ def _norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (None if grad_x is None else grad_x.to(x.dtype), *parameters)
 
 
-def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_norm_backward(ctx, grad), *(None,) * 7)
-
-
-_rms_norm = Op("rms_norm", _rms_norm_prepare, _norm_fake, _rms_norm_setup_context, _rms_norm_backward)
-
-
-# --- layer_norm as a torch op --------------------------------------------------------------------------
-
-
-def _layer_norm_prepare(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
-    check_parameters(_row_length(x), weight, bias)
-    return x, weight, bias, *options
-
-
-def _layer_norm_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, eps, _, _, _ = inputs
-    ctx.options = Modulation(eps, LAYER, 0.0, metas(x, None, None, weight, bias))
-    ctx.save_for_backward(x, weight)
-
-
-def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_norm_backward(ctx, grad), *(None,) * 4)
-
-
-_layer_norm = Op("layer_norm", _layer_norm_prepare, _norm_fake, _layer_norm_setup_context, _layer_norm_backward)
+_rms_norm = Op("rms_norm", _prepare, _fake, _backward, setup_context=_rms_norm_setup_context)
+_layer_norm = Op("layer_norm", _prepare, _fake, _backward, setup_context=_layer_norm_setup_context)

@@ -23,6 +23,7 @@ from diffkern.ops.rotary import (
     check_coords,
     check_table,
     dispatch_fn,
+    from_complex,
     no_gradient_of,
     resolve_tokens,
     rotation_gradients,
@@ -136,8 +137,7 @@ def qk_norm_rope(
         rotary_dim, tokens, seq_dim, form,
     )  # fmt: skip
     operands = q, k, q_weight, k_weight, q_bias, k_bias, *lists, coords, [] if grid is None else list(grid)
-    both: tuple[Tensor, Tensor] = dispatch_fn(_qk_norm_rope, coords)(operands, options, provider)
-    return both
+    return dispatch_fn(_qk_norm_rope, coords)(operands, options, provider)
 
 
 #: What a call rotates by.
@@ -171,9 +171,7 @@ def _full(cos: Tensor | Sequence[Tensor], sin: Tensor | Sequence[Tensor] | None)
     if not isinstance(cos, Tensor) or not (sin is None or isinstance(sin, Tensor)):
         raise ValueError("several tables are those of axes: give the grid or the coordinates as well")
     if sin is None:
-        if not cos.is_complex():
-            raise TypeError(f"without sines the table must be complex, got {cos.dtype}")
-        cos, sin = torch.view_as_real(cos.resolve_conj()).unbind(-1)
+        cos, sin = from_complex(cos)
     return [cos], [sin]
 
 
@@ -273,7 +271,7 @@ def _qk_norm_rope_backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     ]
     by_argument = [grad for pair in zip(*(result[:3] for result in results), strict=True) for grad in pair]
     by_list = [grad for result in results for grad in result[3:]]
-    return (*by_argument, *by_list, None, no_gradient_of(ctx.grid), *(None,) * 15)
+    return (*by_argument, *by_list, None, no_gradient_of(ctx.grid))
 
 
 def _one_backward(
@@ -315,6 +313,6 @@ _qk_norm_rope = Op(
     "qk_norm_rope",
     _qk_norm_rope_prepare,
     _qk_norm_rope_fake,
-    _qk_norm_rope_setup_context,
     _qk_norm_rope_backward,
+    setup_context=_qk_norm_rope_setup_context,
 )

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
+from typing_extensions import TypeVar
 
 from diffkern.ops.inductor import register_fallback
+from diffkern.ops.norm_gradients import needs_grad
 from diffkern.providers.base import Kernel
 from diffkern.providers.dispatch_modes import constant_in_graphs, modes_active, transforms_active
+from diffkern.providers.eager import PROVIDER as EAGER
+from diffkern.providers.eager import compute_dtype
 from diffkern.providers.registry import NoProviderError, dispatch_cache, kernel_for, override, select
 from diffkern.providers.signatures import SIGNATURES, schema, without_defaults
 
@@ -45,10 +49,13 @@ _is_traced = torch.compiler.is_dynamo_compiling
 _grad_is_enabled = torch.is_grad_enabled
 _functorch_is_active = torch._C._are_functorch_transforms_active
 
+#: What an op returns.
+R = TypeVar("R", default=Any)
+
 _ops: dict[str, Op] = {}
 
 
-class Op:
+class Op(Generic[R]):
     """One op: what torch knows it by, and how a call of the public function reaches a kernel.
 
     A call has *operands*, which go to the kernel as they are (a list where its schema has one: torch would take a
@@ -69,8 +76,10 @@ class Op:
         prepare: Takes operands and options and returns the arguments of the kernel, after checking them: the operands,
             and what the options stand for, which must depend on nothing but them and the dtype of the first tensor.
         fake: Takes the arguments of the kernel by name; gives shape, dtype and strides of the result, without data.
-        setup_context: Saves for the backward pass; called only when a gradient is needed.
-        backward: One gradient per argument of the kernel and one for the provider, None where there is none.
+        backward: The gradients of the first arguments of the kernel; the others have none. Without it, the unrounded
+            reference is differentiated, whose tensors come first.
+        setup_context: Saves for the backward pass; called only when a gradient is needed. Without it all tensors are
+            saved, and the options are attributes of the context, named as in the schema.
         traced: What ``torch.compile`` traces in place of an op, for one that plain PyTorch alone computes; None is
             returned where the graph shall hold the op.
 
@@ -79,12 +88,14 @@ class Op:
     """
 
     def __init__(
-        self, name: str, prepare: Callable[..., tuple[Any, ...]], fake: Callable[..., Any],
-        setup_context: Callable[..., None], backward: Callable[..., Any], traced: Callable[..., Any] | None = None,
+        self, name: str, prepare: Callable[..., tuple[Any, ...]], fake: Callable[..., R],
+        backward: Callable[..., Sequence[Any]] | None = None, *, setup_context: Callable[..., None] | None = None,
+        traced: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self._name = name
         self._prepare = prepare
         self._fake_by_name = fake
+        self._gradients = backward or self._reference_gradients
         self._seen_through = traced
         self._of_kernels: dict[Kernel, OpOverload] = {}
         arguments = schema(name).arguments
@@ -96,8 +107,9 @@ class Op:
             signature, default = without_defaults(signature), ""
         signature = signature.replace(") ->", f", str? provider{default}) ->")
         self.op = define(name, signature, self._compute, self._fake)
-        torch.library.register_autograd(self.op._schema.name, backward, setup_context=setup_context)
-        namespace, _, own = self.op._schema.name.partition("::")
+        qualified = self.op._schema.name
+        torch.library.register_autograd(qualified, self._backward, setup_context=setup_context or self._save)
+        namespace, _, own = qualified.partition("::")
         self._op_name = namespace, own
         self._defaults = tuple(argument.default_value for argument in self.op._schema.arguments)
         self._tensors_at = [index for index, argument in enumerate(arguments) if "Tensor" in str(argument.real_type)]
@@ -109,7 +121,7 @@ class Op:
         ]
         _ops[name] = self
 
-    def call(self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None) -> Any:
+    def call(self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None) -> R:
         """Computes the op, from the dispatch cache if it holds the kernel.
 
         Args:
@@ -118,6 +130,7 @@ class Op:
             provider: As in the public functions.
         """
         key: Hashable = None
+        kernel: Callable[..., R]
         if not _is_traced():
             x = operands[0]
             if type(x) is Tensor:
@@ -146,7 +159,7 @@ class Op:
                             return kernel(*operands[:count], *rest) if rest else kernel(*operands[:count])
                         except RuntimeError as error:
                             self._raise_unless_refused(error, overload, operands, options, provider)
-        return self.dispatch_slow(operands, options, provider, key)
+        return self.dispatch_slow(operands, options, provider, key)  # type: ignore[no-any-return]
 
     def call_with_room(
         self, operands: tuple[Any, ...], options: tuple[Any, ...], provider: str | None, room: tuple[int, int]
@@ -334,6 +347,30 @@ class Op:
                 if type(tensor) not in _MEMORY or tensor.is_neg() or (wanted and tensor.requires_grad):
                     return True
         return False
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*[inputs[index] for index in self._tensors_at])
+        for index, name in enumerate(self._names):
+            if index not in self._tensors_at:
+                setattr(ctx, name, inputs[index])
+
+    def _backward(self, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = self._gradients(ctx, *grads)
+        return (*found, *[None] * (len(self._names) + 1 - len(found)))
+
+    def _reference_gradients(self, ctx: Any, grad: Tensor) -> list[Tensor | None]:
+        """Differentiates the unrounded reference, which is computed again rather than kept."""
+        saved = ctx.saved_tensors  # read once: gradient checkpointing hands them out once
+        dtype, needs = compute_dtype(*saved), needs_grad(ctx, len(saved))
+        options = [getattr(ctx, name) for name in self._names[len(saved) :]]
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Expanded to their own shape, so that an argument given twice is differentiated by each by itself.
+            wide = [None if tensor is None else tensor.to(dtype).expand_as(tensor) for tensor in saved]
+            y = EAGER.kernel(self._name, grad.device)(*wide, *options)
+        wanted = [tensor for tensor, needed in zip(wide, needs, strict=True) if needed and tensor is not None]
+        found = iter(torch.autograd.grad(y, wanted, grad.to(dtype), create_graph=create_graph))
+        return [next(found).to(tensor.dtype) if needed else None for tensor, needed in zip(saved, needs, strict=True)]
 
     def _compute(self, *given: Any) -> Any:
         """What :attr:`op` runs."""

@@ -27,6 +27,7 @@ from diffkern.ops.rotary import (
     check_coords,
     check_table,
     dispatch_fn,
+    from_complex,
     no_gradient_of,
     resolve_tokens,
     rotation_gradients,
@@ -109,11 +110,10 @@ def rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     if sin is None:
-        cos, sin = _from_complex(cos)
+        cos, sin = from_complex(cos)
     if tokens is not None and seq_dim < 0:
         seq_dim += x.ndim
-    y: Tensor = _rope.call((x, cos, sin), (pairing, arithmetic, rotary_dim, tokens, seq_dim), provider)
-    return y
+    return _rope.call((x, cos, sin), (pairing, arithmetic, rotary_dim, tokens, seq_dim), provider)
 
 
 def rope_3d(
@@ -168,8 +168,7 @@ def rope_3d(
         seq_dim += x.ndim
     options = order, front_pad, pairing, arithmetic, rotary_dim, tokens, seq_dim
     operands = x, list(cos_axes), list(sin_axes), coords, [] if grid is None else list(grid)
-    y: Tensor = dispatch_fn(_rope_3d, coords)(operands, options, provider)
-    return y
+    return dispatch_fn(_rope_3d, coords)(operands, options, provider)
 
 
 def expand_axes(
@@ -195,13 +194,6 @@ def expand_axes(
     return cos, reference.expand_axes(sin_axes, coords, grid or (), alternating, front_pad, 0.0)
 
 
-def _from_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
-    if not freqs.is_complex():
-        raise TypeError(f"with sin=None the table must be complex, got {freqs.dtype}: pass sin as well")
-    cos, sin = torch.view_as_real(freqs.resolve_conj()).unbind(-1)
-    return cos, sin
-
-
 # --- rope as a torch op --------------------------------------------------------------------------------
 
 
@@ -219,7 +211,7 @@ def _rope_prepare(
     return x, cos, sin, pairing == "half", ARITHMETICS[arithmetic], rotary_dim or 0, dim, start, length
 
 
-def _rope_fake(x: Tensor, **options: Any) -> Tensor:
+def _fake(x: Tensor, **options: Any) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -232,10 +224,10 @@ def _rope_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, cos, sin = ctx.saved_tensors
     grad_x, (grad_cos,), (grad_sin,) = rotation_gradients(x, grad, [cos], [sin], *ctx.options)
-    return (grad_x, grad_cos, grad_sin, *(None,) * 7)
+    return grad_x, grad_cos, grad_sin
 
 
-_rope = Op("rope", _rope_prepare, _rope_fake, _rope_setup_context, _rope_backward)
+_rope = Op("rope", _rope_prepare, _fake, _rope_backward, setup_context=_rope_setup_context)
 
 
 # --- rope_3d as a torch op -----------------------------------------------------------------------------
@@ -267,7 +259,7 @@ def _rope_3d_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, coords, *tables = ctx.saved_tensors
     axes = len(tables) // 2
     grads = rotation_gradients(x, grad, tables[:axes], tables[axes:], coords, *ctx.options)
-    return (*grads, None, no_gradient_of(ctx.options[0]), *(None,) * 9)
+    return (*grads, None, no_gradient_of(ctx.options[0]))
 
 
-_rope_3d = Op("rope_3d", _rope_3d_prepare, _rope_fake, _rope_3d_setup_context, _rope_3d_backward)
+_rope_3d = Op("rope_3d", _rope_3d_prepare, _fake, _rope_3d_backward, setup_context=_rope_3d_setup_context)

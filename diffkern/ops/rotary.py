@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffkern.ops.registration import Op
+from diffkern.ops.registration import Op, R
 from diffkern.providers.eager import compute_dtype
 from diffkern.providers.eager import rope as reference
 from diffkern.providers.eager.rope import ARITHMETICS, FLOAT32, INPUT
@@ -55,6 +54,14 @@ def resolve_tokens(
     if start < 0 or length < 0 or start + length > shape[dim]:
         raise ValueError(f"tokens {start} to {start + length} are not all among the {shape[dim]} of the input")
     return start, length, dim
+
+
+def from_complex(freqs: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a complex table."""
+    if not freqs.is_complex():
+        raise TypeError(f"with sin=None the table must be complex, got {freqs.dtype}: pass sin as well")
+    cos, sin = torch.view_as_real(freqs.resolve_conj()).unbind(-1)
+    return cos, sin
 
 
 def check_table(name: str, table: Tensor, shape: Sequence[int], rotary: int) -> None:
@@ -129,7 +136,7 @@ def check_axes(
         raise ValueError(f"a grid of {tuple(grid)} is not one of {count} tokens and {axes} axes")
 
 
-def dispatch_fn(op: Op, coords: Tensor | None) -> Callable[..., Any]:
+def dispatch_fn(op: Op[R], coords: Tensor | None) -> Callable[..., R]:
     """How to call an op: past the dispatch cache where :func:`check_coords` has something to check."""
     return op.call if coords is None or coords.device.type != "cpu" else op.dispatch_slow
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-Kernel = Callable[..., torch.Tensor]
+Kernel = Callable[..., Any]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -342,7 +342,7 @@ def test_bad_arguments_are_named(device: str) -> None:
         qk_norm_rope(q, k[:, :4], None, None, cos, sin)
     with pytest.raises(ValueError, match="but no cos"):
         qk_norm_rope(q, k, sin=sin)
-    with pytest.raises(TypeError, match="without sines the table must be complex"):
+    with pytest.raises(TypeError, match="with sin=None the table must be complex"):
         qk_norm_rope(q, k, None, None, cos)
     with pytest.raises(ValueError, match="one table per axis"):
         qk_norm_rope(q, k, None, None, cos, sin, grid=(5,))
