@@ -21,12 +21,16 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from diffkern.cache import DerivedCache
+from diffkern.providers.foreign import summary
 
 #: Plain values that a graph has written into it.
 CONSTANTS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 #: Replays of a graph that only its time is wanted of; the first one uploads it.
 _REPLAYS_TIMED = 4
+
+#: Characters of an error that are told.
+_LONGEST = 200
 
 #: PyTorch captures one graph at a time in a process.
 _one_at_a_time = threading.Lock()
@@ -225,7 +229,7 @@ def _capture(run: Callable[[], Any], device: torch.device, pool: GraphPool) -> t
             pool.add(graph, torch.cuda.memory_reserved(device) - reserved)
             return graph, result
         except BaseException as error:
-            reason = describe(error)
+            reason = summary(error, _LONGEST)
             if not isinstance(error, Exception):
                 clean_up(graph, handle, device, begun)
                 pool.leave()
@@ -268,15 +272,10 @@ def clean_up(graph: torch.cuda.CUDAGraph, handle: Any, device: torch.device, beg
         spare.reset()
     except RuntimeError as error:
         _lost.append(spare)
-        warnings.warn(f"diffkern: after a failed capture the GPU captures no more: {describe(error)}", stacklevel=2)
+        reason = summary(error, _LONGEST)
+        warnings.warn(f"diffkern: after a failed capture the GPU captures no more: {reason}", stacklevel=2)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-
-
-def describe(error: BaseException) -> str:
-    """The first line of an error that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -29,9 +29,8 @@ from diffkern.ops.rotary import (
     rotation_gradients,
 )
 from diffkern.providers.eager import compute_dtype
-from diffkern.providers.eager.modulate import NO_NORM, NORMS
+from diffkern.providers.eager.modulate import NO_NORM, NORMS, normalise
 from diffkern.providers.eager.rope import ARITHMETICS
-from diffkern.providers.eager.rope_qk_norm import normalise
 
 _MIX = "q, k, parameters and tables in any mix"
 
@@ -294,7 +293,7 @@ def _one_backward(
     if cos:
         rotated = None
         if ctx.table_grads[which]:
-            rotated = normalise(x, weight, bias, norm, eps, weight_offset, None, False).view_as(grad)
+            rotated = normalise(x, weight, bias, eps, norm, dtype, weight_offset).view_as(grad)
         rotary = rotary_dim or grad.shape[-1]
         turn = (alternating, front_pad, half, arithmetic, rotary, seq_dim, start, length)
         grad, grad_cos, grad_sin = rotation_gradients(rotated, grad, cos, sin, coords, ctx.grid, *turn)

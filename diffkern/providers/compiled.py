@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -233,16 +234,7 @@ def _overload(build: Build, op: str) -> Any:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(_leading_int(part) for part in text.split(".")[:2])
-
-
-def _leading_int(text: str) -> int:
-    digits = ""
-    for character in text:
-        if not character.isdigit():
-            break
-        digits += character
-    return int(digits or 0)
+    return tuple([int(re.sub(r"\D.*", "", part) or 0) for part in text.split(".")[:2]])
 
 
 PROVIDER = CompiledProvider()

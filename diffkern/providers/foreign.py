@@ -35,10 +35,10 @@ def is_of_user(error: BaseException) -> bool:
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def summary(error: BaseException) -> str:
-    """The class of an error and the first line of what it says."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+def summary(error: BaseException, longest: int | None = None) -> str:
+    """The class of an error and the first line of what it says, of so many characters at most."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()[:longest]}" if lines else type(error).__name__
 
 
 def with_causes(error: BaseException) -> str:

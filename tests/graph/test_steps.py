@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from diffkern.graph import capture as capture_module
 from diffkern.graph import steps
-from diffkern.graph.capture import CaptureError, GraphPool, describe
+from diffkern.graph.capture import CaptureError, GraphPool
 from diffkern.graph.steps import (
     FIRST_CALL,
     MAX_CHANGES,
@@ -31,6 +31,7 @@ from diffkern.graph.steps import (
     StepCall,
     StepGraphs,
 )
+from diffkern.providers.foreign import summary
 from tests.graph.test_snapshot import returns
 
 
@@ -369,5 +370,5 @@ def test_steps_that_a_replay_would_not_repeat(
 
 
 def test_errors_are_described_in_one_line() -> None:
-    assert describe(ValueError("  \n one\ntwo")) == "ValueError: one" and describe(KeyError()) == "KeyError"
-    assert len(describe(ValueError("x" * 1000))) < 250
+    assert summary(ValueError("  \n one\ntwo")) == "ValueError: one" and summary(KeyError()) == "KeyError"
+    assert len(summary(ValueError("x" * 1000), 200)) < 250

@@ -7,7 +7,6 @@ those of torch's library, to the bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 
 import torch
 
@@ -25,35 +24,26 @@ from diffkern.providers.eager import (
     rope_qk_norm,
 )
 from diffkern.providers.eager.precision import compute_dtype
+from diffkern.providers.signatures import SIGNATURES
 
 __all__ = ["PROVIDER", "compute_dtype"]
 
-#: Every op there is, and the module whose function of the same name computes it.
-_MODULES: Mapping[str, ModuleType] = {
-    "activation": activation,
-    "activation_fp8": fp8,
-    "add_norm_silu_pad": add_norm_silu_pad,
-    "channel_glu": activation,
-    "channel_rms_norm_silu": group_norm,
-    "gate_residual": modulate,
-    "gate_residual_norm_modulate": modulate,
-    "gate_residual_norm_modulate_and_fp8": fp8,
-    "gate_residual_norm_modulate_fp8": fp8,
-    "glu": activation,
-    "glu_and_fp8": fp8,
-    "group_norm_silu": group_norm,
-    "joint_qk_norm_rope": rope_qk_norm,
-    "layer_norm": norm,
-    "linear_attention": linear_attention,
-    "linear_fp8": fp8,
-    "linear_gelu": layers,
-    "norm_modulate": modulate,
-    "norm_modulate_and_fp8": fp8,
-    "norm_modulate_fp8": fp8,
-    "qk_norm_rope": rope_qk_norm,
-    "rms_norm": norm,
-    "rope": rope,
-    "rope_3d": rope,
+_MODULES = (
+    activation,
+    add_norm_silu_pad,
+    fp8,
+    group_norm,
+    layers,
+    linear_attention,
+    modulate,
+    norm,
+    rope,
+    rope_qk_norm,
+)
+
+#: Every op there is, computed by the function of that name.
+_KERNELS: Mapping[str, Kernel] = {
+    op: getattr(module, op) for module in _MODULES for op in SIGNATURES if hasattr(module, op)
 }
 
 
@@ -62,7 +52,7 @@ class EagerProvider:
 
     name = "eager"
     support: Mapping[str, Support] = {
-        op: Support(None, KERNEL_DTYPES | {fp8.E4M3 if op == "linear_fp8" else torch.float64}) for op in _MODULES
+        op: Support(None, KERNEL_DTYPES | {fp8.E4M3 if op == "linear_fp8" else torch.float64}) for op in _KERNELS
     }
 
     def unavailable_reason(self, device: torch.device) -> str | None:
@@ -75,7 +65,7 @@ class EagerProvider:
 
     def kernel(self, op: str, device: torch.device) -> Kernel:
         """Returns the function that is named like the op."""
-        return getattr(_MODULES[op], op)  # type: ignore[no-any-return]
+        return _KERNELS[op]
 
 
 PROVIDER = EagerProvider()

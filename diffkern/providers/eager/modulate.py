@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffkern.providers.eager.norm import layer_norm, rms_norm
-from diffkern.providers.eager.precision import compute_dtype
+from diffkern.providers.eager.precision import compute_dtype, finish
 
 # Dicts, and not proxies of them: torch.compile breaks its graph at a proxy if the same frame writes to any dict.
 
@@ -34,12 +34,12 @@ def norm_modulate(
     modulated_shape(x.shape, scale, shift, norm)
     out_dtype = out_dtype or promoted_dtype(x.dtype, scale, shift)
     wide = compute_dtype(x, scale, shift)
-    y = _normalise(x, weight, bias, eps, norm, x.dtype if round_each else wide)
+    y = normalise(x, weight, bias, eps, norm, x.dtype if round_each else wide)
     if scale is not None:
         y = y * ((scale if round_each else scale.to(wide)) + scale_offset)
     if shift is not None:
         y = y + (shift if round_each else shift.to(wide))
-    y = _finish(y, out_dtype)
+    y = finish(y, x, out_dtype, False)
     # The result of an op must not be its input.
     return y.clone() if y is x else y
 
@@ -53,7 +53,8 @@ def gate_residual(
     if not round_each:
         wide = compute_dtype(residual, x, gate)
         residual, x, gate = residual.to(wide), x.to(wide), None if gate is None else gate.to(wide)
-    return _finish(residual + (x if gate is None else activate(gate, gate_activation) * x), out_dtype)
+    y = residual + (x if gate is None else activate(gate, gate_activation) * x)
+    return finish(y, residual, out_dtype, False)
 
 
 def gate_residual_norm_modulate(
@@ -140,15 +141,13 @@ def _gated_shape(sum_of: tuple[torch.Size, ...], *modulation: torch.Size) -> tor
     return result
 
 
-def _normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, norm: int, dtype: torch.dtype
-) -> Tensor:
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, norm: int, dtype: torch.dtype,
+    weight_offset: float = 0.0, round_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The norm alone, if there is one, in a dtype."""
     if norm == RMS:
-        return rms_norm(x, weight, bias, eps, 0.0, None, dtype, False, False)
+        return rms_norm(x, weight, bias, eps, weight_offset, round_dtype, dtype, False, False)
     if norm == LAYER:
         return layer_norm(x, weight, bias, eps, dtype, False)
     return x.to(dtype)
-
-
-def _finish(y: Tensor, dtype: torch.dtype) -> Tensor:
-    return y.to(dtype, memory_format=torch.contiguous_format).contiguous()

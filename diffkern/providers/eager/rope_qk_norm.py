@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffkern.providers.eager.modulate import LAYER, RMS
-from diffkern.providers.eager.norm import layer_norm, rms_norm
+from diffkern.providers.eager.modulate import normalise
 from diffkern.providers.eager.precision import compute_dtype, laid_out_like
 from diffkern.providers.eager.rope import INPUT, expand_axes, fit_table, rotate
 
@@ -28,7 +27,8 @@ def qk_norm_rope(
         (q, q_weight, q_bias, cos, sin),
         (k, k_weight, k_bias, cos_k, sin_k),
     ):
-        y = normalise(x, weight, bias, norm, eps, weight_offset, round_dtype, round_norm or arithmetic == INPUT)
+        dtype = x.dtype if round_norm or arithmetic == INPUT else compute_dtype(x)
+        y = normalise(x, weight, bias, eps, norm, dtype, weight_offset, round_dtype)
         if cos_list:
             by_head = y.unflatten(-1, (y.shape[-1] // head_dim, head_dim)) if heads else y
             if grid or coords is not None:
@@ -58,16 +58,3 @@ def joint_qk_norm_rope(
     second = qk_norm_rope(q_2, k_2, q_weight_2, k_weight_2, q_bias_2, k_bias_2, cos_2, sin_2, cos_2, sin_2, *rest)
     queries, keys = (torch.cat(pair, dim).contiguous() for pair in zip(first, second, strict=True))
     return queries, keys
-
-
-def normalise(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: int, eps: float, weight_offset: float,
-    round_dtype: torch.dtype | None, round_norm: bool,
-) -> Tensor:  # fmt: skip
-    """The norm alone, in the dtype of ``x`` if it is rounded, else in float32 (float64 for float64)."""
-    dtype = x.dtype if round_norm else compute_dtype(x)
-    if norm == RMS:
-        return rms_norm(x, weight, bias, eps, weight_offset, round_dtype, dtype, False, False)
-    if norm == LAYER:
-        return layer_norm(x, weight, bias, eps, dtype, False)
-    return x.to(dtype)

@@ -7,6 +7,8 @@ from types import ModuleType
 
 import torch
 
+from diffkern.providers.foreign import summary
+
 #: Oldest NVIDIA compute capability that Triton generates code for.
 MINIMUM_CAPABILITY = (7, 0)
 
@@ -19,7 +21,7 @@ def unavailable_reason(device: torch.device) -> str | None:
         only = "" if device.type != "cpu" else "; on a CPU it only interprets its kernels, with TRITON_INTERPRET=1"
         return f"Triton is not installed ({error}): pip install triton (on Windows triton-windows){only}"
     except Exception as error:  # a broken installation may raise anything
-        return f"importing Triton failed ({_summary(error)}): reinstall the package 'triton'"
+        return f"importing Triton failed ({summary(error)}): reinstall the package 'triton'"
     try:
         import_module("triton.language")
         import_module("triton.runtime")
@@ -27,7 +29,7 @@ def unavailable_reason(device: torch.device) -> str | None:
     except Exception as error:
         place = getattr(triton, "__file__", None) or "an unknown place"
         return (
-            f"the module 'triton' from {place} is not a Triton of version 3.6 or newer ({_summary(error)}): "
+            f"the module 'triton' from {place} is not a Triton of version 3.6 or newer ({summary(error)}): "
             "rename the file if it is yours, else upgrade the package 'triton'"
         )
     if interpreted:
@@ -43,7 +45,7 @@ def _driver_reason(triton: ModuleType, device: torch.device) -> str | None:
         backend = triton.runtime.driver.active.get_current_target().backend
     except Exception as error:  # no GPU, no C compiler for Triton's launcher, an unwritable cache folder ...
         return (
-            f"Triton has no active GPU driver ({_summary(error)}): "
+            f"Triton has no active GPU driver ({summary(error)}): "
             "check the GPU driver, the C compiler and Triton's cache folder"
         )
     if backend != wanted:
@@ -57,13 +59,8 @@ def _capability_reason(device: torch.device) -> str | None:
     try:
         capability = torch.cuda.get_device_capability(device)
     except Exception as error:
-        return f"the compute capability of {device} cannot be read ({_summary(error)}): check the GPU driver"
+        return f"the compute capability of {device} cannot be read ({summary(error)}): check the GPU driver"
     if capability < MINIMUM_CAPABILITY:
         have, need = (".".join(map(str, version)) for version in (capability, MINIMUM_CAPABILITY))
         return f"Triton needs compute capability {need}, {device} has {have}: use a newer GPU or the eager provider"
     return None
-
-
-def _summary(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

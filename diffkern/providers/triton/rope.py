@@ -17,7 +17,7 @@ from diffkern.providers.eager.modulate import NO_NORM
 from diffkern.providers.eager.rope import FLOAT64, INPUT, expand_axes, fit_table
 from diffkern.providers.triton.launching import device_guard
 from diffkern.providers.triton.rope_kernels import rope_kernel
-from diffkern.providers.triton.rows import broadcast_strides, merge_loops, stride_of
+from diffkern.providers.triton.rows import Loops, broadcast_strides, merge_loops, stride_of
 from diffkern.providers.triton.tiles import power_of_two, warps_for
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
@@ -146,25 +146,16 @@ class _Operand:
     programs: int
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where the rows lie: the loops, and the strides of result, input, cosines, sines and token along them."""
-
-    sizes: tuple[int, int, int]
-    strides: tuple[Strides, ...]
-
-
 @lru_cache(maxsize=4096)
-def _layout(sizes: Strides, strides: tuple[Strides, ...], across: bool) -> _Layout | None:
+def _layout(sizes: Strides, strides: tuple[Strides, ...], across: bool) -> Loops | None:
     """Merges the loops over rows, None if too many are left; across heads the last one is kept for the heads."""
     if not across:
-        loops = merge_loops(sizes, strides)
-        return None if loops is None else _Layout(loops.sizes, loops.strides)
+        return merge_loops(sizes, strides)
     loops = merge_loops(sizes[:-1], tuple(own[:-1] for own in strides))
     if loops is None or loops.sizes[2] > 1:
         return None
     inner = tuple((own[-1], *merged[:2]) for own, merged in zip(strides, loops.strides, strict=True))
-    return _Layout((sizes[-1], *loops.sizes[:2]), inner)
+    return Loops((sizes[-1], *loops.sizes[:2]), inner)
 
 
 def _run(
