@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,17 +31,24 @@ def check_call(
     unwritten, and that the buffers behind the inputs are what they were, byte for byte.
     """
     inputs = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    before = [storage_of(tensor) for tensor in inputs]
-    with reference.poisoned_allocations():
+    with leaves_alone(*inputs):
         y = getattr(ops, op)(x, weight, bias, eps, memory_format=memory_format, provider=provider, **options)
-    for tensor, bytes_before in zip(inputs, before, strict=True):
-        assert torch.equal(storage_of(tensor), bytes_before), "the op wrote into an input"
     assert y.shape == x.shape
     assert y.device == x.device
     assert y.dtype == (options.get("out_dtype") or x.dtype)
     assert strides_that_matter(y) == strides_that_matter(torch.empty_like(x, memory_format=memory_format))
     reference.assert_within(y, getattr(reference, op)(x, weight, bias, eps, **options))
     return y
+
+
+@contextlib.contextmanager
+def leaves_alone(*inputs: Tensor) -> Iterator[None]:
+    """Fills new tensors with NaN within; asserts that the buffers behind the inputs stay the same, byte for byte."""
+    before = [storage_of(x) for x in inputs]
+    with reference.poisoned_allocations():
+        yield
+    for x, contents in zip(inputs, before, strict=True):
+        assert torch.equal(storage_of(x), contents), "the op wrote into an input"
 
 
 def strides_that_matter(x: Tensor) -> list[int]:

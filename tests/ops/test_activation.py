@@ -15,8 +15,8 @@ from torch import Tensor
 from diffkern import ops
 from diffkern.ops.contract import table
 from tests.ops import reference
-from tests.ops.checks import strides_that_matter
-from tests.ops.layouts import LAYOUTS, make, storage_of
+from tests.ops.checks import leaves_alone, strides_that_matter
+from tests.ops.layouts import LAYOUTS, make
 from tests.ops.reference import EXACT_HALF, INTERPRETED, half_unit, relative_error
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -38,10 +38,8 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _check_unary(function: str, x: Tensor, provider: str) -> None:
-    before = storage_of(x)
-    with reference.poisoned_allocations():
+    with leaves_alone(x):
         y = CALLS[function](x, provider=provider)
-    assert torch.equal(storage_of(x), before), "the op wrote into its input"
     assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
     assert strides_that_matter(y) == strides_that_matter(torch.empty_like(x))
     truth = TORCH[function](x.double())
@@ -51,11 +49,8 @@ def _check_unary(function: str, x: Tensor, provider: str) -> None:
 
 
 def _check_glu(value: Tensor, gate: Tensor, function: str, round_activation: bool, provider: str) -> None:
-    before = storage_of(value), storage_of(gate)
-    with reference.poisoned_allocations():
+    with leaves_alone(value, gate):
         y = ops.glu(value, gate, function, round_activation=round_activation, provider=provider)
-    assert torch.equal(storage_of(value), before[0])
-    assert torch.equal(storage_of(gate), before[1])
     dtype = torch.promote_types(value.dtype, gate.dtype)
     assert (y.shape, y.dtype, y.device) == (value.shape, dtype, value.device)
     assert strides_that_matter(y) == strides_that_matter(torch.empty_like(value))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from diffkern.ops import joint_qk_norm_rope, qk_norm_rope
-from tests.ops.layouts import storage_of
-from tests.ops.reference import INTERPRETED, poisoned_allocations
+from tests.ops.checks import leaves_alone
+from tests.ops.reference import INTERPRETED
 from tests.ops.rotation import angles, random
 
 F64 = torch.float64
@@ -59,13 +59,11 @@ def test_each_stream_has_the_bits_of_qk_norm_rope(
     given: dict[str, Any] = parameters(device, torch.bfloat16)
     options: dict[str, Any]
     for options in ({"pairing": "half"}, {"arithmetic": "input", "norm": "layer"}, {"round_norm": True})[:LESS]:
-        before = [storage_of(x) for x in (*queries, *keys)]
-        with poisoned_allocations():
+        with leaves_alone(*queries, *keys):
             ours = joint_qk_norm_rope(
                 tuple(queries), tuple(keys), cos=tuple(cos), sin=tuple(sin), dim=dim, **given, **options,
                 provider=provider,
             )  # fmt: skip
-        assert all(map(torch.equal, before, map(storage_of, (*queries, *keys))))
         expected = joined(queries, keys, cos, sin, given, dim, **options, provider=provider)
         for one, other in zip(ours, expected, strict=True):
             assert one.is_contiguous() and torch.equal(one, other)

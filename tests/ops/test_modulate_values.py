@@ -13,7 +13,8 @@ from torch import Tensor
 from diffkern import ops
 from diffkern.ops.contract import table
 from tests.ops import modulation, reference
-from tests.ops.layouts import LAYOUTS, make, make_parameter, storage_of
+from tests.ops.checks import leaves_alone
+from tests.ops.layouts import LAYOUTS, make, make_parameter
 from tests.ops.modulation import MODULATIONS, gate_residual_chain, make_modulation, norm_modulate_chain
 from tests.ops.reference import EXACT_HALF, INTERPRETED, relative_error
 
@@ -41,11 +42,8 @@ activations = st.sampled_from((None, "tanh", "sigmoid"))
 def call(op: str, *tensors: Tensor | None, provider: str, **options: Any) -> Any:
     """Calls ``ops.<op>``; asserts that no input is changed, and that every output is new and contiguous."""
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
-    before = [storage_of(tensor) for tensor in given]
-    with reference.poisoned_allocations():
+    with leaves_alone(*given):
         result = getattr(ops, op)(*tensors, provider=provider, **options)
-    for tensor, bytes_before in zip(given, before, strict=True):
-        assert torch.equal(storage_of(tensor), bytes_before), "the op wrote into an input"
     for y in result if isinstance(result, tuple) else (result,):
         assert y.is_contiguous()
         assert y.device == given[0].device
