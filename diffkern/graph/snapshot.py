@@ -97,7 +97,7 @@ class ModuleSnapshot:
         self._walk(module)
         self._dicts = [container for container in self._containers if isinstance(container, dict)]
         self._layout = [list(column) for column in self._lie([tensor() for tensor, _ in self.tensors])]
-        self._classes = sorted(self._seen_classes, key=_full_name)
+        self._classes = sorted(self._seen_classes, key=lambda cls: (cls.__module__, cls.__qualname__, id(cls)))
         self._globals = [pair for cls in self._classes for pair in _globals_read(cls)]
         self._code = [*self._look_at_code()]
         self._filtered_code = [*_methods(self._classes), *_values(self._globals)]
@@ -155,7 +155,7 @@ class ModuleSnapshot:
             for mine, others in zip(self._facts, other._facts, strict=False):
                 if mine != others:
                     return _name_difference(mine, others)
-            return _path_of(max(self._facts, other._facts, key=len)[min(len(self._facts), len(other._facts))])
+            return _shown(max(self._facts, other._facts, key=len)[min(len(self._facts), len(other._facts))][0])
         if not _identical(self._patches, other._patches):
             return "the patches of diffkern"
         if not _identical(self._filtered_code, other._filtered_code):
@@ -348,10 +348,6 @@ def _shown(path: str) -> str:
     return path.lstrip(".")
 
 
-def _path_of(fact: tuple[Any, ...]) -> str:
-    return _shown(fact[0])
-
-
 def _name_difference(mine: tuple[Any, ...], others: tuple[Any, ...]) -> str:
     path, kind, keys, values = mine
     if others[:3] != (path, kind, keys):
@@ -359,10 +355,6 @@ def _name_difference(mine: tuple[Any, ...], others: tuple[Any, ...]) -> str:
         return _shown(f"{path}.{added[0]}" if added else path) or "the model"
     place = next(i for i, (value, other) in enumerate(zip(values, others[3], strict=False)) if value != other)
     return _shown(f"{path}.{keys[place]}")
-
-
-def _full_name(cls: type) -> tuple[str, str, int]:
-    return cls.__module__, cls.__qualname__, id(cls)
 
 
 # --- code, and settings around it -------------------------------------------------------------------------

@@ -212,9 +212,6 @@ def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
     return (second, first) if gate_first else (first, second)
 
 
-# --- activation as a torch op --------------------------------------------------------------------------
-
-
 def _activation_prepare(x: Tensor, function: str) -> tuple[Any, ...]:
     if not x.is_floating_point():
         raise TypeError(f"an activation needs a floating point input, got {x.dtype}")
@@ -227,9 +224,6 @@ def _activation_backward(ctx: Any, grad: Tensor) -> list[Tensor]:
 
 
 _activation = Op("activation", _activation_prepare, lambda x, **_: torch.empty_like(x), _activation_backward)
-
-
-# --- glu as a torch op ---------------------------------------------------------------------------------
 
 
 def glu_prepare(value: Tensor, gate: Tensor, activation: str, round_activation: bool) -> tuple[Any, ...]:
@@ -264,9 +258,6 @@ def _glu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _glu = Op("glu", glu_prepare, glu_fake, _glu_backward)
-
-
-# --- channel_glu as a torch op -------------------------------------------------------------------------
 
 
 def _channel_glu_prepare(x: Tensor, bias: Tensor | None, activation: str, round_each: bool) -> tuple[Any, ...]:

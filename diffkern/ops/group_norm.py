@@ -247,9 +247,6 @@ def is_channels_last(x: Tensor) -> bool:
     return True
 
 
-# --- group_norm_silu as a torch op ---------------------------------------------------------------------
-
-
 def _group_norm_silu_prepare(
     x: Tensor,
     num_groups: int,
@@ -341,9 +338,6 @@ _group_norm_silu = Op(
     _group_norm_silu_backward,
     setup_context=_group_norm_silu_setup_context,
 )
-
-
-# --- channel_rms_norm_silu as a torch op ---------------------------------------------------------------
 
 
 def _channel_rms_norm_silu_prepare(

@@ -280,9 +280,6 @@ def _scalar_to(device: torch.device, operand: Any) -> Any:
     return operand.to(device) if movable else operand
 
 
-# --- norm_modulate as a torch op -----------------------------------------------------------------------
-
-
 def norm_modulate_prepare(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     eps: float | None, norm: str | None, scale_offset: float, rounding: str, out_dtype: torch.dtype | None,
@@ -334,9 +331,6 @@ _norm_modulate = Op(
 )
 
 
-# --- gate_residual as a torch op -----------------------------------------------------------------------
-
-
 def _gate_residual_prepare(
     residual: Tensor, x: Tensor, gate: Tensor | None, gate_activation: str | None, rounding: str,
     out_dtype: torch.dtype | None,
@@ -376,9 +370,6 @@ _gate_residual = Op(
     lambda ctx, grad: gate_grads(ctx.options, needs_grad(ctx, 3), grad, *ctx.saved_tensors),
     setup_context=_gate_residual_setup_context,
 )
-
-
-# --- gate_residual_norm_modulate as a torch op ---------------------------------------------------------
 
 
 def gate_residual_norm_modulate_prepare(

@@ -206,9 +206,6 @@ def _check_rotation(
     return dim if axes or length >= 0 else unused, start, length
 
 
-# --- the torch op --------------------------------------------------------------------------------------
-
-
 def _qk_norm_rope_prepare(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_bias: Tensor | None,
     k_bias: Tensor | None, cos: list[Tensor], sin: list[Tensor], cos_k: list[Tensor], sin_k: list[Tensor],

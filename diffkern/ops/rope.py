@@ -194,9 +194,6 @@ def expand_axes(
     return cos, reference.expand_axes(sin_axes, coords, grid or (), alternating, front_pad, 0.0)
 
 
-# --- rope as a torch op --------------------------------------------------------------------------------
-
-
 def _rope_prepare(
     x: Tensor, cos: Tensor, sin: Tensor, pairing: str, arithmetic: str, rotary_dim: int | None,
     tokens: tuple[int, int] | None, seq_dim: int,
@@ -228,9 +225,6 @@ def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _rope = Op("rope", _rope_prepare, _fake, _rope_backward, setup_context=_rope_setup_context)
-
-
-# --- rope_3d as a torch op -----------------------------------------------------------------------------
 
 
 def _rope_3d_prepare(

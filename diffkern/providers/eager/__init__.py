@@ -14,7 +14,6 @@ from diffkern.providers.base import KERNEL_DTYPES, Kernel, Request, Support
 from diffkern.providers.cublaslt import layers
 from diffkern.providers.eager import (
     activation,
-    add_norm_silu_pad,
     fp8,
     group_norm,
     linear_attention,
@@ -30,7 +29,6 @@ __all__ = ["PROVIDER", "compute_dtype"]
 
 _MODULES = (
     activation,
-    add_norm_silu_pad,
     fp8,
     group_norm,
     layers,

@@ -1,4 +1,4 @@
-"""group_norm_silu and channel_rms_norm_silu in plain PyTorch.
+"""The norms of convolutional networks in plain PyTorch: group_norm_silu, channel_rms_norm_silu, add_norm_silu_pad.
 
 Half inputs are computed in float32 and rounded once, or where ``round_dtype`` says. Torch's own group norm is not used:
 on the CPU it takes the variance of a channels-last input from the mean square, which loses it far from zero, and on
@@ -80,3 +80,25 @@ def channel_rms_norm_silu(
     if shift is not None:
         y = y + _channels(shift, y)
     return finish(F.silu(y) if silu else y, x, x.dtype, True)
+
+
+def add_norm_silu_pad(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float,
+    norm: bool, silu: bool, front: int, back: int, channels_last: bool,
+) -> Tensor:  # fmt: skip
+    """Computes :func:`diffkern.ops.add_norm_silu_pad`."""
+    y = x.to(compute_dtype(x))
+    if bias is not None:
+        y = y + _channels(bias, y)
+    if residual is not None:
+        y = y + residual.to(y.dtype)
+    if norm:
+        y = y * torch.rsqrt(y.square().mean(1, keepdim=True) + eps)
+    if scale is not None:
+        y = y * (1 + _channels(scale, y))
+    if shift is not None:
+        y = y + _channels(shift, y)
+    y = (F.silu(y) if silu else y).to(x.dtype)
+    # Always a new tensor, also of one part.
+    y = torch.cat([y[:, :, :1]] * front + [y] + [y[:, :, -1:]] * back, dim=2)
+    return y.contiguous(memory_format=torch.channels_last_3d if channels_last else torch.contiguous_format)

@@ -36,12 +36,11 @@ def _plan(
     shape: tuple[int, ...], strides: tuple[int, ...], ahead: int, front: tuple[int, ...] | None, function: str
 ) -> Plan | None:
     """Plans the launch for a non-empty input; None if its rows, or those in front, do not lie at equal distances."""
-    length = ahead + shape[-1]
-    dense, front = torch.empty(shape, device="meta").stride(), strides if front is None else front
-    loops = merge_loops(shape[:-1], [dense[:-1], strides[:-1], front[:-1]])
-    if loops is None or loops.nested:
+    length, front = ahead + shape[-1], strides if front is None else front
+    walk = _rows(shape, strides, front)
+    if walk is None:
         return None
-    rows, (x_row, *_), (front_row, *_) = loops.sizes[0], *loops.strides[1:]
+    rows, x_row, front_row = walk
     tile = choose_tile(length, rows_are_neighbours=False)
     rest = (
         *(rows, length, ahead, x_row, strides[-1], front_row, front[-1]),
@@ -71,14 +70,21 @@ def _plan_glu(
 
     Those would be read twice, both operands of them: two passes read less.
     """
-    dense = torch.empty(shape, device="meta").stride()
-    loops = merge_loops(shape[:-1], [dense[:-1], value[:-1], gate[:-1]])
-    tile = choose_tile(shape[-1], rows_are_neighbours=False)
-    if loops is None or loops.nested or tile.cols < shape[-1]:
+    walk, tile = _rows(shape, value, gate), choose_tile(shape[-1], rows_are_neighbours=False)
+    if walk is None or tile.cols < shape[-1]:
         return None
-    rows, (value_row, *_), (gate_row, *_) = loops.sizes[0], *loops.strides[1:]
+    rows, value_row, gate_row = walk
     rest = rows, shape[-1], value_row, value[-1], gate_row, gate[-1], *options, tile.rows, tile.cols
     return Plan((-(-rows // tile.rows),), rest, {"num_warps": tile.num_warps})
+
+
+def _rows(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """How many rows two tensors have, and how far these are apart in each; None if the distances differ."""
+    dense = torch.empty(shape, device="meta").stride()
+    loops = merge_loops(shape[:-1], [own[:-1] for own in (dense, *strides)])
+    if loops is None or loops.nested:
+        return None
+    return loops.sizes[0], loops.strides[1][0], loops.strides[2][0]
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
