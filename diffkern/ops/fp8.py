@@ -75,15 +75,8 @@ def norm_modulate_fp8(
 ) -> tuple[Tensor, Tensor]:
     """:func:`diffkern.ops.norm_modulate` into rows of fp8.
 
-    Args:
-        x: As there, and so are ``scale``, ``shift``, ``weight``, ``bias`` and ``norm``.
-        scale: See ``x``.
-        shift: See ``x``.
-        weight: See ``x``.
-        bias: See ``x``.
-        eps: Added to the mean square or the variance; None means float32's machine epsilon.
-        norm: See ``x``.
-        provider: ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
+    The arguments are those of that op, but for roundings and dtypes; for ``eps`` None means float32's machine epsilon.
+    The provider is ``"compiled"``, ``"triton"`` or ``"eager"``; None chooses the first that can.
 
     Returns:
         Values in e4m3 of the shape to which ``x``, ``scale`` and ``shift`` broadcast, contiguous, and scales in
@@ -222,15 +215,8 @@ def glu_and_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`diffkern.ops.glu`, and its result in rows of fp8: what :func:`activation_fp8` makes of it.
 
-    It writes both in one pass, where some readers take fp8 and others may not.
-
-    Args:
-        value: As in :func:`diffkern.ops.glu`, and so are ``gate``, ``activation`` and ``round_activation``; float32,
-            float16 or bfloat16.
-        gate: See ``value``.
-        activation: See ``value``.
-        round_activation: See ``value``.
-        provider: As in :func:`norm_modulate_fp8`.
+    It writes both in one pass, where some readers take fp8 and others may not. The arguments are those of that op,
+    operands in float32, float16 or bfloat16; the provider is that of :func:`norm_modulate_fp8`.
 
     Returns:
         The result, and its values and scales as :func:`norm_modulate_fp8` gives them.

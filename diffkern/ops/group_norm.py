@@ -270,10 +270,6 @@ def _group_norm_silu_prepare(
     return x, num_groups, weight, bias, add, eps, silu, per_frame, preserve_strides
 
 
-def _group_norm_silu_fake(x: Tensor, preserve_strides: bool, **options: Any) -> Tensor:
-    return empty_output(x, None, preserve_strides)
-
-
 def _group_norm_silu_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ctx.num_groups, weight, bias, add, ctx.eps, ctx.silu, ctx.per_frame, _, _ = inputs
     # Without SiLU the gradients do not depend on the bias.
@@ -334,7 +330,7 @@ def _group_norm_silu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
 _group_norm_silu = Op(
     "group_norm_silu",
     _group_norm_silu_prepare,
-    _group_norm_silu_fake,
+    lambda x, preserve_strides, **_: empty_output(x, None, preserve_strides),
     _group_norm_silu_backward,
     setup_context=_group_norm_silu_setup_context,
 )

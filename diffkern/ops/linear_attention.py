@@ -81,8 +81,4 @@ def _prepare(
     return q, k, v, q_rotated, k_rotated, eps, relu
 
 
-def _fake(q: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return v.new_empty(q.shape)
-
-
-_linear_attention = Op("linear_attention", _prepare, _fake)
+_linear_attention: Op[Tensor] = Op("linear_attention", _prepare, lambda q, v, **_: v.new_empty(q.shape))

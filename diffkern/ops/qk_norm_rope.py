@@ -240,10 +240,6 @@ def _qk_norm_rope_prepare(
     )  # fmt: skip
 
 
-def _qk_norm_rope_fake(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
-
-
 def _qk_norm_rope_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, q_weight, k_weight, q_bias, k_bias, *lists, coords, ctx.grid = inputs[:12]
     ctx.options = inputs[12:-1]
@@ -308,7 +304,7 @@ def _one_backward(
 _qk_norm_rope = Op(
     "qk_norm_rope",
     _qk_norm_rope_prepare,
-    _qk_norm_rope_fake,
+    lambda q, k, **_: (torch.empty_like(q), torch.empty_like(k)),
     _qk_norm_rope_backward,
     setup_context=_qk_norm_rope_setup_context,
 )

@@ -208,10 +208,6 @@ def _rope_prepare(
     return x, cos, sin, pairing == "half", ARITHMETICS[arithmetic], rotary_dim or 0, dim, start, length
 
 
-def _fake(x: Tensor, **options: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
 def _rope_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, cos, sin, half, arithmetic, rotary_dim, *place, _ = inputs
     ctx.options = (None, (), False, 0, half, arithmetic, rotary_dim or x.shape[-1], *place)
@@ -224,7 +220,7 @@ def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_cos, grad_sin
 
 
-_rope = Op("rope", _rope_prepare, _fake, _rope_backward, setup_context=_rope_setup_context)
+_rope = Op("rope", _rope_prepare, lambda x, **_: torch.empty_like(x), _rope_backward, setup_context=_rope_setup_context)
 
 
 def _rope_3d_prepare(
@@ -256,4 +252,10 @@ def _rope_3d_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (*grads, None, no_gradient_of(ctx.options[0]))
 
 
-_rope_3d = Op("rope_3d", _rope_3d_prepare, _fake, _rope_3d_backward, setup_context=_rope_3d_setup_context)
+_rope_3d = Op(
+    "rope_3d",
+    _rope_3d_prepare,
+    lambda x, **_: torch.empty_like(x),
+    _rope_3d_backward,
+    setup_context=_rope_3d_setup_context,
+)

@@ -83,10 +83,7 @@ class Flags:
         for name in wish:
             if name not in names:
                 raise ValueError(f"liger has no flag {name!r}: its flags are {', '.join(names)}")
-        losses = ("cross_entropy", "fused_linear_cross_entropy")
-        if wish.get("cross_entropy") and losses[1] not in wish:
-            return cls(**{losses[1]: False, **wish})
-        return cls(**wish)
+        return cls(**{"fused_linear_cross_entropy": not wish.get("cross_entropy", False), **wish})
 
 
 def named(choice: Choice) -> Choice:

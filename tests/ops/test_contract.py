@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diffkern.ops.contract import table
-from tests.ops import reference
+from tests.ops import (
+    reference,
+    test_activation,
+    test_add_norm_silu_pad,
+    test_channel_glu,
+    test_group_norm,
+    test_group_norm_channels,
+    test_linear,
+    test_linear_attention,
+    test_modulate_values,
+)
 from tests.ops.checks import check_call
 from tests.ops.layouts import make, make_parameter
 from tests.ops.reference import EXACT_HALF, INTERPRETED, relative_error
@@ -57,8 +67,24 @@ STOCK: dict[tuple[str, str], list[Stock]] = {
 }
 
 
+#: Ops whose cases are those of a test file of their own.
+CASES: dict[str, Iterable[str]] = {
+    "add_norm_silu_pad": test_add_norm_silu_pad.CASES,
+    "channel_glu": test_channel_glu.CASES,
+    "channel_rms_norm_silu": test_group_norm_channels.CASES,
+    "group_norm_silu": test_group_norm.CASES,
+    "linear_attention": test_linear_attention.CASES,
+    "linear_gelu": test_linear.CASES,
+}
+#: Rotations are compared with chains bit by bit, every test of them.
+ELSEWHERE = {"rope", "rope_3d", "qk_norm_rope", "joint_qk_norm_rope"}
+
+
 def test_every_row_is_tested() -> None:
-    assert {(row.op, row.case) for row in table() if row.op in ("rms_norm", "layer_norm")} == set(STOCK)
+    tested = {*STOCK, *test_activation.CASES, *test_modulate_values.TESTED}
+    tested |= {(op, case) for op, cases in CASES.items() for case in cases}
+    rows = {(row.op, row.case) for row in table() if row.op not in ELSEWHERE and not row.op.endswith("_fp8")}
+    assert rows == tested
 
 
 @pytest.mark.parametrize(("op", "case"), STOCK)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diffkern import ops
-from diffkern.ops.contract import table
 from tests.ops import modulation, reference
 from tests.ops.checks import leaves_alone
 from tests.ops.layouts import LAYOUTS, make, make_parameter
@@ -177,10 +176,6 @@ TESTED = {
 _KINDS = ("sample", "token_unbind", "row")
 #: Two samples of so many rows make 2^18 elements. The interpreter is quicker with several rows to a program.
 _ROWS, _LENGTH = (512, 256) if INTERPRETED else (64, 2048)
-
-
-def test_every_row_of_the_contract_is_tested() -> None:
-    assert {(row.op, row.case) for row in table() if row.op in _OPS} == TESTED
 
 
 def mixes() -> list[tuple[torch.dtype, torch.dtype]]:
