@@ -20,7 +20,6 @@ from diffkern.providers.eager import (
     modulate,
     norm,
     rope,
-    rope_qk_norm,
 )
 from diffkern.providers.eager.precision import compute_dtype
 from diffkern.providers.signatures import SIGNATURES
@@ -36,7 +35,6 @@ _MODULES = (
     modulate,
     norm,
     rope,
-    rope_qk_norm,
 )
 
 #: Every op there is, computed by the function of that name.

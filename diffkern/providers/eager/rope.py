@@ -1,4 +1,4 @@
-"""rope and rope_3d in plain PyTorch.
+"""Rotations, also of what is normalised before, in plain PyTorch.
 
 Half inputs are widened to float32, rotated and rounded once; ``"input"`` arithmetic stays in the dtype of the
 input and rounds after every op, as models do that rotate in bfloat16.
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from diffkern.providers.eager.modulate import normalise
 from diffkern.providers.eager.precision import compute_dtype, laid_out_like
 
 #: How the arithmetic is written in the schemas of the ops. A dict, for torch.compile: see NORMS.
@@ -34,11 +35,53 @@ def rope_3d(
 ) -> Tensor:  # fmt: skip
     """Computes :func:`diffkern.ops.rope_3d`."""
     rotary_dim = rotary_dim or x.shape[-1]
-    full_cos, full_sin = (
-        fit_table(expand_axes(axes, coords, grid, alternating, front_pad, fill), x, seq_dim, rotary_dim)
-        for axes, fill in ((cos, 1.0), (sin, 0.0))
-    )
-    return rope(x, full_cos, full_sin, half, arithmetic, rotary_dim, seq_dim, start, length)
+    tables = full_tables(cos, sin, coords, grid, alternating, front_pad, x, seq_dim, rotary_dim)
+    return rope(x, *tables, half, arithmetic, rotary_dim, seq_dim, start, length)
+
+
+def qk_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, q_bias: Tensor | None,
+    k_bias: Tensor | None, cos: Sequence[Tensor], sin: Sequence[Tensor], cos_k: Sequence[Tensor],
+    sin_k: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int], alternating: bool, front_pad: int, norm: int,
+    eps: float, heads: int, weight_offset: float, round_dtype: torch.dtype | None, round_norm: bool, half: bool,
+    arithmetic: int, rotary_dim: int, seq_dim: int, start: int, length: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes :func:`diffkern.ops.qk_norm_rope`."""
+    outs = []
+    head_dim = q.shape[-1] // heads if heads else q.shape[-1]
+    rotary = rotary_dim or head_dim
+    for x, weight, bias, cos_list, sin_list in (
+        (q, q_weight, q_bias, cos, sin),
+        (k, k_weight, k_bias, cos_k, sin_k),
+    ):
+        dtype = x.dtype if round_norm or arithmetic == INPUT else compute_dtype(x)
+        y = normalise(x, weight, bias, eps, norm, dtype, weight_offset, round_dtype)
+        if cos_list:
+            by_head = y.unflatten(-1, (y.shape[-1] // head_dim, head_dim)) if heads else y
+            tables = cos_list[0], sin_list[0]
+            if grid or coords is not None:
+                axes = cos_list, sin_list
+                tables = full_tables(*axes, coords, grid, alternating, front_pad, by_head, seq_dim, rotary)
+            by_head = rotate(by_head, x.dtype, *tables, half, arithmetic, rotary, seq_dim, start, length)
+            y = by_head.flatten(-2) if heads else by_head
+        y = laid_out_like(x, y.to(x.dtype))
+        outs.append(y.clone() if y is x else y)  # the result of an op must not be its input
+    return outs[0], outs[1]
+
+
+def joint_qk_norm_rope(
+    q: Tensor, k: Tensor, q_2: Tensor, k_2: Tensor, q_weight: Tensor | None, k_weight: Tensor | None,
+    q_weight_2: Tensor | None, k_weight_2: Tensor | None, q_bias: Tensor | None, k_bias: Tensor | None,
+    q_bias_2: Tensor | None, k_bias_2: Tensor | None, cos: Sequence[Tensor], sin: Sequence[Tensor],
+    cos_2: Sequence[Tensor], sin_2: Sequence[Tensor], dim: int, norm: int, eps: float, round_norm: bool, half: bool,
+    arithmetic: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes :func:`diffkern.ops.joint_qk_norm_rope`."""
+    rest = (None, (), False, 0, norm, eps, 0, 0.0, None, round_norm, half, arithmetic, 0, 1, 0, -1)
+    first = qk_norm_rope(q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, cos, sin, *rest)
+    second = qk_norm_rope(q_2, k_2, q_weight_2, k_weight_2, q_bias_2, k_bias_2, cos_2, sin_2, cos_2, sin_2, *rest)
+    queries, keys = (torch.cat(pair, dim).contiguous() for pair in zip(first, second, strict=True))
+    return queries, keys
 
 
 def rotate(
@@ -75,6 +118,15 @@ def split_table(table: Tensor, half: bool, rotary_dim: int) -> tuple[Tensor, Ten
     if table.shape[-1] != rotary_dim:
         return table, table
     return split_pairs(table, half, rotary_dim)
+
+
+def full_tables(
+    cos: Sequence[Tensor], sin: Sequence[Tensor], coords: Tensor | None, grid: Sequence[int], alternating: bool,
+    front_pad: int, x: Tensor, seq_dim: int, rotary_dim: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The tables of axes as two that broadcast against ``x``."""
+    full = [expand_axes(axes, coords, grid, alternating, front_pad, fill) for axes, fill in ((cos, 1.0), (sin, 0.0))]
+    return fit_table(full[0], x, seq_dim, rotary_dim), fit_table(full[1], x, seq_dim, rotary_dim)
 
 
 def expand_axes(
