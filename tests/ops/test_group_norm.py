@@ -51,33 +51,18 @@ def _float64(
 
 
 def _check(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    *,
-    provider: str,
-    activation: str | None = "silu",
-    frames: str = "joint",
-    memory_format: torch.memory_format | None = None,
-) -> Tensor:
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, add: Tensor | None = None, *,
+    provider: str, memory_format: torch.memory_format | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     with leaves_alone(x):
         y = ops.group_norm_silu(
-            x,
-            groups,
-            weight,
-            bias,
-            add=add,
-            activation=activation,
-            frames=frames,
-            memory_format=memory_format,
-            provider=provider,
+            x, groups, weight, bias, add=add, memory_format=memory_format, provider=provider, **options
         )
     assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
     if memory_format is not None:
         assert strides_that_matter(y) == strides_that_matter(torch.empty_like(x, memory_format=memory_format))
-    truth, bound = _float64(x, groups, weight, bias, add, silu=activation is not None, each=frames == "each")
+    silu, each = options.get("activation", "silu") is not None, options.get("frames") == "each"
+    truth, bound = _float64(x, groups, weight, bias, add, silu=silu, each=each)
     if provider == "eager" and _torch_is_inaccurate(x):
         bound = 10 * bound
     reference.assert_within(y, (truth, bound))
