@@ -61,11 +61,6 @@ def name_of(target: Target) -> str:
     return f"{target[0]}-{target[1]}"
 
 
-def exhaustive_but_main(targets: list[Target]) -> list[Any]:
-    """The targets as parameters of a test, of which the gate takes the main ones alone."""
-    return [pytest.param(t, marks=[] if t in MAIN_TARGETS else pytest.mark.exhaustive) for t in targets]
-
-
 def compiles(launch: Launch, target: Target) -> bool:
     """Whether there is machine code in the end."""
     return bool(compile_launch(launch, target).asm["cubin" if target[0] == "cuda" else "hsaco"])
