@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from diffkern.matching import NormSemantics, full_name, match, parameter_of
 from diffkern.rewrite.flow import Flow
 
 Path = tuple[str, ...]
+_Answer = TypeVar("_Answer")
 
 
 class _Unknown:
@@ -43,6 +44,7 @@ _NORM_NAME = re.compile(r"(^|_)(norm|ln|layernorm|rmsnorm)\d*(_|$)|norm\d*$|_nor
 _ACTIVATION_NAME = re.compile(
     r"^(act|act_fn|activation|activation_fn|nonlinearity|silu|gelu|act_mlp|gate_act|mlp_act)$"
 )
+_LINEAR_NAME = re.compile(r"proj|linear|fc\d?$|^w\d$|^to_|^(gate|up|down|wi_\d|gate_layer|up_layer)$")
 #: What modules of activations compute, by exact class.
 _ACTIVATION_CLASSES = {
     "torch.nn.modules.activation.SiLU": "silu",
@@ -98,54 +100,54 @@ class Facts:
 
     def norm(self, path: Path) -> str:
         """Over what the child normalises; "" for what is no norm that ops can compute."""
-        return self._answer("norm", path, self._norm) if path else ""  # type: ignore[return-value]
+        return self._answer("norm", path, "")
 
     def is_linear(self, path: Path) -> bool:
         """Whether the child is a linear layer of torch's own class."""
-        return bool(path) and self._answer("linear", path, self._is_linear)  # type: ignore[return-value]
+        return self._answer("is_linear", path, False)
 
     def is_convolution(self, path: Path) -> bool:
         """Whether the child is a convolution over images or videos, of torch's own class and without hooks."""
-        return bool(path) and self._answer("convolution", path, self._is_convolution)  # type: ignore[return-value]
+        return self._answer("is_convolution", path, False)
 
     def is_patches(self, path: Path) -> bool:
         """Whether the child is such a convolution, and a product of patches that do not overlap."""
-        return bool(path) and self._answer("patches", path, self._is_patches)  # type: ignore[return-value]
+        return self._answer("is_patches", path, False)
 
     def pads(self, path: Path) -> bool:
         """Whether the child is such a convolution, and pads with pixels of the image or the video."""
-        return bool(path) and self._answer("pads", path, self._pads)  # type: ignore[return-value]
+        return self._answer("pads", path, False)
 
     def length(self, path: Path) -> int:
         """How many layers a sequence of torch's own class calls one after the other; 0 for what is no such sequence."""
-        return self._answer("length", path, self._length)  # type: ignore[return-value]
+        return self._answer("length", path, 0)
 
     def classes(self, path: Path) -> tuple[str, ...]:
         """The full names of the class of the child and of what it inherits from."""
-        return self._answer("classes", path, self._classes)  # type: ignore[return-value]
+        return self._answer("classes", path, ())
 
     def is_projection(self, path: Path) -> bool:
         """Whether a call of the child returns a new tensor, whatever its class: that of a linear layer, plain or not.
 
         An attention ends with one.
         """
-        return bool(path) and self._answer("projection", path, self._is_projection)  # type: ignore[return-value]
+        return self._answer("is_projection", path, False)
 
     def forward_of_norms(self, path: Path) -> FunctionType | None:
         """The forward of a submodule that holds norms and what makes their modulation; None for other submodules."""
-        return self._answer("norms", path, self._forward_of_norms)  # type: ignore[return-value]
+        return self._answer("forward_of_norms", path, None)
 
     def modulates(self, path: Path) -> bool:
         """Whether such a submodule holds what makes a modulation, beside norms."""
-        return bool(path) and self._answer("modulates", path, self._modulates)  # type: ignore[return-value]
+        return self._answer("modulates", path, False)
 
     def activation(self, path: Path) -> str | None:
         """The activation that the child computes, "any" for one that the proof has to find; None for others."""
-        return self._answer("activation", path, self._activation) if path else None  # type: ignore[return-value]
+        return self._answer("activation", path, None)
 
     def value(self, path: Path) -> object:
         """A plain attribute, None or PRESENT for a submodule; UNKNOWN for everything else."""
-        return self._answer("value", path, self._value)
+        return self._answer("value", path, UNKNOWN)
 
     def is_settled(self, path: Path) -> bool:
         """Whether a site may read an attribute, which its proof held fixed: a callee, or what guards ask for."""
@@ -157,44 +159,26 @@ class Facts:
     @property
     def values(self) -> dict[str, object]:
         """The attributes that something was decided by."""
-        return {
-            path[0]: value for (kind, path), value in self.answers.items() if kind == "value" and value is not UNKNOWN
-        }
+        answers = self.answers.items()
+        return {path[0]: value for (kind, path), value in answers if kind == "value" and value is not UNKNOWN}
 
-    def _answer(self, question: str, path: Path, ask: Any) -> object:
-        if (question, path) not in self.answers:
-            self.answers[question, path] = ask(path)
-        return self.answers[question, path]
+    def _answer(self, question: str, path: Path, nothing: _Answer) -> _Answer:
+        """The answer to a question about a child; ``nothing`` of the module itself, and where a name says nothing."""
+        if path and (question, path) not in self.answers:
+            self.answers[question, path] = getattr(self, f"_{question}", lambda path: nothing)(path)
+        return self.answers[question, path] if path else nothing  # type: ignore[return-value]
 
     def hold_for(self, module: nn.Module) -> bool:
         """Whether a module gives the same answers."""
         other = ModuleFacts(self.receiver, module)
-        given = ((getattr(other, f"_{_METHOD[kind]}")(path), answer) for (kind, path), answer in self.answers.items())
+        given = ((getattr(other, f"_{kind}")(path), answer) for (kind, path), answer in self.answers.items())
         return all(type(one) is type(answer) and one == answer for one, answer in given)  # 1 is not 1.0 to a guard
 
     def _norm(self, path: Path) -> str:
         return ANY_NORM if _NORM_NAME.search(_name_of(path)) else ""
 
     def _is_linear(self, path: Path) -> bool:
-        return (
-            re.search(r"proj|linear|fc\d?$|^w\d$|^to_|^(gate|up|down|wi_\d|gate_layer|up_layer)$", _name_of(path))
-            is not None
-        )
-
-    def _is_convolution(self, path: Path) -> bool:
-        return False  # a name says nothing of the class
-
-    def _is_patches(self, path: Path) -> bool:
-        return False
-
-    def _pads(self, path: Path) -> bool:
-        return False
-
-    def _length(self, path: Path) -> int:
-        return 0
-
-    def _classes(self, path: Path) -> tuple[str, ...]:
-        return ()
+        return _LINEAR_NAME.search(_name_of(path)) is not None
 
     def _is_projection(self, path: Path) -> bool:
         return self._is_linear(path) or re.search(r"(^|_)attn\d*(_|$)", _name_of(path)) is not None
@@ -202,30 +186,8 @@ class Facts:
     def _value(self, path: Path) -> object:
         return UNKNOWN
 
-    def _forward_of_norms(self, path: Path) -> FunctionType | None:
-        return None
-
-    def _modulates(self, path: Path) -> bool:
-        return False
-
     def _activation(self, path: Path) -> str | None:
         return "any" if _ACTIVATION_NAME.match(path[-1]) else None
-
-
-_METHOD = {
-    "norm": "norm",
-    "value": "value",
-    "projection": "is_projection",
-    "linear": "is_linear",
-    "convolution": "is_convolution",
-    "patches": "is_patches",
-    "pads": "pads",
-    "length": "length",
-    "classes": "classes",
-    "activation": "activation",
-    "norms": "forward_of_norms",
-    "modulates": "modulates",
-}
 
 
 class ModuleFacts(Facts):
