@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.template import Template
 
 if TYPE_CHECKING:
     from diffkern.rewrite.match import Match, Scope, Shape
 
 #: Variables for both halves, see :func:`separate_halves`.
 _BOTH = "_h{}_halves"
+_SIZES = ("2, 1", "2, dim=1", "chunks=2, dim=1", "dim=1, chunks=2")
+_CHUNKED = Template(*[f"{call}{sizes})" for call in ("torch.chunk(_x, ", "_x.chunk(") for sizes in _SIZES])
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,5 @@ def separate_halves(tree: ast.FunctionDef, facts: Facts) -> None:
 
 def _halved(node: ast.expr) -> ast.expr | None:
     """The tensor in ``torch.chunk(x, 2, dim=1)`` and ``x.chunk(2, dim=1)``."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "chunk":
-        return None
-    base = node.func.value
-    arguments = node.args if isinstance(base, ast.Name) and base.id == "torch" else [base, *node.args]
-    dims = {word.arg: word.value for word in node.keywords}
-    x, *rest = [*arguments, *[dims.pop(name) for name in ("chunks", "dim") if name in dims]]
-    known = [value.value for value in rest if isinstance(value, ast.Constant)]
-    return x if not dims and len(rest) == 2 and known == [2, 1] else None
+    filled = _CHUNKED.fill(None, node)
+    return filled and filled[0]["_x"]

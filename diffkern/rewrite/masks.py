@@ -13,11 +13,13 @@ from diffkern.rewrite.effects import METADATA, VIEWS
 from diffkern.rewrite.expressions import is_number
 from diffkern.rewrite.match import Match, Operand, Scope
 from diffkern.rewrite.query_key import is_processor
+from diffkern.rewrite.template import Template
 
 #: Methods that a mask is made with, beside views.
 _METHODS = VIEWS | {"repeat", "bool"}
 #: Functions that compute attention, and the dimension of tokens in what they are given.
 _FUNCTIONS = {"dispatch_attention_fn": 1, "F.scaled_dot_product_attention": 2}
+_PAIRS = Template("_mask & _mask.transpose(*_)")
 #: The operands of such a match.
 OPERANDS = ("query", "key", "value", "attn_mask")
 #: Further arguments that change nothing about which keys are seen, and such that must be off.
@@ -36,11 +38,7 @@ class PairMask:
         """See :class:`diffkern.rewrite.match.Shape`."""
         if not is_processor(scope) or not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.BitAnd):
             return
-        other = scope.flow.single(node.right)
-        turned = other.value if other is not None else node.right
-        if not isinstance(turned, ast.Call) or not isinstance(turned.func, ast.Attribute):
-            return
-        if turned.func.attr == "transpose" and ast.unparse(turned.func.value) == ast.unparse(node.left):
+        if _PAIRS.fill(scope, node):
             found = _of_arguments(scope, node, match)
             if found is not None and found.operands:
                 yield found

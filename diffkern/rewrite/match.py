@@ -88,6 +88,14 @@ class Shape(Protocol):
         """Yields the ways in which ``node`` has this shape, each as an extension of ``match``."""
 
 
+def through_definitions(scope: Scope, node: ast.expr, match: Match) -> tuple[ast.expr, Match]:
+    """Goes through single definitions, of which the match has each."""
+    while isinstance(node, ast.Name) and (definition := scope.flow.single(node)) is not None:
+        assert definition.value is not None
+        match, node = replace(match, passed=(*match.passed, (node, definition))), definition.value
+    return node, match
+
+
 def peel(scope: Scope, node: ast.expr, match: Match, keep: bool = False) -> tuple[ast.expr, Match]:
     """Goes through casts and single definitions; with ``keep`` the first of those is marked as kept."""
     while True:

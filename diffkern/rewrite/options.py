@@ -6,10 +6,12 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from diffkern.rewrite.template import Template
 from diffkern.rewrite.variants import tidy_blocks
 
 #: ComfyUI's flag for plain torch ops in the place of kernels without gradients.
 _TRAINING = "comfy.model_management.in_training"
+_HAS_KEY, _GETS = Template("_key in _name"), Template("_argument.get(_, {})")
 
 
 def drop_options(tree: ast.FunctionDef) -> list[str]:
@@ -72,9 +74,8 @@ def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
     """
     if isinstance(test, ast.Attribute) and ast.unparse(test) == _TRAINING:
         return f"{_TRAINING} and 'ComfyUI is training'"
-    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.In) or len(test.ops) > 1:
-        return None
-    key, name = test.left, test.comparators[0]
+    blanks, _ = _HAS_KEY.fill(None, test) or ({}, None)
+    key, name = blanks.get("_key"), blanks.get("_name")
     if not isinstance(key, ast.Constant) or not isinstance(name, ast.Name):
         return None
     stores = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
@@ -82,12 +83,9 @@ def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
     if len(bound) != 1 or [node.id for node in stores].count(name.id) != 1:
         return None
     call = bound[0].value
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "get":
-        return None
-    argument = call.func.value
+    blanks, _ = _GETS.fill(None, call) or ({}, None)
+    argument = blanks.get("_argument")
     arguments = {argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)}
     if not isinstance(argument, ast.Name) or argument.id not in arguments - {node.id for node in stores}:
-        return None
-    if len(call.args) != 2 or call.keywords or ast.unparse(call.args[1]) != "{}":
         return None
     return f"{ast.unparse(key)} in {ast.unparse(call)} and 'another node patches what it computes'"

@@ -20,10 +20,15 @@ from diffkern.ops.copying import in_words
 from diffkern.rewrite.expressions import FUNCTIONAL
 from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, peel
 from diffkern.rewrite.query_key import concatenated
+from diffkern.rewrite.template import Template
 
 _FUNCTIONS = tuple(f"{name}.pad" for name in FUNCTIONAL)
-#: The slices of the first frame and of the last one.
-_FIRST, _FINAL = (":, :, :1", ":, :, :1, :, :", ":, :, :1, ..."), (":, :, -1:", ":, :, -1:, :, :", ":, :, -1:, ...")
+_SIZES = "1, 1, _n, 1, 1", "(1, 1, _n, 1, 1)"
+#: The first frame and the last one, so many times.
+_FIRST, _FINAL = (
+    Template(*[f"_x[:, :, {one}{rest}].repeat({n})" for rest in ("", ", :, :", ", ...") for n in _SIZES])
+    for one in (":1", "-1:")
+)
 
 
 @dataclass(frozen=True)
@@ -57,21 +62,11 @@ class RepeatedFrames:
         first, x, *final = found[0]
         match = replace(match.step(node), operands={"x": Operand(x)})
         for name, part, frame in [("front", first, _FIRST), *[("back", part, _FINAL) for part in final]]:
-            part, match = peel(scope, part, match)
-            sliced = part.func.value if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) else None
-            if not isinstance(sliced, ast.Subscript) or part.func.attr != "repeat" or part.keywords:  # type: ignore[attr-defined]
+            filled = frame.fill(scope, *peel(scope, part, match), {"_x": x})
+            if filled is None or not isinstance(x, ast.Name):
                 return
-            given = part.args[0].elts if isinstance(part.args[0], ast.Tuple) else part.args  # type: ignore[attr-defined]
-            base, definitions = sliced.value, scope.flow.definitions
-            if not (isinstance(x, ast.Name) and isinstance(base, ast.Name) and base.id == x.id):
-                return
-            same = definitions.get(base) == definitions.get(x)
-            if not same or ast.unparse(sliced.slice).strip("()") not in frame or len(given) != 5:
-                return
-            if [ast.unparse(size) for size in given[:2] + given[3:]] != ["1"] * 4:
-                return
-            operands = {**match.operands, name: Operand(given[2])}
-            match = replace(match.step(part).step(sliced), operands=operands)
+            blanks, match = filled
+            match = replace(match, operands={**match.operands, name: Operand(blanks["_n"])})
         yield match
 
 

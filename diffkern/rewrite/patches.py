@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 from diffkern.rewrite.match import Leaf, Linear, Match, Scope, peel
+from diffkern.rewrite.template import Template
+
+#: ``y`` with two dimensions of its samples, which any order in memory allows.
+SPLIT_SAMPLES = "_y.view(_, _, *_y.shape[1:])"
+_TOKENS = Template("_y.flatten(2).transpose(1, 2)", f"{SPLIT_SAMPLES}.flatten(3).transpose(2, 3)", casts=True)
 
 
 @dataclass(frozen=True)
@@ -29,35 +33,11 @@ class PatchEmbedding:
 def _made_tokens(scope: Scope) -> Iterator[ast.expr]:
     """What is made tokens of, where nothing else reads it, or asks for more than its shape."""
     asked = {node.value for node in scope.flow.nodes if isinstance(node, ast.Attribute) and node.attr == "shape"}
-    for node, dim in product(scope.flow.nodes, (2, 3)):
-        flat = _before(scope, node, Match(), "transpose", f"{dim - 1}, {dim}")
-        image = None if flat is None else _before(scope, *flat, "flatten", str(dim))
-        if image is None:
+    for node in scope.flow.nodes:
+        filled = _TOKENS.fill(scope, node) if isinstance(node, ast.Call) else None
+        if filled is None:
             continue
-        made, match = image
-        if dim == 3:
-            viewed = split_samples(made)
-            if viewed is None:
-                continue
-            made, match = peel(scope, viewed, match)
+        made, match = peel(scope, filled[0]["_y"], filled[1])
         passed = {name for name, _ in match.passed} | asked
         if all(use in passed for _, definition in match.passed for use in definition.uses):
             yield made
-
-
-def _before(scope: Scope, node: ast.AST, match: Match, method: str, arguments: str) -> tuple[ast.expr, Match] | None:
-    """``x`` of ``x.method(arguments)``, through single definitions; None for anything else."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.keywords:
-        return None
-    if node.func.attr != method or ", ".join(map(ast.unparse, node.args)) != arguments:
-        return None
-    return peel(scope, node.func.value, match)
-
-
-def split_samples(node: ast.AST) -> ast.expr | None:
-    """``y`` of ``y.view(batch, frames, *y.shape[1:])``, which any order in memory allows."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "view":
-        return None
-    y = node.func.value
-    rest = f"*{ast.unparse(y)}.shape[1:]"
-    return y if len(node.args) == 3 and not node.keywords and ast.unparse(node.args[2]) == rest else None

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from diffkern.rewrite.effects import Effects
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match
-from diffkern.rewrite.patches import split_samples
+from diffkern.rewrite.patches import SPLIT_SAMPLES
+from diffkern.rewrite.template import Template
 
 #: Methods of lists and dicts that keep an argument.
 _KEEP = frozenset({"append", "extend", "insert", "update", "setdefault", "add"})
+_SPLIT_SAMPLES = Template(SPLIT_SAMPLES)
 #: What fails, or answers something else, with a tensor whose dimensions lie in another order in memory.
 _OF_ORDER = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous", "data_ptr"})
 
@@ -19,7 +21,7 @@ _OF_ORDER = frozenset({"view", "view_as", "as_strided", "stride", "is_contiguous
 def is_viewed(effects: Effects, flow: Flow, root: ast.expr) -> bool:
     """Whether a result, or a view of it, is asked for its order in memory, which is that of the streams."""
     sides = frozenset(root.elts if isinstance(root, ast.Tuple) else [root])
-    splits = {node.func for node in flow.nodes if isinstance(node, ast.Call) and split_samples(node) is not None}
+    splits = {node.func for node in flow.nodes if isinstance(node, ast.Call) and _SPLIT_SAMPLES.fill(None, node)}
     for node in flow.nodes:
         if isinstance(node, ast.Attribute) and node in splits:
             continue

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Collection
 
 from diffkern.rewrite.expressions import ROTATES
-from diffkern.rewrite.identity import is_image_of_tokens
+from diffkern.rewrite.identity import IMAGE_OF_TOKENS
 
 #: Statements that a helper may consist of, before the one return at its end.
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.If, ast.Expr, ast.Return, ast.Raise, ast.Pass)
@@ -138,7 +138,7 @@ def computes(helper: ast.FunctionDef) -> bool:
             return True
         if isinstance(node, ast.Attribute) and node.attr in ("addcmul", "addcmul_", "rms_norm"):
             return True
-        if is_image_of_tokens(node):
+        if isinstance(node, ast.Call) and IMAGE_OF_TOKENS.fill(None, node):
             return True
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and ROTATES.search(node.func.id):
             return True

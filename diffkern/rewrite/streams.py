@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from diffkern.rewrite.effects import SITES
 from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, through_views
 from diffkern.rewrite.query_key import concatenated, is_processor
+from diffkern.rewrite.template import Template
 
 if TYPE_CHECKING:
     from diffkern.rewrite.plan import SitePlan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 TOKENS_FIRST, HEADS_FIRST = (1, -3), (2, -2)
 #: Ops whose results may have room around their rows.
 MODULATES = frozenset({"norm_modulate", "gate_residual_norm_modulate"})
+_REPEATED = Template("_x.repeat_interleave(_a // _b, dim=_dim)")
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,11 @@ class Repeated:
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not is_processor(scope):
+        if not isinstance(node, ast.Call) or not is_processor(scope) or not (filled := _REPEATED.fill(None, node)):
             return
-        dims = [keyword.value for keyword in node.keywords if keyword.arg == "dim"]
-        if node.func.attr != "repeat_interleave" or len(node.args) != 1 or not len(dims) == len(node.keywords) == 1:
-            return
-        x, (n,), dim = node.func.value, node.args, dims[0]
-        is_quotient = isinstance(n, ast.BinOp) and isinstance(n.op, ast.FloorDiv)
-        if is_quotient and isinstance(x, ast.Name) and isinstance(dim, ast.Constant) and type(dim.value) is int:
-            operands = {"x": Operand(x), "n": Operand(n)}
+        x, dim = filled[0]["_x"], filled[0]["_dim"]
+        if isinstance(x, ast.Name) and isinstance(dim, ast.Constant) and type(dim.value) is int:
+            operands = {"x": Operand(x), "n": Operand(node.args[0])}
             yield replace(match.step(node), operands=operands, options={"dim": dim.value})
 
 
