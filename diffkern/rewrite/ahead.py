@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diffkern.rewrite.facts import LAST_DIM, child_of, norm_of
-from diffkern.rewrite.identity_sites import DividedSite, ImageSite, RepeatedSite
-from diffkern.rewrite.kept import OnceSite, TextSite
-from diffkern.rewrite.masked import MaskedAttentionSite
-from diffkern.rewrite.patches_site import PatchesSite
 from diffkern.rewrite.reference import clone_for_verification
-from diffkern.rewrite.rooms import HalvesSite, StreamSite
 from diffkern.rewrite.rotation import streams_of
 from diffkern.rewrite.site import FusedSite
 from diffkern.rewrite.streams import HEADS_FIRST
@@ -28,28 +23,16 @@ _SAMPLES = 2
 _SIZE = 256
 
 Shape = tuple[int, ...]
-#: Sites that compute what is written, on fewer bytes, or are proven on their first call.
-_UNPROVEN = (
-    DividedSite,
-    HalvesSite,
-    ImageSite,
-    MaskedAttentionSite,
-    OnceSite,
-    PatchesSite,
-    RepeatedSite,
-    StreamSite,
-    TextSite,
-)
 
 
 def serves_in_graphs(site: FusedSite) -> bool:
     """Whether a graph of ``torch.compile`` holds the op of a site that is proven: some run as written there."""
-    return not (isinstance(site, _UNPROVEN) or (site.plan.rule.is_left_to_compiler and site.provider is None))
+    return site.is_proven_ahead and not (site.plan.rule.is_left_to_compiler and site.provider is None)
 
 
 def prove_ahead(site: FusedSite, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Proves a site for the operands that a model of ``dtype`` will probably have; what is met besides waits."""
-    if (device, dtype) in site.tried or isinstance(site, _UNPROVEN):
+    if (device, dtype) in site.tried or not site.is_proven_ahead:
         return
     site.tried.add((device, dtype))
     if site.plan.rule.op == "rope":

@@ -1,7 +1,10 @@
-"""Sites whose results are kept: for one call of the model, or as long as a text stays the same."""
+"""What is kept: for one call of the model, or as long as a text stays the same."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,14 +14,38 @@ from torch import Tensor, nn
 from diffkern.blocks.pieces import plain_linear
 from diffkern.cache.in_call import once_in_call
 from diffkern.cache.text import drop_layer_of_text, layer_of_text
+from diffkern.matching import full_name
 from diffkern.rewrite.facts import child_of
+from diffkern.rewrite.match import Leaf, Linear, Match, Scope
+from diffkern.rewrite.query_key import is_processor
 from diffkern.rewrite.site import AllowedInStrict, FusedSite
+
+#: Classes of attention whose keys and values are kept: many tokens attend to a text of not so few, and the memory that
+#: this takes is a small part of what the model takes.
+KEEPS = frozenset(
+    {
+        "diffusers.models.transformers.transformer_ltx.LTXAttention",
+        "diffusers.models.transformers.transformer_ltx2.LTX2Attention",
+    }
+)
+
+
+@dataclass(frozen=True)
+class OfText:
+    """``attn.to_k(states)`` in a processor, where the states may be those of a text."""
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        if not isinstance(node, ast.Call) or not is_processor(scope) or scope.facts.cls is None:
+            return
+        if full_name(scope.facts.cls) in KEEPS and scope.facts.path(scope.flow, node.func) in (("to_k",), ("to_v",)):
+            yield from Linear(Leaf("x")).match(scope, node, match)
 
 
 class OnceSite(FusedSite):
     """A site that computes its expression as it is written, once for all layers in a call of the model."""
 
-    not_quick = None
+    not_quick, is_proven_ahead = None, False
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -37,7 +64,7 @@ class OnceSite(FusedSite):
 class TextSite(FusedSite):
     """A linear layer of attention, whose result is kept where it is called with a text; else as it is written."""
 
-    not_quick = None
+    not_quick, is_proven_ahead = None, False
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""

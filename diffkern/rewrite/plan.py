@@ -24,7 +24,7 @@ from diffkern.rewrite.functions import functions_called, global_at
 from diffkern.rewrite.halves import separate_halves
 from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
 from diffkern.rewrite.linear_attention import separate_casts
-from diffkern.rewrite.masks import MaskedAttention, PairMask
+from diffkern.rewrite.masked import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.options import drop_options
 from diffkern.rewrite.patches import PatchEmbedding

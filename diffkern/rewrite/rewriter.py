@@ -18,21 +18,14 @@ from diffkern.matching import TABLE, NormSemantics, full_name
 from diffkern.matching.genuine import in_library
 from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions_of, group_norm_path, settings_of
 from diffkern.rewrite.guard import Guard
-from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
-from diffkern.rewrite.identity_sites import DividedSite, ImageSite, RepeatedSite
-from diffkern.rewrite.kept import OnceSite, TextSite
 from diffkern.rewrite.masked import MaskedAttentionSite
-from diffkern.rewrite.masks import MaskedAttention, PairMask
-from diffkern.rewrite.patches import PatchEmbedding
-from diffkern.rewrite.patches_site import PatchesSite
 from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
 from diffkern.rewrite.processor import ROUTE, Route, routed
-from diffkern.rewrite.rooms import HalvesSite, JoinSite, NormSite, StreamSite, lies_otherwise
+from diffkern.rewrite.rooms import NormSite
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
-from diffkern.rewrite.streams import MODULATES, Joined, LinearOfStream, Repeated, SideBySide
-from diffkern.rewrite.texts import OfText
+from diffkern.rewrite.streams import MODULATES
 from diffkern.rewrite.twins import twin_of, twins_in
 from diffkern.rewrite.unrotated import UnrotatedSite
 from diffkern.rewrite.verify import Recorder, SiteVerifier
@@ -40,19 +33,6 @@ from diffkern.rewrite.verify import Recorder, SiteVerifier
 #: With this set to 0 in the environment nothing is rewritten.
 SWITCH = "DIFFKERN_REWRITE"
 
-#: The classes of sites of their own, by their shapes.
-_SITES: Mapping[type, type[FusedSite]] = {
-    PairMask: OnceSite,
-    MaskedAttention: MaskedAttentionSite,
-    OfText: TextSite,
-    LinearOfStream: StreamSite,
-    Joined: JoinSite,
-    SideBySide: HalvesSite,
-    DividedByOne: DividedSite,
-    ImageOfTokens: ImageSite,
-    Repeated: RepeatedSite,
-    PatchEmbedding: PatchesSite,
-}
 #: Layers of which nothing but their parameters decides how a site computes: their settings are read at every call.
 _READ_AT_CALLS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.GroupNorm)
 #: Plans by function; they hold code and no function, so that a class can go.
@@ -167,7 +147,7 @@ class Rewriter:
 
         def made(plan: SitePlan) -> FusedSite:
             op = plan.rule.op
-            kind = _SITES.get(type(plan.rule.shape), NormSite if op in MODULATES else FusedSite)
+            kind = NormSite if op in MODULATES else plan.rule.site
             if self._for_fp8 and plan.read_by and op in self._off:  # since its layer computes in fp8
                 kind = SingleStreamSite
             if plan.attended:
@@ -177,7 +157,7 @@ class Rewriter:
 
         sites = tuple(map(made, found.sites))
         exact = self._verifier.numerics == "exact"  # is laid out as in stock
-        if exact and all(map(lies_otherwise, sites)):
+        if exact and all([site.lies_otherwise for site in sites]):
             return "numerics='exact' leaves it stock: its results would lie in memory otherwise"
         for site in sites:
             if isinstance(site, MaskedAttentionSite):
@@ -192,7 +172,7 @@ class Rewriter:
         guard = Guard(sites, module, found.helpers, function.__globals__, values, once)
         off = [site for site in sites if site.plan.rule.op in self._off and not site.calls_layer]
         if exact:
-            off += filter(lies_otherwise, sites)
+            off += [site for site in sites if site.lies_otherwise]
             for site in sites:
                 if isinstance(site, NormSite):
                     site.rows_around = None

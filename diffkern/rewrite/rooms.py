@@ -24,8 +24,7 @@ from diffkern.blocks.pieces import has_plain_parameters, runs_fused
 from diffkern.ops.copying import copy_rows
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.facts import child_of
-from diffkern.rewrite.identity_sites import ImageSite, RepeatedSite, SharingSite, WrittenOffGpus
-from diffkern.rewrite.patches_site import PatchesSite
+from diffkern.rewrite.identity import SharingSite, WrittenOffGpus
 from diffkern.rewrite.site import AllowedInStrict, FusedSite, Way
 from diffkern.rewrite.streams import TOKENS_FIRST
 
@@ -45,7 +44,7 @@ class StreamSite(WrittenOffGpus):
         copied: Sites of the shorter streams that are copied into its memory.
     """
 
-    not_quick = None
+    not_quick, is_proven_ahead, lies_otherwise = None, False, True
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -164,6 +163,10 @@ class JoinSite(FusedSite):
 
     not_quick = "site.on_new_size is None or not x0.is_cpu"  # else no stream has room, see StreamSite.entry
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.lies_otherwise = self.plan.options["stream_dim"] in TOKENS_FIRST
+
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""
         compiling = torch.compiler.is_compiling()
@@ -203,13 +206,6 @@ class HalvesSite(SharingSite, WrittenOffGpus):
     """A concatenation of two tensors, which is a view of both where they are halves of one, or one has room."""
 
     shared = staticmethod(_halves)
-
-
-def lies_otherwise(site: FusedSite) -> bool:
-    """Whether the result of a site is laid out otherwise than in stock, or it is of no use where no other's is."""
-    return isinstance(site, (ImageSite, PatchesSite, RepeatedSite, StreamSite)) or (
-        isinstance(site, JoinSite) and site.plan.options["stream_dim"] in TOKENS_FIRST
-    )
 
 
 # --- the room ------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from diffkern.rewrite.facts import CHANNELS, GROUPS
 from diffkern.rewrite.halves import HalfOfChannels
-from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
+from diffkern.rewrite.identity import DividedByOne, DividedSite, ImageOfTokens, ImageSite, RepeatedSite
+from diffkern.rewrite.kept import OfText, OnceSite, TextSite
 from diffkern.rewrite.linear_attention import LinearAttention
-from diffkern.rewrite.masks import MaskedAttention, PairMask
+from diffkern.rewrite.masked import MaskedAttention, MaskedAttentionSite, PairMask
 from diffkern.rewrite.match import (
     Activated,
     AddedInPlace,
@@ -31,7 +32,7 @@ from diffkern.rewrite.match import (
     Sum,
 )
 from diffkern.rewrite.padding import Padded, RepeatedFrames
-from diffkern.rewrite.patches import PatchEmbedding
+from diffkern.rewrite.patches import PatchEmbedding, PatchesSite
 from diffkern.rewrite.query_key import (
     JOINED_FIRST,
     JOINED_LAST,
@@ -44,8 +45,9 @@ from diffkern.rewrite.query_key import (
     QueryKey,
     RotatedTogether,
 )
+from diffkern.rewrite.rooms import HalvesSite, JoinSite, StreamSite
+from diffkern.rewrite.site import FusedSite
 from diffkern.rewrite.streams import Joined, LinearOfStream, Repeated, SideBySide
-from diffkern.rewrite.texts import OfText
 
 _GATES = frozenset({"tanh", "sigmoid"})
 _GLU = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid"})
@@ -63,6 +65,7 @@ class Rule:
         options: Arguments of the op that the shape implies, unless the match found others.
         is_left_to_compiler: Whether a graph of ``torch.compile`` holds the expression as it is written, unless a
             provider is named: Inductor fuses it as well, and with what stands around it.
+        site: What its sites are, unless their results are modulated, read by fp8 layers, or by attention alone.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Rule:
     keeps: bool = False
     options: Mapping[str, object] = field(default_factory=dict)
     is_left_to_compiler: bool = False
+    site: type[FusedSite] = FusedSite
 
 
 def _modulated(base: Shape, factor: Shape) -> Shape:
@@ -124,27 +128,27 @@ RULES = (
     Rule("rotation of query and key", "qk_norm_rope", QueryKey(ROTATED_IN_PART)),
     Rule("rotation of query and key", "qk_norm_rope", QueryKey(ROTATED_ALONE)),
     Rule("rotation of query and key", "qk_norm_rope", RotatedTogether(alone=True)),
-    Rule("linear of a stream", "qk_norm_rope", LinearOfStream()),
-    Rule("concatenation of streams", "qk_norm_rope", Joined()),
-    Rule("concatenation of halves", "qk_norm_rope", SideBySide()),
-    Rule("repetition, once", "qk_norm_rope", Repeated()),
-    Rule("mask, once a step", "qk_norm_rope", PairMask()),
-    Rule("attention, of the keys that count", "qk_norm_rope", MaskedAttention()),
+    Rule("linear of a stream", "qk_norm_rope", LinearOfStream(), site=StreamSite),
+    Rule("concatenation of streams", "qk_norm_rope", Joined(), site=JoinSite),
+    Rule("concatenation of halves", "qk_norm_rope", SideBySide(), site=HalvesSite),
+    Rule("repetition, once", "qk_norm_rope", Repeated(), site=RepeatedSite),
+    Rule("mask, once a step", "qk_norm_rope", PairMask(), site=OnceSite),
+    Rule("attention, of the keys that count", "qk_norm_rope", MaskedAttention(), site=MaskedAttentionSite),
     Rule("convolution, embedding, norm, SiLU", "group_norm_silu", _embedded(_CONVOLVED)),
     Rule("convolution, norm, SiLU", "group_norm_silu", Activated("norm", _SILU, Norm(_CONVOLVED, over=GROUPS))),
-    Rule("patch embedding", "add_norm_silu_pad", PatchEmbedding()),
-    Rule("image of tokens", "add_norm_silu_pad", ImageOfTokens()),
+    Rule("patch embedding", "add_norm_silu_pad", PatchEmbedding(), site=PatchesSite),
+    Rule("image of tokens", "add_norm_silu_pad", ImageOfTokens(), site=ImageSite),
     Rule(
         "convolution, residual",
         "add_norm_silu_pad",
         Either((DividedByOne(_CONVOLVED_SUM), _CONVOLVED_SUM)),
         is_left_to_compiler=True,
     ),
-    Rule("division by one", "qk_norm_rope", DividedByOne()),
+    Rule("division by one", "qk_norm_rope", DividedByOne(), site=DividedSite),
     Rule("padding", "add_norm_silu_pad", Padded()),
     Rule("padding of frames", "add_norm_silu_pad", RepeatedFrames()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _embedded(Leaf("x"))),
-    Rule("key or value of a text, once a text", "qk_norm_rope", OfText()),
+    Rule("key or value of a text, once a text", "qk_norm_rope", OfText(), site=TextSite),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
     Rule("norm, SiLU", "channel_rms_norm_silu", _activated(CHANNELS)),
     Rule(
@@ -172,6 +176,6 @@ RULES = (
     ),
     Rule("rotation", "rope", Rotation()),
     Rule("group norm", "group_norm_silu", Norm(Leaf("x"), over=GROUPS)),
-    Rule("concatenation of halves", "qk_norm_rope", SideBySide(of_sites=True)),
+    Rule("concatenation of halves", "qk_norm_rope", SideBySide(of_sites=True), site=HalvesSite),
     Rule("linear, GELU", "linear_gelu", Activated("linear", frozenset({"gelu_tanh"}), Linear(Leaf("x")))),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,15 @@ from diffkern.rewrite.facts import (
     norm_of,
     read_norm,
 )
-from diffkern.rewrite.plan import SitePlan
 from diffkern.rewrite.rotation import columns_of, tensors_in
 from diffkern.rewrite.signature import PLAIN, Signature, signature_of
 from diffkern.rewrite.specialize import OTHER, Recorder, idle, specialized
 from diffkern.rewrite.twins import with_cells
 from diffkern.verify.gain import Cost
 from diffkern.verify.measures import Measurement
+
+if TYPE_CHECKING:
+    from diffkern.rewrite.plan import SitePlan
 
 # Bound once, since every call asks.
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -109,6 +111,11 @@ class FusedSite:
         maker: Whether layers read its results in fp8, in which case it writes both; None where it never does.
     """
 
+    #: Whether sites of this class are proven ahead of calls; others compute what is written, on fewer bytes, or are
+    #: proven on their first call.
+    is_proven_ahead = True
+    #: Whether its results lie otherwise in memory than stock's, or are of no use where no other's do.
+    lies_otherwise = False
     #: Whether a site of this class calls the layer that it has a part in, which computes by itself.
     calls_layer = False
     #: What else is asked before a function in its place may run, as text; None if none may.

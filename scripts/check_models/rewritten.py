@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from diffkern.rewrite import RULES, FusedSite, Rewriter, Rewritten
 from diffkern.rewrite.facts import child_of
-from diffkern.rewrite.identity_sites import SharingSite
+from diffkern.rewrite.identity import SharingSite
 from diffkern.rewrite.reference import CastsLifted, to_float64
 from scripts.check_models.model import Denoiser, Draw
 

@@ -9,7 +9,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
-from diffkern.rewrite.identity_sites import DividedSite, _undivided
+from diffkern.rewrite.identity import DividedSite, _undivided
 from diffkern.rewrite.rewriter import Rewriter
 from tests.rewrite.test_rooms import launches
 

@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor, nn
 
 from diffkern.ops.group_norm import following_layout
-from diffkern.rewrite.identity_sites import ImageSite, _in_channels_last
+from diffkern.rewrite.identity import ImageSite, _in_channels_last
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
 
 LAST = torch.channels_last

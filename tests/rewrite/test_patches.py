@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from diffkern.rewrite.patches_site import PatchesSite, of_patches
+from diffkern.rewrite.patches import PatchesSite, of_patches
 from diffkern.rewrite.rewriter import Rewriter
 from diffkern.verify.measures import relative_error
 from tests.rewrite.modules import written

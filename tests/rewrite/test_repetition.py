@@ -10,7 +10,7 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from torch import Tensor, nn
 
-from diffkern.rewrite.identity_sites import RepeatedSite, _once
+from diffkern.rewrite.identity import RepeatedSite, _once
 from diffkern.rewrite.rewriter import Rewriter, Rewritten
 from tests.rewrite.test_rooms import launches
 
