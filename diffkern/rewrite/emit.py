@@ -16,6 +16,7 @@ from diffkern.rewrite.flow import Definition, Flow
 from diffkern.rewrite.match import Match, Operand, Scope
 from diffkern.rewrite.placement import Placement, cast_arguments
 from diffkern.rewrite.query_key import nested_function
+from diffkern.rewrite.syntax import Swap, nodes_in
 
 #: Variables of inlined helpers and of sites.
 _TEMPORARY = re.compile(r"_[her]\d+_")
@@ -227,7 +228,7 @@ def replace_match(
     if in_place and isinstance(end, ast.AugAssign):
         _replace(flow.places[end].block, end, [ast.Assign([end.target], call)], like=end)
     else:
-        _Swap(root, ast.copy_location(call, root)).visit(end)
+        Swap(root, ast.copy_location(call, root)).visit(end)
     ast.fix_missing_locations(end)
 
 
@@ -247,16 +248,6 @@ def _undelete(flow: Flow, end: ast.stmt, dropped: list[ast.Name], removed: tuple
     if behind and not isinstance(end, ast.Return):
         index = next(i for i, statement in enumerate(block) if statement is end)
         block.insert(index + 1, ast.copy_location(ast.Delete([*behind]), end))
-
-
-class _Swap(ast.NodeTransformer):
-    """Puts one node in the place of another."""
-
-    def __init__(self, old: ast.AST, new: ast.AST) -> None:
-        self._old, self._new = old, new
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        return self._new if node is self._old else self.generic_visit(node)
 
 
 def free_temporaries(block: list[ast.stmt], later: frozenset[str] = frozenset()) -> None:
@@ -321,5 +312,5 @@ def _aside(step: ast.expr) -> Iterable[ast.expr]:
         return [part for part in ast.walk(step.slice) if isinstance(part, ast.expr)]
     if isinstance(step, ast.Call) and is_view(step):
         values = [*step.args, *[keyword.value for keyword in step.keywords]]
-        return [part for value in values for part in ast.walk(value) if isinstance(part, ast.expr)]
+        return [part for part in nodes_in(values) if isinstance(part, ast.expr)]
     return []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.syntax import only_target
 from diffkern.rewrite.template import Template
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def separate_halves(tree: ast.FunctionDef, facts: Facts) -> None:
     """
     flow, made = Flow(tree), 0
     for statement, place in [*flow.places.items()] if flow.decline is None else ():
-        pair = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        pair = only_target(statement)
         x = _halved(statement.value) if isinstance(pair, ast.Tuple) else None  # type: ignore[attr-defined]
         definition = None if x is None else flow.single(x)
         call = None if definition is None else definition.value

@@ -21,7 +21,6 @@ from diffkern.rewrite.query_key import concatenated
 from diffkern.rewrite.source import Source
 from diffkern.rewrite.straight import (
     FORBIDDEN,
-    Substitute,
     computes,
     fold_rebound,
     has_plain_arguments,
@@ -31,9 +30,19 @@ from diffkern.rewrite.straight import (
     only_scales,
     rebound,
     single_value,
-    stored_by,
     tests_of,
     with_one_return,
+)
+from diffkern.rewrite.syntax import (
+    Substitute,
+    Swap,
+    body_start,
+    names_in,
+    nodes_in,
+    only_target,
+    separated,
+    stored_by,
+    stored_in,
 )
 from diffkern.rewrite.variants import ALWAYS, Given, decide_branches
 
@@ -85,12 +94,11 @@ def inline_projections(tree: ast.FunctionDef, function: FunctionType, facts: Fac
 
 def _projecting(tree: ast.FunctionDef, receiver: str) -> set[str]:
     """The functions that get the module first, and one of whose results is a part of a concatenation."""
-    parts = [part for node in ast.walk(tree) if isinstance(node, ast.Call) for part in (concatenated(node) or ([],))[0]]
-    joined = {node.id for part in parts for node in ast.walk(part) if isinstance(node, ast.Name)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    joined = names_in(*[part for call in calls for part in (concatenated(call) or ([],))[0]])
     found = set()
     for node in ast.walk(tree):
-        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-        call = node.value if isinstance(node, ast.Assign) else None
+        target, call = only_target(node), getattr(node, "value", None)
         if not isinstance(target, ast.Tuple) or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             continue
         results = {name for element in target.elts for name in stored_by(element)}
@@ -107,12 +115,9 @@ def inline_nested(tree: ast.FunctionDef) -> None:
     for function in [statement for statement in tree.body if isinstance(statement, ast.FunctionDef)]:
         value = single_value(function)
         uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == function.name]
-        scopes = [
-            node for node in ast.walk(tree) if node is not tree and isinstance(node, (*FORBIDDEN, ast.FunctionDef))
-        ]
-        inner = {part for scope in scopes for part in ast.walk(scope)}
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func in uses]
-        calls = [call for call in calls if call not in inner]
+        inside = list(ast.walk(tree))[1:]
+        inner = set(nodes_in(node for node in inside if isinstance(node, (*FORBIDDEN, ast.FunctionDef))))
+        calls = [node for node in inside if isinstance(node, ast.Call) and node.func in uses and node not in inner]
         bound = [_bound(call, function) for call in calls]
         bindings = [node for node in ast.walk(tree) if function.name in (getattr(node, "name", ""), *stored_by(node))]
         if value is None or not calls or bindings != [function]:
@@ -121,7 +126,7 @@ def inline_nested(tree: ast.FunctionDef) -> None:
             continue
         for call, arguments in zip(calls, bound, strict=True):
             assert arguments is not None
-            _Swap(call, ast.copy_location(Substitute(arguments).visit(copy.deepcopy(value)), call)).visit(tree)
+            Swap(call, ast.copy_location(Substitute(arguments).visit(copy.deepcopy(value)), call)).visit(tree)
         if len(calls) < len(uses):  # another nested function calls it, too, or it is handed on
             continue
         tree.body.remove(function)
@@ -155,7 +160,7 @@ class _Inliner:
         self._count = 0
         names = [argument.arg for argument in tree.args.args]
         defaults = zip(reversed(names), reversed(tree.args.defaults), strict=False)
-        stored = {name for node in ast.walk(tree) for name in stored_by(node)}
+        stored = stored_in(tree)
         self._own = {*names, *stored}
         self._optional = {name for name, default in defaults if ast.unparse(default) == "None"} - stored
         self.helpers: Helpers = {}
@@ -194,10 +199,10 @@ class _Inliner:
             statements, result = self._renamed(body, arguments, name, call, helper)
             # Lines of another file say nothing in this one.
             if self._at_calls or helper.__globals__ is not self._function.__globals__:
-                for node in [node for one in (*statements, result) for node in ast.walk(one)]:
+                for node in nodes_in((*statements, result)):
                     if helper_of(node) == name:
                         ast.copy_location(node, call)
-            if statement.value is call and (pairs := _separate(statement, result)):
+            if statement.value is call and (pairs := separated(statement, result)):
                 statements, statement.value = [*statements, *pairs[:-1]], pairs[-1].value
                 statement.targets = pairs[-1].targets  # type: ignore[union-attr]
             elif statement.value is call:
@@ -205,7 +210,7 @@ class _Inliner:
             else:
                 variable = f"_h{self._count}_return"
                 statements.append(ast.copy_location(ast.Assign([ast.Name(variable, ast.Store())], result), call))
-                _Swap(call, ast.copy_location(ast.Name(variable, ast.Load()), call)).visit(statement)
+                Swap(call, ast.copy_location(ast.Name(variable, ast.Load()), call)).visit(statement)
             self._count += 1
             self.helpers[name] = helper
             return [ast.fix_missing_locations(one) for one in statements]
@@ -255,7 +260,7 @@ class _Inliner:
         """The tree of a helper as one straight line with a return at its end, for a call with such arguments."""
         if not name.endswith(".forward") and is_straight(tree) and computes(tree):
             return tree
-        stored = {name for node in ast.walk(tree) for name in stored_by(node)}
+        stored = stored_in(tree)
         given = {}
         for parameter in arguments.keys() - stored:
             value = arguments[parameter]
@@ -285,7 +290,7 @@ class _Inliner:
             body = copy.deepcopy(tree)
             decide_branches(body, None, given | dict.fromkeys(without, Given(None, ALWAYS)))
             if with_one_return(body) and is_straight(body) and computes(body):
-                asked = {part.id for test in tests_of(tree) for part in ast.walk(test) if isinstance(part, ast.Name)}
+                asked = names_in(*tests_of(tree))
                 self.without.update(dict.fromkeys([value for key, value in without.items() if key in asked]))
                 return body
         return None
@@ -307,9 +312,8 @@ class _Inliner:
     def _renamed(
         self, helper: ast.FunctionDef, arguments: dict[str, ast.expr], name: str, call: ast.Call, function: FunctionType
     ) -> tuple[list[ast.stmt], ast.expr]:
-        read = {node.id for node in ast.walk(helper) if isinstance(node, ast.Name)}
-        foreign = [global_name for global_name in self._foreign(function) if global_name in read]
-        stored = {name for node in ast.walk(helper) for name in stored_by(node)} - of_generators(helper)
+        foreign = [global_name for global_name in self._foreign(function) if global_name in names_in(helper)]
+        stored = stored_in(helper) - of_generators(helper)
         names = {*arguments, *stored, *foreign}
         # A parameter that stands for a variable is that variable: nothing in the helper binds the caller's names.
         same = {
@@ -338,10 +342,7 @@ class _Inliner:
             _Rename(mapping, name, {**mapping, **known}).visit(copy.deepcopy(one))
             for one, known in zip(helper.body, loads, strict=True)
         ]
-        body: list[ast.stmt] = copies
-        if ast.get_docstring(helper, clean=False) is not None:
-            body = body[1:]
-        *rest, last = body
+        *rest, last = copies[body_start(helper) :]
         assert isinstance(last, ast.Return) and last.value is not None
         return [*statements, *rest], last.value
 
@@ -360,14 +361,6 @@ class _Rename(ast.NodeTransformer):
         if isinstance(node, (ast.expr, ast.stmt)):
             node._helper = self._helper  # type: ignore[union-attr]
         return node
-
-
-class _Swap(ast.NodeTransformer):
-    def __init__(self, old: ast.AST, new: ast.AST) -> None:
-        self._old, self._new = old, new
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        return self._new if node is self._old else self.generic_visit(node)
 
 
 def _movable_calls(node: ast.expr) -> Iterator[ast.Call]:
@@ -393,24 +386,10 @@ def _is_viewed(node: ast.expr) -> bool:
         parts = index if isinstance(node, ast.Subscript) else [*node.args, *node.keywords]  # type: ignore[attr-defined]
         if isinstance(node, ast.Subscript) and not parts:  # an item of a list
             return False
-        inside = [inner for part in parts for inner in ast.walk(part)]
-        if not all(isinstance(inner, (ast.Constant, ast.Slice, ast.UnaryOp, ast.unaryop)) for inner in inside):
+        if not all(isinstance(inner, (ast.Constant, ast.Slice, ast.UnaryOp, ast.unaryop)) for inner in nodes_in(parts)):
             return False
         node = base
     return is_load(node)
-
-
-def _separate(statement: ast.stmt, result: ast.expr) -> list[ast.Assign]:
-    """``a, b = x, y`` as two statements; nothing if that is no such pair, or ``y`` reads ``a``."""
-    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-    if not isinstance(target, ast.Tuple) or not isinstance(result, ast.Tuple) or len(target.elts) != len(result.elts):
-        return []
-    names = [element.id for element in target.elts if isinstance(element, ast.Name)]
-    read = [{node.id for node in ast.walk(value) if isinstance(node, ast.Name)} for value in result.elts]
-    if len(names) != len(target.elts) or any(name in set().union(*read[i + 1 :]) for i, name in enumerate(names)):
-        return []
-    pairs = zip(target.elts, result.elts, strict=True)
-    return [ast.copy_location(ast.Assign([element], value), statement) for element, value in pairs]
 
 
 def _path(callee: ast.expr, receiver: str) -> Path | None:

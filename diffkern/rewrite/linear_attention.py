@@ -54,34 +54,3 @@ class LinearAttention:
             operands = {name: Operand(blanks[f"_{name}"]) for name in names if f"_{name}" in blanks}
             if type(eps) is float and all(isinstance(operand.node, ast.Name) for operand in operands.values()):
                 yield replace(found, operands=operands, options={"eps": eps, **options})
-
-
-def separate_casts(tree: ast.FunctionDef) -> None:
-    """Makes ``a = a.float()`` and ``b = b.float()`` of ``a, b = a.float(), b.float()``."""
-    for parent in ast.walk(tree):
-        for field in ("body", "orelse"):
-            block = getattr(parent, field, None)
-            if not isinstance(block, list):
-                continue
-            for index in reversed(range(len(block))):
-                statement = block[index]
-                pairs = _own_casts(statement)
-                if pairs:
-                    block[index : index + 1] = [
-                        ast.copy_location(ast.Assign([name], value), statement) for name, value in pairs
-                    ]
-    ast.fix_missing_locations(tree)
-
-
-def _own_casts(statement: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """The names and the casts of a statement that casts several variables."""
-    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-    value = getattr(statement, "value", None)
-    if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple) or len(target.elts) != len(value.elts):
-        return []
-    pairs = [*zip(target.elts, value.elts, strict=True)]
-    names = [getattr(name, "id", None) for name in target.elts]
-    own = len({*names}) == len(names) and all(
-        isinstance(name, ast.Name) and ast.unparse(cast) == f"{name.id}.float()" for name, cast in pairs
-    )
-    return pairs if own else []

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from diffkern.rewrite.syntax import arguments_of, names_in
 from diffkern.rewrite.template import Template
 from diffkern.rewrite.variants import tidy_blocks
 
@@ -43,7 +44,7 @@ class _DropOptions(ast.NodeTransformer):
         if node not in self._found:
             return self.generic_visit(node)
         self.tests.append(self._found[node])
-        self.read |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        self.read |= names_in(node)
         return [self.visit(statement) for statement in node.orelse]
 
 
@@ -85,7 +86,7 @@ def _option(tree: ast.FunctionDef, test: ast.expr) -> str | None:
     call = bound[0].value
     blanks, _ = _GETS.fill(None, call) or ({}, None)
     argument = blanks.get("_argument")
-    arguments = {argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)}
+    arguments = {*arguments_of(tree)}
     if not isinstance(argument, ast.Name) or argument.id not in arguments - {node.id for node in stores}:
         return None
     return f"{ast.unparse(key)} in {ast.unparse(call)} and 'another node patches what it computes'"

@@ -15,6 +15,7 @@ from diffkern.rewrite.expressions import is_cast
 from diffkern.rewrite.flow import Definition, Flow
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.purity import shape_arguments
+from diffkern.rewrite.syntax import nodes_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +243,7 @@ def cast_arguments(step: ast.expr) -> list[ast.AST]:
     """The nodes of a cast that say what to cast to."""
     if not isinstance(step, ast.Call):
         return []
-    return [part for value in (*step.args, *step.keywords) for part in ast.walk(value)] if is_cast(step) else []
+    return nodes_in((*step.args, *step.keywords)) if is_cast(step) else []
 
 
 def _any_parameter(read: frozenset[object]) -> bool:

@@ -23,7 +23,6 @@ from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.functions import functions_called, global_at
 from diffkern.rewrite.halves import separate_halves
 from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
-from diffkern.rewrite.linear_attention import separate_casts
 from diffkern.rewrite.masked import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.options import drop_options
@@ -35,15 +34,15 @@ from diffkern.rewrite.query_key import (
     QueryKey,
     concatenated,
     pair_statements,
-    separate_slices,
     separate_statements,
 )
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.sequential import unroll_sequences
 from diffkern.rewrite.sharing import is_made_here, is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
-from diffkern.rewrite.stores import name_starts
+from diffkern.rewrite.stores import name_starts, separate_pairs
 from diffkern.rewrite.streams import Repeated, SideBySide
+from diffkern.rewrite.syntax import blocks, body_start, names_in, statements_of
 from diffkern.rewrite.twins import put_twins
 from diffkern.rewrite.variants import (
     activate_in_branches,
@@ -152,8 +151,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
         at_calls: As for :func:`diffkern.rewrite.inline.inline_helpers`.
     """
     tree, function = source.tree, source.function
-    taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if taken & {SITES, *NAMES}:
+    if names_in(tree) & {SITES, *NAMES}:
         return "it is rewritten already"
     is_processor = tree.args.args[0].arg != facts.receiver
     projections: inline.Helpers = {}
@@ -161,9 +159,8 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
         projections = inline.inline_projections(tree, function, facts)
         decide_branches(tree, facts)
         split_by_arguments(tree, facts)
-        separate_slices(tree)
+        separate_pairs(tree)
         name_starts(tree)
-        separate_casts(tree)
     else:
         inline.inline_nested(tree)
         split_by_flags(tree, facts)
@@ -428,12 +425,11 @@ def _attend_unrotated(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
     flow, calls, attended = Flow(tree), Counter[int](), Counter[int]()
     for node in ast.walk(tree):
         calls[_site_called(node)] += 1
-        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
-            for made, read in pairwise(block if isinstance(block, list) else ()):
-                if isinstance(made, ast.Assign) and isinstance(read, ast.Assign):
-                    site = _site_called(read.value)
-                    through_diffusers = site >= 0 and sites[site].options.get("tokens") == 1
-                    attended[_site_called(made.value)] += through_diffusers and _goes_into(flow, made, read.value)
+    for made, read in [pair for block in blocks(tree) for pair in pairwise(block)]:
+        if isinstance(made, ast.Assign) and isinstance(read, ast.Assign):
+            site = _site_called(read.value)
+            through_diffusers = site >= 0 and sites[site].options.get("tokens") == 1
+            attended[_site_called(made.value)] += through_diffusers and _goes_into(flow, made, read.value)
     for index, made_by in enumerate(sites):
         if attended[index] and attended[index] == calls[index] and made_by.rule.op == "qk_norm_rope":
             sites[index] = replace(made_by, attended=True)
@@ -490,10 +486,6 @@ def _add_entry(tree: ast.FunctionDef, receiver: str, options: list[str], without
         words.append(f"**{arguments.kwarg.arg}")
     tests = [*options, *[f"{name} is not None and 'it is given {name}'" for name in without]]
     given = ", ".join([receiver, *([" or ".join(tests)] if tests else [])])
-    entry = ast.parse(f"{SITES} = {ENTER}({given})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})").body
-    start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
-    for statement in entry:
-        for node in ast.walk(statement):
-            if "lineno" in node._attributes:
-                ast.copy_location(node, tree.body[min(start, len(tree.body) - 1)])
-    tree.body[start:start] = entry
+    text = f"{SITES} = {ENTER}({given})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})"
+    start = body_start(tree)
+    tree.body[start:start] = statements_of(text, tree.body[min(start, len(tree.body) - 1)])

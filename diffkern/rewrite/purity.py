@@ -13,6 +13,7 @@ import torch
 
 from diffkern.rewrite.effects import BUILTINS, METADATA
 from diffkern.rewrite.source import Source
+from diffkern.rewrite.syntax import nodes_in, stored_in
 
 #: How deep functions that call functions are looked into.
 _DEPTH = 3
@@ -48,7 +49,7 @@ def _read(function: object, depth: int) -> tuple[bool, frozenset[int]]:
 
 
 def _is_pure(tree: ast.FunctionDef, function: FunctionType, depth: int) -> bool:
-    for node in _body(tree):
+    for node in nodes_in(tree.body):
         if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
             return False
         if isinstance(node, _FORBIDDEN):
@@ -61,17 +62,13 @@ def _is_pure(tree: ast.FunctionDef, function: FunctionType, depth: int) -> bool:
 
 
 def _shape_arguments(tree: ast.FunctionDef) -> frozenset[int]:
-    parents = {child: node for node in _body(tree) for child in ast.iter_child_nodes(node)}
+    parents = {child: node for node in nodes_in(tree.body) for child in ast.iter_child_nodes(node)}
     found = set()
     for position, argument in enumerate(tree.args.args):
-        uses = [node for node in _body(tree) if isinstance(node, ast.Name) and node.id == argument.arg]
+        uses = [node for node in nodes_in(tree.body) if isinstance(node, ast.Name) and node.id == argument.arg]
         if uses and all(_reads_shape(parents.get(use), parents) for use in uses):
             found.add(position)
     return frozenset(found)
-
-
-def _body(tree: ast.FunctionDef) -> list[ast.AST]:
-    return [node for statement in tree.body for node in ast.walk(statement)]
 
 
 def _reads_shape(node: ast.AST | None, parents: Mapping[ast.AST, ast.AST]) -> bool:
@@ -87,7 +84,7 @@ def _calls_pure(call: ast.Call, namespace: Mapping[str, Any], tree: ast.Function
         return False
     function = call.func
     local = {argument.arg for argument in tree.args.args}
-    local |= {node.id for node in _body(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local |= stored_in(*tree.body)
     if isinstance(function, ast.Name):
         if function.id in local:
             return False

@@ -15,7 +15,8 @@ from diffkern.rewrite.expressions import ROTATES, is_cast, norm_call
 from diffkern.rewrite.facts import LAST_DIM
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Operand, Scope, peel, through_views
-from diffkern.rewrite.stores import blocks, without_store
+from diffkern.rewrite.stores import without_store
+from diffkern.rewrite.syntax import blocks, names_in, stored_in
 
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
@@ -323,12 +324,9 @@ def nested_function(flow: Flow, name: ast.Name) -> ast.FunctionDef | ast.ImportF
     if len(statements) != 1 or not isinstance(statements[0], ast.FunctionDef) or statements[0].decorator_list:
         return None
     function = statements[0]
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    own = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
-    own |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    outer = {node.id for node in ast.walk(flow.tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    body = {node.id for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    return None if (body - own) & (outer | set(flow.parameters)) else function
+    own = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)} | stored_in(function)
+    outer = stored_in(flow.tree) | set(flow.parameters)
+    return None if (names_in(*function.body) - own) & outer else function
 
 
 def _reads_local(scope: Scope, node: ast.expr) -> bool:
@@ -355,23 +353,6 @@ def pair_statements(scope: Scope, kind: str) -> bool:
                 found = True
             index += 1
     return found
-
-
-def separate_slices(tree: ast.FunctionDef) -> None:
-    """Makes ``a = x[..., :n]`` and ``b = x[..., n:]`` of ``a, b = x[..., :n], x[..., n:]``, which no rule enters."""
-    for block in blocks(tree):
-        for index in reversed(range(len(block))):
-            statement = block[index]
-            targets = statement.targets if isinstance(statement, ast.Assign) else []
-            values = statement.value.elts if isinstance(getattr(statement, "value", None), ast.Tuple) else []  # type: ignore[attr-defined]
-            names = targets[0].elts if len(targets) == 1 and isinstance(targets[0], ast.Tuple) else []
-            if not names or len(names) != len(values) or not all(isinstance(value, ast.Subscript) for value in values):
-                continue
-            read = {node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
-            if all(isinstance(name, ast.Name) and name.id not in read for name in names):
-                pairs = zip(names, values, strict=True)
-                block[index : index + 1] = [ast.copy_location(ast.Assign([x], y), statement) for x, y in pairs]
-    ast.fix_missing_locations(tree)
 
 
 def separate_statements(tree: ast.FunctionDef) -> None:
@@ -408,10 +389,9 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
     if kind in (JOINED_FIRST, ROTATED, ROTATED_ALONE) and len({ast.unparse(call.func) for call in calls}) != 1:  # type: ignore[attr-defined]
         return None
     names = [target.id for target in targets]  # type: ignore[attr-defined]
-    read = {node.id for node in ast.walk(other.value) if isinstance(node, ast.Name)}
-    if names[0] in {*read, names[1]}:
+    if names[0] in {*names_in(other.value), names[1]}:
         return None
-    if kind == QUERY_ROTATED and any(isinstance(x, ast.Name) and x.id == names[1] for x in ast.walk(one.value)):
+    if kind == QUERY_ROTATED and names[1] in names_in(one.value):
         return None
     both = ast.Assign([ast.Tuple(targets, ast.Store())], ast.Tuple([one.value, other.value], ast.Load()))
     both._single = single  # type: ignore[attr-defined]

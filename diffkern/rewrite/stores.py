@@ -1,17 +1,18 @@
-"""Stores into a part of a tensor behind the text, ``x[:, n:] = rotate(x[:, n:], ...)``, as values that rules match."""
+"""Statements that no rule enters, as such that do: stores into a part of a tensor, pairs of slices, pairs of casts."""
 
 from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
 
 from typing_extensions import override
+
+from diffkern.rewrite.syntax import blocks, only_target, separated, statements_of
 
 
 def without_store(statement: ast.stmt) -> ast.stmt:
     """``x[:, t:] = f(x[:, t:], ...)`` as ``x = torch.cat([x[:, :t], f(x[:, t:], ...)], dim=1)``; others as they are."""
-    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    target = only_target(statement)
     value = getattr(statement, "value", None)
     if (
         not isinstance(target, ast.Subscript)
@@ -38,6 +39,20 @@ def without_store(statement: ast.stmt) -> ast.stmt:
     return ast.fix_missing_locations(joined)
 
 
+def separate_pairs(tree: ast.FunctionDef) -> None:
+    """Makes two statements of ``a, b = x[..., :n], x[..., n:]`` and of ``a, b = a.float(), b.float()``.
+
+    No rule enters the one statement.
+    """
+    for block in blocks(tree):
+        for index in reversed(range(len(block))):
+            pairs = separated(block[index])
+            cast = all(ast.unparse(one.value) == f"{ast.unparse(one.targets[0])}.float()" for one in pairs)
+            if pairs and (cast or all(isinstance(one.value, ast.Subscript) for one in pairs)):
+                block[index : index + 1] = pairs
+    ast.fix_missing_locations(tree)
+
+
 def name_starts(tree: ast.FunctionDef) -> None:
     """Names ``text.shape[1]`` in front of ``x[:, text.shape[1]:] = f(x[:, text.shape[1]:], ...)``: leaves are names."""
     for block in blocks(tree):
@@ -48,16 +63,14 @@ def name_starts(tree: ast.FunctionDef) -> None:
                 name = names.setdefault(start, f"_s{block[index].lineno}_start")
                 _Named(start, name).visit(block[index])
                 index += 1
-            made = [ast.parse(f"{name} = {start}").body[0] for start, name in names.items()]
-            for node in [node for one in made for node in ast.walk(one) if "lineno" in node._attributes]:
-                ast.copy_location(node, block[first])
+            made = [one for start, name in names.items() for one in statements_of(f"{name} = {start}", block[first])]
             block[first:first] = made
             index += len(made) + (not made)
 
 
 def _start_of_store(statement: ast.stmt) -> str | None:
     """``text.shape[1]`` as such a statement has it, for a text that is not ``x``; None for others."""
-    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    target = only_target(statement)
     if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
         return None
     slices = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
@@ -79,14 +92,3 @@ class _Named(ast.NodeTransformer):
         if isinstance(node, ast.Subscript) and ast.unparse(node) == self._text:
             return ast.copy_location(ast.Name(self._name, ast.Load()), node)
         return self.generic_visit(node)
-
-
-def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    """The lists of statements in a function or a statement, each before those inside of it; not nested functions."""
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(node, name, None)
-        if isinstance(block, list):
-            yield block
-            for statement in list(block):
-                if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-                    yield from blocks(statement)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from diffkern.rewrite.expressions import ROTATES
 from diffkern.rewrite.identity import IMAGE_OF_TOKENS
+from diffkern.rewrite.syntax import Substitute, names_in, nodes_in, only_target, stored_by
 
 #: Statements that a helper may consist of, before the one return at its end.
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.If, ast.Expr, ast.Return, ast.Raise, ast.Pass)
@@ -32,10 +33,10 @@ def single_value(function: ast.FunctionDef) -> ast.expr | None:
         return None
     *rest, last = function.body
     value = last.value if isinstance(last, ast.Return) else None
-    if value is None or any(isinstance(node, FORBIDDEN) for statement in function.body for node in ast.walk(statement)):
+    if value is None or any(isinstance(node, FORBIDDEN) for node in nodes_in(function.body)):
         return None
     for statement in reversed(rest):
-        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        target = only_target(statement)
         if not isinstance(target, ast.Name) or not _reads_first(value, target.id):
             return None
         value = Substitute({target.id: statement.value}).visit(copy.deepcopy(value))  # type: ignore[attr-defined]
@@ -49,7 +50,7 @@ def _reads_first(value: ast.expr, name: str) -> bool:
     if [node.id for node in ast.walk(value) if isinstance(node, ast.Name)].count(name) != 1:
         return False
     for child in ast.iter_child_nodes(value):
-        if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(child)):
+        if name in names_in(child):
             return isinstance(child, ast.Name) or (isinstance(child, ast.expr) and _reads_first(child, name))
         if isinstance(child, ast.expr) and not is_load(child):
             return False
@@ -74,23 +75,6 @@ def fold_rebound(function: ast.FunctionDef) -> None:
             del block[index]
 
 
-class Substitute(ast.NodeTransformer):
-    """Puts expressions in the place of variables."""
-
-    def __init__(self, values: dict[str, ast.expr]) -> None:
-        self._values = values
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """The expression, or the name."""
-        value = self._values.get(node.id)
-        return node if value is None else ast.copy_location(copy.deepcopy(value), node)
-
-
-def stored_by(node: ast.AST) -> list[str]:
-    """The variable that a node binds, if it is one."""
-    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
-
-
 def rebound(helper: ast.FunctionDef, name: str) -> int:
     """The statement that binds a parameter to another value, on every path and before any other; -1 if none does."""
     for index, statement in enumerate(helper.body):
@@ -102,8 +86,7 @@ def rebound(helper: ast.FunctionDef, name: str) -> int:
 
 def of_generators(helper: ast.FunctionDef) -> set[str]:
     """The variables of generators, which are bound in these alone."""
-    generators = [node for node in ast.walk(helper) if isinstance(node, ast.GeneratorExp)]
-    inside = {part for one in generators for part in ast.walk(one)}
+    inside = set(nodes_in(node for node in ast.walk(helper) if isinstance(node, ast.GeneratorExp)))
     outside = {name for node in ast.walk(helper) if node not in inside for name in stored_by(node)}
     arguments = {argument.arg for argument in helper.args.args}
     return {name for node in inside for name in stored_by(node)} - outside - arguments
@@ -169,7 +152,7 @@ def with_one_return(helper: ast.FunctionDef) -> bool:
     last = helper.body[-1]
     helper.body.append(ast.copy_location(ast.Return(ast.Name(_RESULT, ast.Load())), last))
     ast.fix_missing_locations(helper)
-    return not any(isinstance(node, ast.Name) and node.id == _RESULT for node in ast.walk(helper.args))
+    return _RESULT not in names_in(helper.args)
 
 
 def _assign_returns(block: list[ast.stmt]) -> bool:

@@ -21,6 +21,7 @@ from diffkern.cache import memory
 from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
 from diffkern.rewrite.layers import call_function, call_layer, call_module, call_processor
 from diffkern.rewrite.source import LOCK, Source, recompile
+from diffkern.rewrite.syntax import names_in
 
 #: The names of twins in rewritten forwards.
 _SIGNATURE, _EMBEDDING = "_signature", "_timestep_embedding"
@@ -83,13 +84,8 @@ def put_twins(tree: ast.FunctionDef, function: FunctionType) -> set[str]:
     """Has the tree of a function call twins; returns their names."""
     namespace, arguments = function.__globals__, [argument.arg for argument in tree.args.args]
     receivers = arguments[: 2 if tree.name == "__call__" else 1]  # a processor is called with the module
-    looped = {
-        name.id
-        for loop in ast.walk(tree)
-        if isinstance(loop, ast.For) and _names(loop.iter) & {*receivers}
-        for name in ast.walk(loop.target)
-        if isinstance(name, ast.Name)
-    }
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and names_in(node.iter) & {*receivers}]
+    looped = names_in(*[loop.target for loop in loops])
     owner, twins = namespace.get(function.__qualname__.partition(".")[0]), set[str]()
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
         called, name, first = ast.unparse(node.func), "", node.func
@@ -119,10 +115,6 @@ def _root(node: ast.expr) -> str:
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 
 def signature(method: Any) -> inspect.Signature:

@@ -16,6 +16,16 @@ from typing import Any
 from diffkern.rewrite.expressions import ROTATES, is_per_channel
 from diffkern.rewrite.facts import LAST_DIM, PRESENT, UNKNOWN, Facts
 from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.syntax import (
+    arguments_of,
+    blocks,
+    body_start,
+    names_in,
+    nodes_in,
+    only_target,
+    statements_of,
+    stored_in,
+)
 
 #: Behind every line of a source.
 ALWAYS = (float("inf"), 0.0)
@@ -62,20 +72,18 @@ def decide_branches(tree: ast.FunctionDef, facts: Facts | None, given: Mapping[s
 def _decide_made(tree: ast.FunctionDef) -> bool:
     """Decides ``if temb is not None`` behind ``temb = self.proj(temb)[:, :, None, None]``, which is never None."""
     decided = False
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            block: Any = getattr(node, name, None)
-            for index, made in enumerate(block if isinstance(block, list) else ()):
-                target = made.targets[0] if isinstance(made, ast.Assign) and len(made.targets) == 1 else None
-                if not isinstance(target, ast.Name) or not is_per_channel(made.value):
-                    continue
-                decider = _Decider(None, set(), {target.id: Given(PRESENT, ALWAYS)})
-                at = index + 1
-                while at < len(block) and _first_store(block[at], target.id) == ALWAYS:
-                    kept = decider.visit(block[at])
-                    block[at : at + 1] = kept if isinstance(kept, list) else [kept]
-                    at += len(kept) if isinstance(kept, list) else 1
-                decided |= decider.decided
+    for block in blocks(tree):
+        for index, made in enumerate(block):
+            target = only_target(made)
+            if not isinstance(target, ast.Name) or not is_per_channel(made.value):  # type: ignore[attr-defined]
+                continue
+            decider = _Decider(None, set(), {target.id: Given(PRESENT, ALWAYS)})
+            at = index + 1
+            while at < len(block) and _first_store(block[at], target.id) == ALWAYS:
+                kept = decider.visit(block[at])
+                block[at : at + 1] = kept if isinstance(kept, list) else [kept]
+                at += len(kept) if isinstance(kept, list) else 1
+            decided |= decider.decided
     if decided:
         tidy_blocks(tree)
     return decided
@@ -164,13 +172,11 @@ def activate_in_branches(tree: ast.FunctionDef, facts: Facts) -> None:
     ``if zq is None: h = self.norm(h) else: h = self.norm(h, zq)`` and then ``h = silu(h)``: after the branches a rule
     would see either value, in them each by itself.
     """
-    for node in ast.walk(tree):  # outer blocks before inner ones
-        for name in ("body", "orelse", "finalbody"):
-            block: Any = getattr(node, name, None)
-            for index, branches in enumerate(block if isinstance(block, list) else ()):
-                after = block[index + 1] if index + 1 < len(block) else None
-                if isinstance(branches, ast.If) and after is not None and _reads_norm(after, branches, facts):
-                    _append(branches, block.pop(index + 1))
+    for block in blocks(tree):  # outer blocks before inner ones
+        for index, branches in enumerate(block):
+            after = block[index + 1] if index + 1 < len(block) else None
+            if isinstance(branches, ast.If) and after is not None and _reads_norm(after, branches, facts):
+                _append(branches, block.pop(index + 1))
 
 
 def _reads_norm(statement: ast.stmt, branches: ast.If, facts: Facts) -> bool:
@@ -209,7 +215,7 @@ def split_by_arguments(tree: ast.FunctionDef, facts: Facts, most: int = 2) -> No
     So what stands before that ``if`` and what stands in it are one straight line. Of several such arguments, ``most``
     at most make branches.
     """
-    arguments = [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
+    arguments = arguments_of(tree)
     tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     for name in arguments:
         asking = [test for test in tests if _rotates_or_joins(test, name, arguments[0] != facts.receiver)]
@@ -218,22 +224,26 @@ def split_by_arguments(tree: ast.FunctionDef, facts: Facts, most: int = 2) -> No
             break
     else:
         return
-    start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
-    branches = []
-    for value in (None, PRESENT):
-        branch = copy.copy(tree)
-        branch.body = copy.deepcopy(tree.body[start:])
-        decide_branches(branch, facts, {name: Given(value, end)})
-        if most > 1:
-            split_by_arguments(branch, facts, most - 1)
-        branches.append(branch.body)
-    split = ast.parse(f"if {name} is None:\n    pass\nelse:\n    pass").body[0]
-    assert isinstance(split, ast.If)
-    for node in ast.walk(split):
-        if "lineno" in node._attributes:
-            ast.copy_location(node, tree.body[start])
-    split.body, split.orelse = branches
-    tree.body[start:] = [split]
+    without, given = [_branch(tree, facts, {name: Given(value, end)}) for value in (None, PRESENT)]
+    for branch in (without, given) if most > 1 else ():
+        split_by_arguments(branch, facts, most - 1)
+    start = body_start(tree)
+    tree.body[start:] = [_if(f"{name} is None", without.body, given.body, tree.body[start])]
+
+
+def _branch(tree: ast.FunctionDef, facts: Facts, given: Mapping[str, Given]) -> ast.FunctionDef:
+    """A copy of a function, without its docstring, as it is for some arguments."""
+    branch = copy.copy(tree)
+    branch.body = copy.deepcopy(tree.body[body_start(tree) :])
+    decide_branches(branch, facts, given)
+    return branch
+
+
+def _if(test: str, body: list[ast.stmt], orelse: list[ast.stmt], like: ast.stmt) -> ast.If:
+    (made,) = statements_of(f"if {test}: pass", like)
+    assert isinstance(made, ast.If)
+    made.body, made.orelse = body, orelse
+    return made
 
 
 def split_by_flags(tree: ast.FunctionDef, facts: Facts) -> None:
@@ -243,32 +253,18 @@ def split_by_flags(tree: ast.FunctionDef, facts: Facts) -> None:
     ``if use_cross_attention: x = x + ...``. So the sums and norms before, in and behind that ``if`` are one straight
     line. Sites of one place are the same in all branches.
     """
-    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored = stored_in(tree)
     flags = {name: None for name in _flags(tree) if name not in stored}
     tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If) and _adds(node)]
     asked = [_asked(test) for test in tests]
     names = list(dict.fromkeys(name for one in asked if one and one <= flags.keys() for name in sorted(one)))
     if not names:
         return
-    start = 1 if ast.get_docstring(tree, clean=False) is not None else 0
-    branches: list[list[ast.stmt]] = []
-    for value in (True, False):
-        branch = copy.copy(tree)
-        branch.body = copy.deepcopy(tree.body[start:])
-        decide_branches(branch, facts, {name: Given(value, ALWAYS) for name in names})
-        branches.append(branch.body)
-    text = f"if {' and '.join(names)}:\n    pass\nelif not ({' or '.join(names)}):\n    pass\nelse:\n    pass"
-    split = ast.parse(text if len(names) > 1 else f"if {names[0]}:\n    pass\nelse:\n    pass").body[0]
-    assert isinstance(split, ast.If)
-    for node in ast.walk(split):
-        if "lineno" in node._attributes:
-            ast.copy_location(node, tree.body[start])
-    split.body, split.orelse = branches[0], branches[1] if len(names) == 1 else split.orelse
-    if len(names) > 1:
-        inner = split.orelse[0]
-        assert isinstance(inner, ast.If)
-        inner.body, inner.orelse = branches[1], tree.body[start:]
-    tree.body[start:] = [split]
+    every, none = [_branch(tree, facts, {name: Given(value, ALWAYS) for name in names}).body for value in (True, False)]
+    start = body_start(tree)
+    first, rest = tree.body[start], tree.body[start:]
+    other: list[ast.stmt] = none if len(names) == 1 else [_if(f"not ({' or '.join(names)})", none, rest, first)]
+    tree.body[start:] = [_if(" and ".join(names), every, other, first)]
 
 
 def _flags(tree: ast.FunctionDef) -> list[str]:
@@ -284,7 +280,7 @@ def _flags(tree: ast.FunctionDef) -> list[str]:
 
 def _adds(node: ast.If) -> bool:
     """Whether a branch adds to a variable that is there before it."""
-    assigned = [part for one in node.body for part in ast.walk(one) if isinstance(part, ast.Assign)]
+    assigned = [part for part in nodes_in(node.body) if isinstance(part, ast.Assign)]
     return any(
         isinstance(part.value, ast.BinOp)
         and isinstance(part.value.op, ast.Add)
@@ -316,26 +312,26 @@ def norms_into_branches(tree: ast.FunctionDef, facts: Facts) -> None:
 
 def _uses_norm(branch: list[ast.stmt]) -> bool:
     """Whether a branch comes from a helper, or rotates something."""
-    nodes = [node for statement in branch for node in ast.walk(statement)]
-    calls = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    return bool(branch) and (hasattr(branch[-1], "_helper") or any(ROTATES.search(name) for name in calls))
+    calls = [node.func for node in nodes_in(branch) if isinstance(node, ast.Call)]
+    rotates = any(isinstance(called, ast.Name) and ROTATES.search(called.id) for called in calls)
+    return bool(branch) and (hasattr(branch[-1], "_helper") or rotates)
 
 
 def _move_norms(block: list[ast.stmt], branches: ast.If, flow: Flow, facts: Facts) -> None:
-    inside = {node for statement in (*branches.body, *branches.orelse) for node in ast.walk(statement)}
+    inside = set(nodes_in((*branches.body, *branches.orelse)))
     asked = list(ast.walk(branches.test))
     if any(isinstance(node, ast.Call) for node in asked):
         return
     shapes = {node.value for node in asked if isinstance(node, ast.Attribute) and node.attr == "shape"}
     passed: set[str] = set()
     for statement in reversed(block[: block.index(branches)]):
-        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        target = only_target(statement)
         if not isinstance(statement, ast.Assign) or not isinstance(target, ast.Name):
             return
         value, definition = statement.value, flow.bound(target)
         is_norm = isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords
         path = facts.path(flow, value.func) if is_norm else None  # type: ignore[attr-defined]
-        read = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+        read = names_in(value)
         in_place_of_x = is_norm and ast.unparse(value.args[0]) == target.id  # type: ignore[attr-defined]
         where = inside | shapes if in_place_of_x else inside
         only_there = not definition.is_captured and not definition.deleted and where.issuperset(definition.uses)
@@ -368,11 +364,11 @@ def _rotates_or_joins(node: ast.If, name: str, is_processor: bool) -> bool:
     tests = [part for part in tests if isinstance(part.left, ast.Name) and part.left.id == name]
     if not any(ast.unparse(part) in (f"{name} is not None", f"{name} is None") for part in tests):
         return False
-    for statement in (part for one in (*node.body, *node.orelse) for part in ast.walk(one)):
+    for statement in nodes_in((*node.body, *node.orelse)):
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
             stored, call = statement.targets[0], statement.value
             targets = set(map(_base, stored.elts if isinstance(stored, ast.Tuple) else [stored])) - {name}
-            read = {part.id for part in ast.walk(call) if isinstance(part, ast.Name)}
+            read = names_in(call)
             function = ast.unparse(call.func)
             rotates = ROTATES.search(function) is not None and name in read
             joins = name in read or len(call.args) > 1 or function in ("torch.cat", "torch.concat")
