@@ -19,9 +19,13 @@ from diffkern.rewrite.rotation import call_qk_norm_rope
 if TYPE_CHECKING:
     from diffkern.rewrite.site import FusedSite, Way
 
+#: Operands by their names, and the provider that is asked for.
+Operands = dict[str, Any]
+Provider = str | None
+
 
 def _norm_modulate(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None, op: Any = None
+    site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider, op: Any = None
 ) -> Any:
     op = op or ops.norm_modulate
     arguments = site.norm_arguments(module, operands["x"]) if way.calls_norm is None else None
@@ -31,16 +35,14 @@ def _norm_modulate(
     return op(**operands, **{**arguments, **way.options}, provider=provider)
 
 
-def _gate_residual(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
+def _gate_residual(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider) -> Tensor:
     if "in_place" in way.options:
         return operands["residual"].addcmul_(operands["x"], operands["gate"])  # type: ignore[no-any-return]
     return ops.gate_residual(**_ordered(operands), **way.options, provider=provider)
 
 
 def _gate_residual_norm_modulate(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None, op: Any = None
+    site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider, op: Any = None
 ) -> Any:
     op = op or ops.gate_residual_norm_modulate
     operands, options = _ordered(operands), dict(way.options)
@@ -59,15 +61,11 @@ def _gate_residual_norm_modulate(
     return (residual, y) if op is ops.gate_residual_norm_modulate else (residual, y, *ops.activation_fp8(y))
 
 
-def _glu(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None, op: Any = None
-) -> Any:
+def _glu(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider, op: Any = None) -> Any:
     return (op or ops.glu)(**operands, **way.options, provider=provider)
 
 
-def _channel_glu(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
+def _channel_glu(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider) -> Tensor:
     x, bias = _convolved(site, module, operands["x"])
     if bias is None:
         value, gate = x.chunk(2, 1)
@@ -76,23 +74,17 @@ def _channel_glu(
     return ops.channel_glu(x, bias, **way.options, provider=provider)
 
 
-def _linear_attention(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
+def _linear_attention(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider) -> Tensor:
     heads = {name: x if x.ndim == 4 else x.unflatten(-1, (module.heads, -1)) for name, x in operands.items()}
     return ops.linear_attention(**heads, **way.options, provider=provider).flatten(2)
 
 
-def _linear_gelu(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
+def _linear_gelu(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider) -> Tensor:
     linear: Any = child_of(module, site.plan.modules["linear"])
     return ops.linear_gelu(operands["x"], linear.weight, linear.bias, **way.options, provider=provider)
 
 
-def _group_norm_silu(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
+def _group_norm_silu(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider) -> Tensor:
     x, bias = _convolved(site, module, operands["x"])
     arguments = site.norm_arguments(module, x) or {}
     if "scale" not in operands:
@@ -121,9 +113,7 @@ def _group_norm_silu(
     return ops.group_norm_silu(flat, **arguments, **way.options, provider=provider).view(x.shape)
 
 
-def _add_norm_silu_pad(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
-) -> Tensor:
+def _add_norm_silu_pad(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider) -> Tensor:
     residual, activation = operands.get("residual"), way.options.get("activation")
     if residual is None and activation is None:
         return _pad(site, module, operands, provider)
@@ -142,7 +132,7 @@ def _add_norm_silu_pad(
     return y if x.ndim == 5 else y.squeeze(2)
 
 
-def _pad(site: FusedSite, module: nn.Module, operands: dict[str, Any], provider: str | None) -> Tensor:
+def _pad(site: FusedSite, module: nn.Module, operands: Operands, provider: Provider) -> Tensor:
     x: Tensor = operands["x"]
     if "padding" in operands:
         return padded(**operands)
@@ -182,14 +172,14 @@ def bias_is_apart(x: Tensor) -> bool:
 
 
 def _channel_rms_norm_silu(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+    site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider
 ) -> Tensor:
     arguments = site.norm_arguments(module, operands["x"]) or {}
     return ops.channel_rms_norm_silu(**operands, **arguments, **way.options, provider=provider)
 
 
 def _rope(
-    site: FusedSite, module: nn.Module, operands: dict[str, Any], way: Way, provider: str | None
+    site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider
 ) -> tuple[Tensor, Tensor]:
     options = dict(way.options)
     dim, per_pair = options.pop("unsqueeze_dim"), options.pop("per_pair")
@@ -199,7 +189,7 @@ def _rope(
     return q, k
 
 
-def _ordered(operands: dict[str, Any]) -> dict[str, Any]:
+def _ordered(operands: Operands) -> Operands:
     """A product says nothing of which factor is the gate: the smaller one is."""
     gate, x = operands.get("gate"), operands["x"]
     if gate is not None and "gate_activation" not in operands and gate.numel() > x.numel():

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from diffkern.rewrite.flow import Definition, Flow
+from diffkern.rewrite.flow import Definition
+
+if TYPE_CHECKING:
+    from diffkern.rewrite.match import Scope
 
 
 def _words(text: str) -> frozenset[str]:
@@ -36,26 +40,12 @@ class Effects:
     """Effects in one function.
 
     Args:
-        flow: Its def-use.
-        receiver: The name of the module in it.
-        is_pure_child: Whether a call of a child of ``self`` leaves its arguments alone, as norms and activations do.
-        is_fresh_child: Whether such a call returns a new tensor, as norms and linear layers do.
+        scope: Its def-use, and what is known of its modules.
         is_pure_function: Whether a global function, or a method ``self.name``, only reads its arguments.
     """
 
-    def __init__(
-        self,
-        flow: Flow,
-        receiver: str,
-        is_pure_child: Callable[[ast.expr], bool],
-        is_fresh_child: Callable[[ast.expr], bool] = lambda callee: False,
-        is_pure_function: Callable[[str], bool] = lambda name: False,
-    ) -> None:
-        self._flow = flow
-        self._receiver = receiver
-        self._is_fresh_child = is_fresh_child
-        self._is_pure_child = is_pure_child
-        self._is_pure_function = is_pure_function
+    def __init__(self, scope: Scope, is_pure_function: Callable[[str], bool]) -> None:
+        self.flow, self._facts, self._is_pure_function = scope.flow, scope.facts, is_pure_function
         self._roots: dict[Definition, frozenset[object]] = {}
 
     def is_side_effect_free(self, node: ast.expr) -> bool:
@@ -72,11 +62,11 @@ class Effects:
         if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, (ast.Store, ast.Del)):
             return self.storage(node.value)
         if isinstance(node, ast.AugAssign):
-            target = self._flow.augmented.get(node, node.target)
+            target = self.flow.augmented.get(node, node.target)
             return self.storage(target) if isinstance(target, ast.Name) else self.storage(target.value)
         if not isinstance(node, ast.Call):
             return frozenset()
-        if self.is_site(node):
+        if site_called(node) >= 0:
             return self._union(*written_by(node))
         out = [keyword.value for keyword in node.keywords if keyword.arg in ("out", "inplace")]
         if isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
@@ -91,29 +81,29 @@ class Effects:
         """Whether a call is known to leave its arguments alone."""
         function = call.func
         if isinstance(function, ast.Name):
-            return self.is_pure_helper(call) or (function.id in BUILTINS and not self._flow.is_local(function))
+            return self.is_pure_helper(call) or (function.id in BUILTINS and not self.flow.is_local(function))
         if not isinstance(function, ast.Attribute):
             return False
         base = function
         while isinstance(base, ast.Attribute):
             base = base.value  # type: ignore[assignment]
         if isinstance(base, ast.Name) and base.id in ("torch", "F", "nn", "math", "logger", "warnings"):
-            return not self._flow.is_local(base)
+            return not self.flow.is_local(base)
         return self._is_pure_method(call) or self._is_pure_child(function) or self.is_pure_helper(call)
 
     def is_pure_helper(self, call: ast.Call) -> bool:
         """Whether a call is that of a global function, or a static method, which only reads its arguments."""
         function = call.func
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-            return function.value.id == self._receiver and self._is_pure_function(f"self.{function.attr}")
-        if not isinstance(function, ast.Name) or self._flow.is_local(function):
+            return function.value.id == self._facts.receiver and self._is_pure_function(f"self.{function.attr}")
+        if not isinstance(function, ast.Name) or self.flow.is_local(function):
             return False
         return self._is_pure_function(function.id)
 
     def storage(self, node: ast.AST) -> frozenset[object]:
         """The storages that the value of an expression may share: names of parameters and attributes, and makers."""
         if isinstance(node, ast.Name):
-            reaching = self._flow.definitions.get(node, frozenset())
+            reaching = self.flow.definitions.get(node, frozenset())
             return self._of_definitions(reaching) if reaching else frozenset({("global", node.id)})
         if isinstance(node, (ast.Subscript, ast.Starred, ast.NamedExpr)):
             return self.storage(node.value)
@@ -130,7 +120,7 @@ class Effects:
         if isinstance(node, ast.Dict):
             return self._union(*node.values)
         if isinstance(node, ast.Call):
-            if self.is_site(node) or self._is_fresh_child(node.func):
+            if site_called(node) >= 0 or self._is_fresh_child(node.func):
                 return self._union(*written_by(node)) | {node}
             # A view, a cast that changes nothing, or a function that hands its argument back.
             shared = self._union(*self._reads(node))
@@ -148,15 +138,19 @@ class Effects:
         base: ast.expr = node
         while isinstance(base, (ast.Attribute, ast.Subscript)):
             base = base.value
-        return isinstance(base, ast.Name) and base.id == self._receiver
+        return isinstance(base, ast.Name) and base.id == self._facts.receiver
 
-    @staticmethod
-    def is_site(call: ast.Call) -> bool:
-        """Whether a call is that of a site which was put into the function before."""
-        function = call.func
-        return (
-            isinstance(function, ast.Subscript) and isinstance(function.value, ast.Name) and function.value.id == SITES
+    def _is_pure_child(self, callee: ast.expr) -> bool:
+        """Whether a call of a submodule leaves its arguments alone, as norms and activations do."""
+        path, facts = self._facts.path(self.flow, callee), self._facts
+        return path is not None and bool(
+            facts.norm(path) or facts.activation(path) or facts.is_convolution(path) or facts.is_linear(path)
         )
+
+    def _is_fresh_child(self, callee: ast.expr) -> bool:
+        """Whether such a call returns a new tensor, as norms and linear layers do."""
+        path, facts = self._facts.path(self.flow, callee), self._facts
+        return path is not None and bool(facts.norm(path) or facts.is_projection(path) or facts.is_convolution(path))
 
     def _union(self, *nodes: ast.AST) -> frozenset[object]:
         return frozenset[object]().union(*map(self.storage, nodes))
@@ -167,7 +161,7 @@ class Effects:
             if definition not in self._roots:
                 self._roots[definition] = frozenset({definition})  # cuts the circles of loops
                 source = definition.value if definition.value is not None else definition.source
-                if isinstance(source, ast.Call) and source is not definition.value and self.is_site(source):
+                if source is not definition.value and site_called(source) >= 0:
                     self._roots[definition] = frozenset({("result", source, definition.name)})  # each is a new tensor
                 elif source is not None:
                     self._roots[definition] = self.storage(source)
@@ -180,6 +174,14 @@ class Effects:
         if not isinstance(function, ast.Attribute) or function.attr.endswith("_"):
             return False
         return hasattr(torch.Tensor, function.attr) and not self._is_own(function)
+
+
+def site_called(node: ast.AST | None) -> int:
+    """The number of the site that an expression calls, or -1."""
+    function = node.func if isinstance(node, ast.Call) else None
+    if not isinstance(function, ast.Subscript) or not isinstance(function.value, ast.Name):
+        return -1
+    return function.slice.value if function.value.id == SITES else -1  # type: ignore[attr-defined]
 
 
 def written_by(site: ast.Call) -> list[ast.expr]:

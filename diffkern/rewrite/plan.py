@@ -16,7 +16,7 @@ from torch import nn
 
 from diffkern.matching.genuine import in_library
 from diffkern.rewrite import inline
-from diffkern.rewrite.effects import SITES, Effects
+from diffkern.rewrite.effects import SITES, Effects, site_called
 from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
@@ -235,29 +235,23 @@ class _Planner:
     def _apply(self, rule: Rule, scope: Scope) -> bool:
         """Applies a rule once; False if it finds nothing any more."""
         flow, nothing, kind = scope.flow, Match(), getattr(rule.shape, "kind", None)
-        effects = Effects(
-            flow,
-            self._facts.receiver,
-            lambda callee: _is_pure(scope, callee),
-            lambda callee: _is_fresh(scope, callee),
-            self._is_pure_function,
-        )
+        effects = Effects(scope, self._is_pure_function)
         placer = Placer(scope, effects)
         for node in flow.roots:
             for match in rule.shape.match(scope, node, nothing):
                 reason = _misfit(scope, match)
                 moves = "stream_dim" in match.options or kind == ROTATED_IN_PART
                 moves |= isinstance(rule.shape, (ImageOfTokens, PatchEmbedding, Repeated))
-                if reason is None and moves and is_viewed(effects, scope.flow, node):
+                if reason is None and moves and is_viewed(effects, node):
                     reason = "what reads it takes views that need heads before tokens in memory"
                 once = isinstance(rule.shape, PairMask)
-                if reason is None and once and is_written(effects, scope.flow, frozenset({node})):
+                if reason is None and once and is_written(effects, frozenset({node})):
                     reason = "it is written into, and would be shared"
                 shares = isinstance(rule.shape, (ImageOfTokens, Repeated, SideBySide))
-                if shares and needs_own_memory(effects, scope.flow, node, match):
+                if shares and needs_own_memory(effects, node, match):
                     reason = ""
                 divides = isinstance(rule.shape, DividedByOne)
-                if divides and not is_made_here(effects, scope.flow, match.operands["x"].node, self._divided(flow)):
+                if divides and not is_made_here(effects, match.operands["x"].node, self._divided(flow)):
                     reason = ""
                 if reason is None:
                     found = self._place(rule, scope, placer, node, match)
@@ -270,10 +264,9 @@ class _Planner:
 
     def _divided(self, flow: Flow) -> list[ast.expr]:
         """What divisions by one, which were found before, are given."""
-        calls = [node for node in flow.nodes if isinstance(node, ast.Call) and Effects.is_site(node)]
-        indices = [node.func.slice.value for node in calls]  # type: ignore[attr-defined]
-        found = zip(calls, [self.sites[index].rule.shape for index in indices], strict=True)
-        return [part for call, shape in found if isinstance(shape, DividedByOne) for part in call.args[1:]]
+        calls = [node for node in flow.nodes if isinstance(node, ast.Call) and site_called(node) >= 0]
+        found = [call for call in calls if isinstance(self.sites[site_called(call)].rule.shape, DividedByOne)]
+        return [part for call in found for part in call.args[1:]]
 
     def _is_pure_function(self, name: str) -> bool:
         if name not in self._pure:
@@ -377,20 +370,6 @@ def _is_product(flow: Flow, node: ast.expr) -> bool:
     return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult)
 
 
-def _is_pure(scope: Scope, callee: ast.expr) -> bool:
-    path = scope.facts.path(scope.flow, callee)
-    facts = scope.facts
-    return path is not None and bool(
-        facts.norm(path) or facts.activation(path) or facts.is_convolution(path) or facts.is_linear(path)
-    )
-
-
-def _is_fresh(scope: Scope, callee: ast.expr) -> bool:
-    path = scope.facts.path(scope.flow, callee)
-    facts = scope.facts
-    return path is not None and bool(facts.norm(path) or facts.is_projection(path) or facts.is_convolution(path))
-
-
 def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan], facts: Facts) -> None:
     """Lets ``torch.cat([front, y], dim)`` reuse the memory of ``y`` where that is the result of a site, read once.
 
@@ -404,8 +383,7 @@ def _join_in_place(tree: ast.FunctionDef, sites: list[SitePlan], facts: Facts) -
         (front, y), dim = found
         definition = flow.single(y)
         value = None if definition is None or definition.uses != [y] else definition.value
-        made = isinstance(value, ast.Call) and isinstance(value.func, ast.Subscript) and ast.unparse(value.func.value)
-        index = value.func.slice.value if made == SITES else -1  # type: ignore[union-attr]
+        index = site_called(value)
         if index >= 0 and sites[index].rule.op == "linear_gelu":
             assert isinstance(node, ast.Call)
             reader = _only_reader(flow, node, facts) if len(sites[index].places) == 2 else None  # no casts, no views
@@ -424,22 +402,15 @@ def _attend_unrotated(tree: ast.FunctionDef, sites: list[SitePlan]) -> None:
     """Lets attention read queries and keys before their rotation, where the statement behind a site calls it."""
     flow, calls, attended = Flow(tree), Counter[int](), Counter[int]()
     for node in ast.walk(tree):
-        calls[_site_called(node)] += 1
+        calls[site_called(node)] += 1
     for made, read in [pair for block in blocks(tree) for pair in pairwise(block)]:
         if isinstance(made, ast.Assign) and isinstance(read, ast.Assign):
-            site = _site_called(read.value)
+            site = site_called(read.value)
             through_diffusers = site >= 0 and sites[site].options.get("tokens") == 1
-            attended[_site_called(made.value)] += through_diffusers and _goes_into(flow, made, read.value)
+            attended[site_called(made.value)] += through_diffusers and _goes_into(flow, made, read.value)
     for index, made_by in enumerate(sites):
         if attended[index] and attended[index] == calls[index] and made_by.rule.op == "qk_norm_rope":
             sites[index] = replace(made_by, attended=True)
-
-
-def _site_called(node: ast.AST) -> int:
-    """The number of the site that an expression calls, or -1."""
-    func = node.func if isinstance(node, ast.Call) else None
-    made = isinstance(func, ast.Subscript) and ast.unparse(func.value) == SITES
-    return func.slice.value if made else -1  # type: ignore[union-attr]
 
 
 def _goes_into(flow: Flow, made: ast.Assign, attention: ast.expr) -> bool:

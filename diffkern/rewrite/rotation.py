@@ -25,33 +25,12 @@ if TYPE_CHECKING:
 Tables = tuple[Tensor, Tensor]
 
 
-def _cos_sin(tables: list[Tensor]) -> Tables:
-    cos, sin = tables
-    return cos, sin
-
-
-def _even_odd(tables: list[Tensor]) -> Tables:
-    cos, sin = tables
-    return cos[..., 0::2], sin[..., 1::2]
-
-
-def _complex(tables: list[Tensor]) -> Tables:
-    (table,) = tables
-    cos, sin = torch.view_as_real(table).unbind(-1)
-    return cos, sin
-
-
-def _matrices(tables: list[Tensor]) -> Tables:
-    (table,) = tables
-    return table[..., 0, 0], table[..., 1, 0]
-
-
 #: What tables are in models: name -> how they become cosines and sines.
-TABLES: Mapping[str, Callable[[list[Tensor]], Tables]] = {
-    "cosines and sines": _cos_sin,
-    "cosines at even places, sines at odd ones": _even_odd,
-    "complex numbers": _complex,
-    "2x2 matrices": _matrices,
+TABLES: Mapping[str, Callable[..., Any]] = {
+    "cosines and sines": lambda cos, sin: (cos, sin),
+    "cosines at even places, sines at odd ones": lambda cos, sin: (cos[..., 0::2], sin[..., 1::2]),
+    "complex numbers": lambda table: torch.view_as_real(table).unbind(-1),
+    "2x2 matrices": lambda table: (table[..., 0, 0], table[..., 1, 0]),
 }
 #: Those that may have a column for each element that is rotated, of which a head may have more.
 _FULL = ("cosines and sines", ANGLES)
@@ -97,7 +76,7 @@ class Form:
             (table,) = tables
             cos, sin = rotary_tables(table, self.pairing if self.tables == ANY_MATRICES else ANGLES)
         else:
-            cos, sin = TABLES[self.tables](tables)
+            cos, sin = TABLES[self.tables](*tables)
         if self.heads_dim is not None:
             cos, sin = cos.unsqueeze(self.heads_dim), sin.unsqueeze(self.heads_dim)
         return cos, sin
@@ -138,8 +117,7 @@ def streams_of(names: Iterable[str]) -> int:
 
 def tables_of(operands: Mapping[str, Any], name: str) -> list[Tensor]:
     """The tables among the operands of a stream, such as ``"q0"``, or of all streams of one side, ``"q"``."""
-    of = [value for key, value in operands.items() if key.startswith(f"{name}_table")]
-    return [tensor for value in of for tensor in tensors_in(value)]
+    return tensors_in([value for key, value in operands.items() if key.startswith(f"{name}_table")])
 
 
 def part_of(table: Tensor | None, like: Tensor, dim: int, start: int) -> Tensor | None:
@@ -152,10 +130,7 @@ def part_of(table: Tensor | None, like: Tensor, dim: int, start: int) -> Tensor 
 
 def has_wide_tables(operands: Mapping[str, Any]) -> bool:
     """Whether queries and keys are in half precision, and tables in float64."""
-    tables = [*tables_of(operands, "q"), *tables_of(operands, "k")]
-    tables += [
-        table for i in range(streams_of(operands)) for side in "qk" for table in tables_of(operands, f"{side}{i}")
-    ]
+    tables = tensors_in([value for name, value in operands.items() if "_table" in name])
     tensors = [x for name, x in operands.items() if "_table" not in name and isinstance(x, Tensor)]
     half = [x.dtype in (torch.float16, torch.bfloat16) for x in tensors]
     return all(half) and any([table.dtype in (torch.float64, torch.complex128) for table in tables])
@@ -233,9 +208,7 @@ def call_qk_norm_rope(
         norms.append(named or {"norm": None})
         queries.append(q)
         keys.append(k)
-    kinds: list[dict[str, Any]] = [
-        {name: value for name, value in norm.items() if name in ("norm", "eps")} for norm in norms
-    ]
+    kinds = [{name: value for name, value in norm.items() if name in ("norm", "eps")} for norm in norms]
     heads = queries[0].shape[-2] if form.across_heads and norms[0]["norm"] else None
     if len(queries) == 2 and shared and heads is None and kinds[0] == kinds[1] and "rotary_dim" not in options:
         parameters: dict[str, Any] = {

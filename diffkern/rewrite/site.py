@@ -344,7 +344,7 @@ class FusedSite:
                 continue
             try:
                 same = columns_of(self.operands(module, leaves), way.options) == way.columns
-            except (RuntimeError, ValueError, IndexError):  # of leaves that do not fit
+            except (RuntimeError, ValueError, TypeError, IndexError):  # of leaves that do not fit
                 continue
             if same:
                 self.ways[signature] = way

@@ -21,6 +21,7 @@ from typing_extensions import override
 from diffkern.cache.in_call import once_in_call, recorded_by
 from diffkern.providers import registry, select
 from diffkern.rewrite.facts import LAST_DIM, child_of
+from diffkern.rewrite.rotation import tensors_in
 from diffkern.rewrite.signature import PLAIN
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class _Writer:
             return
         if func._schema.is_mutable or (func.namespace not in ("aten", "prims") and func.namespace != self._namespace):
             raise _Unknown
-        of, results = _tensors((args, tuple(kwargs.values()))), _tensors(result)
+        of, results = tensors_in((args, tuple(kwargs.values()))), tensors_in(result)
         if not of and not results:
             return  # of dtypes and sizes
         if not results or len(results) != (1 if isinstance(result, Tensor) else len(result)):
@@ -252,7 +253,7 @@ class _Writer:
         self._step(func._op, args, kwargs, result)
 
     def _step(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        results = _tensors(result)
+        results = tensors_in(result)
         arguments = [self._written(one) for one in args]
         arguments += [f"{name}={self._written(one)}" for name, one in kwargs.items()]
         names = [f"y{len(self._steps)}_{i}" for i in range(len(results))]
@@ -319,9 +320,3 @@ class _Writer:
 def _is_view(tensor: Tensor, root: Tensor) -> bool:
     same = tensor.untyped_storage()._cdata == root.untyped_storage()._cdata
     return same and tensor.dtype is root.dtype
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return [value] if isinstance(value, Tensor) else []

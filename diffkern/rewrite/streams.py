@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from diffkern.rewrite.effects import SITES
+from diffkern.rewrite.effects import site_called
 from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, through_views
 from diffkern.rewrite.query_key import concatenated, is_processor
 from diffkern.rewrite.template import Template
@@ -149,7 +149,5 @@ def _is_slice(scope: Scope, node: ast.expr) -> bool:
 
 def _site(scope: Scope, part: ast.expr) -> SitePlan | None:
     base = through_views(scope, part, Match())[0]
-    function = base.func if isinstance(base, ast.Call) else None
-    if not isinstance(function, ast.Subscript) or ast.unparse(function.value) != SITES:
-        return None
-    return scope.sites[function.slice.value]  # type: ignore[attr-defined]
+    index = site_called(base)
+    return scope.sites[index] if index >= 0 else None
