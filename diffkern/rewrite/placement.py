@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from diffkern.rewrite.effects import Effects
 from diffkern.rewrite.expressions import is_cast
 from diffkern.rewrite.flow import Definition, Flow
+from diffkern.rewrite.functions import shape_arguments
 from diffkern.rewrite.match import Match, Scope
-from diffkern.rewrite.purity import shape_arguments
 from diffkern.rewrite.syntax import nodes_in
 
 

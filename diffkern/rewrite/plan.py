@@ -20,15 +20,13 @@ from diffkern.rewrite.effects import SITES, Effects, site_called
 from diffkern.rewrite.emit import Region, attributes_read, free_temporaries, replace_match, write_region
 from diffkern.rewrite.facts import Facts, Path, child_of
 from diffkern.rewrite.flow import Flow
-from diffkern.rewrite.functions import functions_called, global_at
+from diffkern.rewrite.functions import functions_called, global_at, is_pure
 from diffkern.rewrite.halves import separate_halves
 from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
 from diffkern.rewrite.masked import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
-from diffkern.rewrite.options import drop_options
 from diffkern.rewrite.patches import PatchEmbedding
-from diffkern.rewrite.placement import Placement, Placer
-from diffkern.rewrite.purity import is_pure
+from diffkern.rewrite.placement import Placer
 from diffkern.rewrite.query_key import (
     ROTATED_IN_PART,
     QueryKey,
@@ -47,6 +45,7 @@ from diffkern.rewrite.twins import put_twins
 from diffkern.rewrite.variants import (
     activate_in_branches,
     decide_branches,
+    drop_options,
     norms_into_branches,
     split_by_arguments,
     split_by_flags,
@@ -298,38 +297,29 @@ class _Planner:
         if not match.operands.keys() >= {"residual", "scale"}:
             found -= inline.modulating(self._facts, found)  # which are patched themselves
         self.helpers |= found
-        site = self._site(rule, scope, root, match, region, placement, kept is not None)
-        site = replace(site, functions=functions)
+        paths = {name: scope.facts.path(scope.flow, callee) for name, callee in match.modules.items()}
+        site = SitePlan(
+            len(self.sites), rule, root.lineno, tuple([(step.lineno, step.col_offset) for step in match.steps]),
+            " ; ".join(map(ast.unparse, region.original.body)), *self._compiled(region),
+            region.names, region.roles, {name: path for name, path in paths.items() if path},
+            {**rule.options, **match.options}, kept is not None, placement.moves_calls, _halves(scope.flow, match),
+            functions=functions,
+        )  # fmt: skip
         same = next((known for known in self.sites if known.computes_what(site)), None)
         if same is None:
             self.sites.append(site)
         replace_match(scope, root, match, region, placement, kept, (same or site).index)
         return None
 
-    def _site(
-        self,
-        rule: Rule,
-        scope: Scope,
-        root: ast.expr,
-        match: Match,
-        region: Region,
-        placement: Placement,
-        gives_residual: bool,
-    ) -> SitePlan:
+    def _compiled(self, region: Region) -> tuple[CodeType, CodeType]:
+        """The code of a region and of its operands, of which the former calls twins."""
         function = self._source.function
         imported = _imported_in_file(function)
-        text = " ; ".join(map(ast.unparse, region.original.body))
         twins = put_twins(region.original, function) if in_library(function) else ()
         original = compiled(ast.fix_missing_locations(region.original), function, tuple(twins), imported)
         operands = compiled(region.operands, function, (), imported)
         assert original is not None and operands is not None
-        paths = {name: scope.facts.path(scope.flow, callee) for name, callee in match.modules.items()}
-        return SitePlan(
-            len(self.sites), rule, root.lineno, tuple([(step.lineno, step.col_offset) for step in match.steps]),
-            text, original, operands,
-            region.names, region.roles, {name: path for name, path in paths.items() if path},
-            {**rule.options, **match.options}, gives_residual, placement.moves_calls, _halves(scope.flow, match),
-        )  # fmt: skip
+        return original, operands
 
 
 def _misfit(scope: Scope, match: Match) -> str | None:

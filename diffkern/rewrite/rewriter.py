@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 
 from diffkern.matching import TABLE, NormSemantics, full_name
@@ -20,13 +22,12 @@ from diffkern.rewrite.facts import Facts, ModuleFacts, Path, child_of, functions
 from diffkern.rewrite.guard import Guard
 from diffkern.rewrite.masked import MaskedAttentionSite
 from diffkern.rewrite.plan import ENTER, JOIN, READ, STOCK, Plan, SitePlan, plan
-from diffkern.rewrite.processor import ROUTE, Route, routed
 from diffkern.rewrite.rooms import NormSite
 from diffkern.rewrite.single_stream import SingleStreamSite, join, read
 from diffkern.rewrite.site import FusedSite, Observer, Trained
 from diffkern.rewrite.source import LOCK, Source, recompile
 from diffkern.rewrite.streams import MODULATES
-from diffkern.rewrite.twins import twin_of, twins_in
+from diffkern.rewrite.twins import put_twins, twin_of, twins_in
 from diffkern.rewrite.unrotated import UnrotatedSite
 from diffkern.rewrite.verify import Recorder, SiteVerifier
 
@@ -40,6 +41,10 @@ _PLANS: WeakKeyDictionary[Callable[..., Any], list[Plan]] = WeakKeyDictionary()
 _DECLINED: WeakKeyDictionary[Callable[..., Any], str] = WeakKeyDictionary()
 #: Why nothing was found for modules of a class about which the same holds.
 _WITHOUT: WeakKeyDictionary[Callable[..., Any], list[tuple[ref[type], Facts, str]]] = WeakKeyDictionary()
+
+#: The name of the route in rewritten forwards of attention.
+ROUTE = "_route"
+_ROUTED: WeakKeyDictionary[Callable[..., Any], tuple[CodeType, dict[str, Any]] | str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +197,52 @@ class Rewriter:
             guard.rewrite_rest = rest
         twin = twin_of(forward) if in_library(forward) else None
         return Rewritten(recompile(forward, found.code, names), found, guard, without_sites=twin)
+
+
+class Route:
+    """What an attention module calls in the place of its processor, which stays the object that it is.
+
+    Args:
+        cls: The class of the processor that was read.
+        call: Its ``__call__``.
+        rewritten: What runs instead.
+        guard: Of the sites in it.
+    """
+
+    def __init__(self, cls: type, call: Callable[..., Any], rewritten: Callable[..., Any], guard: Guard) -> None:
+        self._cls, self._call, self._rewritten, self._guard = cls, call, rewritten, guard
+
+    def __call__(self, module: nn.Module, processor: Any) -> Callable[..., Any]:
+        """Returns what to call in the place of a processor."""
+        if type(processor) is self._cls and self._cls.__call__ is self._call:
+            return partial(self._rewritten, processor)
+        if self._guard.observer is not None and not torch.compiler.is_compiling():
+            self._guard.observer(module, "its processor is another than when it was patched")
+        called: Callable[..., Any] = processor
+        return called
+
+
+def routed(forward: Callable[..., Any]) -> tuple[CodeType, dict[str, Any]] | str:
+    """Returns the code of a forward that asks :data:`ROUTE` for its processor, or why there is none.
+
+    Beside it stand the twins that it calls, see :mod:`~diffkern.rewrite.twins`.
+    """
+    if forward not in _ROUTED:
+        source = Source.of(forward)
+        _ROUTED[forward] = source if isinstance(source, str) else _routed(source)
+    return _ROUTED[forward]
+
+
+def _routed(source: Source) -> tuple[CodeType, dict[str, Any]] | str:
+    receiver, found = source.tree.args.args[0].arg, False
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"{receiver}.processor":
+            route = ast.Call(ast.Name(ROUTE, ast.Load()), [ast.Name(receiver, ast.Load()), node.func], [])
+            node.func, found = ast.copy_location(route, node.func), True
+    if not found:
+        return "it calls no processor"
+    names = put_twins(source.tree, source.function)
+    return source.code(ast.fix_missing_locations(source.tree), [ROUTE, *names]), twins_in(source.function)
 
 
 def _in_forward(call: Rewritten, forward: Any, cls: type, called: Callable[..., Any]) -> Rewritten:
