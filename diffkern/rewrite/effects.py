@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diffkern.rewrite.flow import Definition
+from diffkern.rewrite.syntax import root_of
 
 if TYPE_CHECKING:
     from diffkern.rewrite.match import Scope
@@ -84,9 +85,7 @@ class Effects:
             return self.is_pure_helper(call) or (function.id in BUILTINS and not self.flow.is_local(function))
         if not isinstance(function, ast.Attribute):
             return False
-        base = function
-        while isinstance(base, ast.Attribute):
-            base = base.value  # type: ignore[assignment]
+        base = root_of(function, (ast.Attribute,))
         if isinstance(base, ast.Name) and base.id in ("torch", "F", "nn", "math", "logger", "warnings"):
             return not self.flow.is_local(base)
         return self._is_pure_method(call) or self._is_pure_child(function) or self.is_pure_helper(call)
@@ -135,9 +134,7 @@ class Effects:
 
     def _is_own(self, node: ast.Attribute) -> bool:
         """Whether this is an attribute of the module, or of one of its submodules."""
-        base: ast.expr = node
-        while isinstance(base, (ast.Attribute, ast.Subscript)):
-            base = base.value
+        base = root_of(node)
         return isinstance(base, ast.Name) and base.id == self._facts.receiver
 
     def _is_pure_child(self, callee: ast.expr) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from diffkern.rewrite.effects import CASTS, METADATA, VIEWS
 from diffkern.rewrite.facts import ANY_NORM
 from diffkern.rewrite.flow import Definition, Flow
+from diffkern.rewrite.syntax import only_argument
 
 if TYPE_CHECKING:
     from diffkern.rewrite.match import Scope
@@ -86,7 +87,7 @@ def is_number(flow: Flow, node: ast.expr, seen: frozenset[Definition] = frozense
 
 def norm_call(scope: Scope, node: ast.expr, over: str) -> ast.expr | None:
     """The callee, if an expression is the call with one argument of a norm over ``over``."""
-    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
+    if not isinstance(node, ast.Call) or only_argument(node) is None:
         return None
     path = scope.facts.path(scope.flow, node.func)
     return node.func if path is not None and scope.facts.norm(path) in (over, ANY_NORM) else None
@@ -117,10 +118,8 @@ def activation(scope: Scope, node: ast.expr) -> tuple[str, ast.expr, ast.expr | 
     function = node.func
     path = scope.facts.path(scope.flow, function)
     if path is not None:
-        if len(node.args) != 1 or node.keywords or isinstance(node.args[0], ast.Starred):
-            return None
-        name = scope.facts.activation(path)
-        return None if name is None else (name, node.args[0], function)
+        name, argument = scope.facts.activation(path), only_argument(node)
+        return None if name is None or argument is None else (name, argument, function)
     if not isinstance(function, ast.Attribute) or function.attr not in _ACTIVATIONS:
         return None
     if _is_global(scope, function.value):  # F.silu(x), torch.tanh(x), nn.functional.silu(x)

@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Callable
+from enum import Enum, auto
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -19,19 +20,14 @@ Path = tuple[str, ...]
 _Answer = TypeVar("_Answer")
 
 
-class _Unknown:
-    def __repr__(self) -> str:
-        return "UNKNOWN"
+class Known(Enum):
+    """What is known of an attribute that is no plain value: nothing, or that a submodule or a parameter is there."""
+
+    UNKNOWN = auto()
+    PRESENT = auto()
 
 
-class _Present:
-    """Stands for a submodule or a parameter, of which branches ask only whether it is there."""
-
-    def __repr__(self) -> str:
-        return "PRESENT"
-
-
-UNKNOWN, PRESENT = _Unknown(), _Present()
+UNKNOWN, PRESENT = Known.UNKNOWN, Known.PRESENT
 
 #: Over what a norm takes its statistics: the last dimension; the channels of each position; groups of channels and all
 #: positions. By its name alone a norm may be any of them.

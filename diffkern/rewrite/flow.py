@@ -10,10 +10,13 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from diffkern.rewrite.syntax import arguments_of, nodes_in
+
 #: Calls that look at local variables by means no analysis follows.
 _REFLECTION = {"locals", "vars", "eval", "exec", "globals", "dir"}
 
 Env = dict[str, frozenset["Definition"]]
+_Expr = ast.expr | None
 
 
 @dataclass(eq=False)
@@ -82,9 +85,7 @@ class Flow:
         self._wanted: set[Definition] = set()  # by a `del` that does not go with them
         self._stack: list[ast.stmt] = []
         self._guard = 0
-        arguments = tree.args
-        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        names += [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+        names = arguments_of(tree, with_any_number=True)
         env: Env = {name: frozenset([Definition(name, None)]) for name in names}
         self.parameters = {name: next(iter(reaching)) for name, reaching in env.items()}
         self._block(tree.body, env)
@@ -118,14 +119,16 @@ class Flow:
         """The definitions of ``name`` that reach a statement; none for names that are not local there."""
         return self._env_at[statement].get(name, frozenset())
 
+    def only(self, name: ast.expr) -> Definition | None:
+        """The one definition that a load reads; None for a phi, and for what is no variable."""
+        reaching = self.definitions.get(name, frozenset()) if isinstance(name, ast.Name) else frozenset()
+        return next(iter(reaching)) if len(reaching) == 1 else None
+
     def single(self, name: ast.expr) -> Definition | None:
-        """The one definition that a load reads, if it is a plain assignment; None for a phi, a parameter, a part."""
-        if not isinstance(name, ast.Name):
+        """The same, if it is a plain assignment; None for a parameter, or a part of a tuple, too."""
+        definition = self.only(name)
+        if definition is None:
             return None
-        reaching = self.definitions.get(name, frozenset())
-        if len(reaching) != 1:
-            return None
-        (definition,) = reaching
         return definition if definition.value is not None and not definition.is_captured else None
 
     def bound(self, target: ast.Name) -> Definition:
@@ -234,11 +237,10 @@ class Flow:
     def _try(self, node: ast.Try, env: Env) -> Env:
         inside = self._block(node.body, dict(env))
         # Anything may have happened before an exception: all that the body binds may reach the handlers.
-        for child in (node for statement in node.body for node in ast.walk(statement)):
+        for child in nodes_in(node.body):
             for name in [key for key in self._bound if key[0] is child]:
                 definition = self._bound[name]
-                inside_or_before = env.get(definition.name, frozenset()) | {definition}
-                env[definition.name] = inside_or_before
+                env[definition.name] = env.get(definition.name, frozenset()) | {definition}
         ends = [self._block(node.orelse, dict(inside))]
         for handler in node.handlers:
             if handler.type is not None:
@@ -305,18 +307,11 @@ class Flow:
             if child is not node:
                 self._number(child)
 
-    def _bind(
-        self,
-        target: ast.AST,
-        env: Env,
-        statement: ast.stmt,
-        value: ast.expr | None = None,
-        source: ast.expr | None = None,
-    ) -> None:
+    def _bind(self, target: ast.AST, env: Env, statement: ast.stmt, value: _Expr = None, source: _Expr = None) -> None:
         if isinstance(target, ast.Name):
             env[target.id] = frozenset([self._definition(target, target.id, statement, value, source)])
         elif isinstance(target, (ast.Tuple, ast.List)):
-            sources: Iterable[ast.expr | None] = [source] * len(target.elts)
+            sources: Iterable[_Expr] = [source] * len(target.elts)
             if isinstance(source, (ast.Tuple, ast.List)) and len(source.elts) == len(target.elts):
                 sources = source.elts
             for element, part in zip(target.elts, sources, strict=True):
@@ -327,12 +322,7 @@ class Flow:
             self._load(target, env)  # x[i] = ..., x.y = ...: x is read
 
     def _definition(
-        self,
-        key: ast.AST,
-        name: str,
-        statement: ast.stmt,
-        value: ast.expr | None = None,
-        source: ast.expr | None = None,
+        self, key: ast.AST, name: str, statement: ast.stmt, value: _Expr = None, source: _Expr = None
     ) -> Definition:
         if (key, name) not in self._bound:
             self._bound[key, name] = Definition(name, statement, value, source)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Flow
+from diffkern.rewrite.match import Match, Scope, Shape, peel
 from diffkern.rewrite.syntax import only_target
 from diffkern.rewrite.template import Template
-
-if TYPE_CHECKING:
-    from diffkern.rewrite.match import Match, Scope, Shape
 
 #: Variables for both halves, see :func:`separate_halves`.
 _BOTH = "_h{}_halves"
@@ -30,8 +27,6 @@ class HalfOfChannels:
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
-        from diffkern.rewrite.match import peel
-
         node, match = peel(scope, node, match)
         if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Constant):
             return

@@ -40,6 +40,7 @@ from diffkern.rewrite.syntax import (
     names_in,
     nodes_in,
     only_target,
+    root_of,
     separated,
     stored_by,
     stored_in,
@@ -219,9 +220,7 @@ class _Inliner:
     def _helper(self, call: ast.Call) -> tuple[str, FunctionType, bool] | None:
         """The name and the function that a call runs, if that is a helper of the same file or class."""
         callee, is_method = call.func, False
-        base = callee
-        while isinstance(base, ast.Attribute):
-            base = base.value
+        base = root_of(callee, (ast.Attribute,))
         if isinstance(callee, ast.Attribute) and isinstance(base, ast.Name) and base.id not in self._own:
             name = ast.unparse(callee)
             helper = global_at(self._function.__globals__, name)

@@ -15,7 +15,7 @@ from diffkern.rewrite.expressions import is_cast
 from diffkern.rewrite.flow import Definition, Flow
 from diffkern.rewrite.functions import shape_arguments
 from diffkern.rewrite.match import Match, Scope
-from diffkern.rewrite.syntax import nodes_in
+from diffkern.rewrite.syntax import nodes_in, root_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,9 +234,7 @@ def _argument(definition: Definition) -> ast.expr:
 def is_alias(definition: Definition) -> bool:
     """Whether a definition only gives another name to a variable or a submodule."""
     value = definition.value
-    while isinstance(value, ast.Attribute):
-        value = value.value
-    return isinstance(value, ast.Name)
+    return value is not None and isinstance(root_of(value, (ast.Attribute,)), ast.Name)
 
 
 def cast_arguments(step: ast.expr) -> list[ast.AST]:

@@ -40,7 +40,7 @@ from diffkern.rewrite.sharing import is_made_here, is_viewed, is_written, needs_
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
 from diffkern.rewrite.stores import name_starts, separate_pairs
 from diffkern.rewrite.streams import Repeated, SideBySide
-from diffkern.rewrite.syntax import blocks, body_start, names_in, statements_of
+from diffkern.rewrite.syntax import blocks, body_start, names_in, only_target, statements_of
 from diffkern.rewrite.twins import put_twins
 from diffkern.rewrite.variants import (
     activate_in_branches,
@@ -342,8 +342,8 @@ def _halves(flow: Flow, match: Match) -> tuple[str, ...]:
     """The names of operands that one statement unpacks, ``a, b = x.chunk(2, dim=-1)``, in its order."""
     names = {}
     for name, operand in match.operands.items():
-        reaching = flow.definitions.get(operand.node, frozenset()) if isinstance(operand.node, ast.Name) else ()
-        for definition in reaching if len(reaching) == 1 else ():
+        definition = flow.only(operand.node)
+        if definition is not None:
             names[definition.statement, definition.name] = name
     for statement, _ in names:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else None
@@ -422,9 +422,7 @@ def _goes_into(flow: Flow, made: ast.Assign, attention: ast.expr) -> bool:
 def _only_reader(flow: Flow, node: ast.expr, facts: Facts) -> ast.Call | None:
     """The call of a linear layer that alone reads a value; None if others may."""
     statement = flow.statement[node]
-    if not isinstance(statement, ast.Assign) or statement.value is not node or len(statement.targets) != 1:
-        return None
-    target = statement.targets[0]
+    target = only_target(statement) if getattr(statement, "value", None) is node else None
     uses = flow.bound(target).uses if isinstance(target, ast.Name) else []
     if not uses or flow.single(uses[0]) is not flow.bound(target):  # type: ignore[arg-type]
         return None
@@ -438,13 +436,10 @@ def _only_reader(flow: Flow, node: ast.expr, facts: Facts) -> ast.Call | None:
 def _add_entry(tree: ast.FunctionDef, receiver: str, options: list[str], without: list[str]) -> None:
     """Puts the decision which sites are on in front of the body: none with an option, or with one of some arguments."""
     arguments = tree.args
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    words = [*positional]
-    if arguments.vararg is not None:
-        words.append(f"*{arguments.vararg.arg}")
+    words = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    words += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
     words += [f"{argument.arg}={argument.arg}" for argument in arguments.kwonlyargs]
-    if arguments.kwarg is not None:
-        words.append(f"**{arguments.kwarg.arg}")
+    words += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
     tests = [*options, *[f"{name} is not None and 'it is given {name}'" for name in without]]
     given = ", ".join([receiver, *([" or ".join(tests)] if tests else [])])
     text = f"{SITES} = {ENTER}({given})\nif {SITES} is None:\n    return {STOCK}({', '.join(words)})"

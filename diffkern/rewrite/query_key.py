@@ -16,7 +16,7 @@ from diffkern.rewrite.facts import LAST_DIM
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Operand, Scope, peel, through_views
 from diffkern.rewrite.stores import without_store
-from diffkern.rewrite.syntax import blocks, names_in, stored_in
+from diffkern.rewrite.syntax import blocks, names_in, only_target, stored_in
 
 #: ``rotate(cat([norm(text), norm(image)]), ...)``, whose tables ``q_table0`` ... are those of both streams;
 #: ``cat([rotate(norm(text), ...), rotate(norm(image), ...)])``, either of them without its rotation; no streams; no
@@ -60,8 +60,8 @@ class QueryKey:
 
     def _side(self, scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
         node, match = peel(scope, node, match)
-        if self.kind == QUERY_ROTATED and name == "q":
-            return _stream(scope, node, match, "q0") if is_rotation(scope, node) else None
+        if self.kind == ROTATED or (self.kind == QUERY_ROTATED and name == "q"):
+            return _stream(scope, node, match, f"{name}0") if rotation(scope, node) else None
         if self.kind in (NORMED, QUERY_ROTATED):
             found = _normed(scope, node, match, f"{name}0")
             return found if found is None or name == "q" or _of_query_and_key(scope, found) else None
@@ -71,13 +71,11 @@ class QueryKey:
             return _rotated_behind(scope, node, match, name)
         if self.kind == ROTATED_IN_PART:
             return _rotated_in_part(scope, node, match, name)
-        if self.kind == ROTATED:
-            return _stream(scope, node, match, f"{name}0") if is_rotation(scope, node) else None
         if self.kind == JOINED_FIRST:
-            if not is_rotation(scope, node):
+            call = rotation(scope, node)
+            if call is None:
                 return None
-            assert isinstance(node, ast.Call)
-            match, node = _with_tables(scope, node, match, name), node.args[0]
+            match, node = _with_tables(scope, call, match, name), call.args[0]
         return _joined_streams(scope, node, match, name, _stream if self.kind == JOINED_LAST else _normed)
 
 
@@ -95,22 +93,17 @@ class RotatedTogether:
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
-        statement = scope.flow.statement.get(node)
-        if not isinstance(statement, ast.Assign) or statement.value is not node:
+        statement, call = scope.flow.statement.get(node), rotation(scope, node, named=True)
+        target = only_target(statement)
+        if call is None or len(call.args) < 3 or getattr(statement, "value", None) is not node:
             return
-        if self.alone and not is_processor(scope):
+        if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or (self.alone and not is_processor(scope)):
             return
-        (target,) = statement.targets[:1]
-        if not isinstance(target, ast.Tuple) or len(target.elts) != 2 or not is_rotation(scope, node):
-            return
-        assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if len(node.args) < 3 or not ROTATES.search(node.func.id):
-            return
-        if len(node.args) > 3 and not self.alone:
+        if len(call.args) > 3 and not self.alone:
             return  # cosines and sines are those of a Rotation
         for name in "qk":
-            match = _with_tables(scope, node, match, name, 2)
-        q, k, *_ = node.args
+            match = _with_tables(scope, call, match, name, 2)
+        q, k, *_ = call.args
         sides: list[Callable[..., Match | None]] = [partial(_joined_streams, stream=_normed), _normed_alone]
         for part in [_anything] if self.alone else sides:
             of_q = part(scope, q, match, "q")
@@ -142,10 +135,10 @@ def _rotated_behind(scope: Scope, node: ast.expr, match: Match, name: str) -> Ma
     What it computes is ``norm(a), rotate(norm(b), ...)`` where ``a`` has the length ``n``, which is an operand.
     """
     streams = _concatenated(scope, node, match)
-    if streams is None or len(streams[0]) != 2 or not is_rotation(scope, streams[0][1]):
+    turned = rotation(scope, streams[0][1]) if streams is not None and len(streams[0]) == 2 else None
+    if streams is None or turned is None:
         return None
-    (front, turned), match, dim = streams
-    assert isinstance(turned, ast.Call)
+    (front, _), match, dim = streams
     match, back = _with_tables(scope, turned, match, f"{name}1"), turned.args[0]
     if not isinstance(front, ast.Subscript) or not isinstance(back, ast.Subscript):
         return None
@@ -189,13 +182,8 @@ def _anything(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | 
 
 def _rotated_alone(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
     """The match of ``rotate(x, ...)`` in a processor, whatever ``x`` is."""
-    if not is_rotation(scope, node) or not is_processor(scope):
-        return None
-    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    if not ROTATES.search(node.func.id):
-        return None
-    match = _with_tables(scope, node, match, name)
-    return replace(match, operands={f"{name}0": Operand(node.args[0]), **match.operands})
+    call = rotation(scope, node, named=True) if is_processor(scope) else None
+    return None if call is None else _anything(scope, call.args[0], _with_tables(scope, call, match, name), name)
 
 
 def _rotated_in_part(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
@@ -205,13 +193,11 @@ def _rotated_in_part(scope: Scope, node: ast.expr, match: Match, name: str) -> M
         return None
     (turned, rest), match, _ = found
     turned, match = peel(scope, turned, match)
-    if not is_rotation(scope, turned):
+    call = rotation(scope, turned, named=True)
+    if call is None:
         return None
-    assert isinstance(turned, ast.Call) and isinstance(turned.func, ast.Name)
-    if not ROTATES.search(turned.func.id):
-        return None
-    match, whole = _with_tables(scope, turned, match, name), []
-    for part in (turned.args[0], rest):
+    match, whole = _with_tables(scope, call, match, name), []
+    for part in (call.args[0], rest):
         node, match = peel(scope, part, match)
         if not isinstance(node, ast.Subscript):
             return None
@@ -220,7 +206,7 @@ def _rotated_in_part(scope: Scope, node: ast.expr, match: Match, name: str) -> M
     read = [scope.flow.definitions.get(x) if isinstance(x, ast.Name) else None for x in whole]
     if not read[0] or read[0] != read[1]:
         return None
-    return replace(match, operands={f"{name}0": Operand(whole[0]), **match.operands})
+    return _anything(scope, whole[0], match, name)
 
 
 def _uncast(scope: Scope, node: ast.expr, match: Match) -> tuple[ast.expr, Match]:
@@ -239,9 +225,9 @@ def _uncast(scope: Scope, node: ast.expr, match: Match) -> tuple[ast.expr, Match
 def _stream(scope: Scope, node: ast.expr, match: Match, name: str) -> Match | None:
     """The match of ``rotate(norm(x), ...)`` or ``norm(x)``."""
     node, match = peel(scope, node, match)
-    if is_rotation(scope, node):
-        assert isinstance(node, ast.Call)
-        match, node = _with_tables(scope, node, match, name), node.args[0]
+    call = rotation(scope, node)
+    if call is not None:
+        match, node = _with_tables(scope, call, match, name), call.args[0]
     return _normed(scope, node, match, name)
 
 
@@ -304,15 +290,16 @@ def concatenated(node: ast.expr) -> tuple[list[ast.expr], int] | None:
     return (given[0].elts, dim) if type(dim) is int else None
 
 
-def is_rotation(scope: Scope, node: ast.expr) -> bool:
-    """Whether an expression may rotate its first argument: a function of the file, called with more than that."""
+def rotation(scope: Scope, node: ast.expr, named: bool = False) -> ast.Call | None:
+    """A call that may rotate its first argument: of a function of the file, ``named`` so, with more than that."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
-        return False
+        return None
     if isinstance(node.args[0], ast.Starred) or any(keyword.arg is None for keyword in node.keywords):
-        return False
+        return None
     if scope.flow.is_local(node.func) and nested_function(scope.flow, node.func) is None:
-        return False
-    return len(node.args) + len(node.keywords) > 1
+        return None
+    fits = len(node.args) + len(node.keywords) > 1 and (not named or ROTATES.search(node.func.id))
+    return node if fits else None
 
 
 def nested_function(flow: Flow, name: ast.Name) -> ast.FunctionDef | ast.ImportFrom | None:
@@ -401,7 +388,7 @@ def _paired(scope: Scope, one: ast.stmt, other: ast.stmt, kind: str) -> ast.Assi
 def _is_of(scope: Scope, node: ast.expr, kind: str) -> bool:
     if kind in (JOINED_LAST, JOINED_THEN, ROTATED_IN_PART):
         return _concatenated(scope, node, Match()) is not None
-    return _is_norm(scope, node) if kind == NORMED else is_rotation(scope, node)
+    return _is_norm(scope, node) if kind == NORMED else rotation(scope, node) is not None
 
 
 def _is_norm(scope: Scope, node: ast.expr) -> bool:

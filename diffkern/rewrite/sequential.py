@@ -19,6 +19,7 @@ from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.functions import global_at
 from diffkern.rewrite.inline import Helpers
+from diffkern.rewrite.syntax import only_argument
 
 #: The layers of a loop that is taken apart at most.
 _MOST_LAYERS = 8
@@ -49,8 +50,8 @@ class _Unroller(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """The calls of its layers, if the callee is a sequence of them that takes one argument."""
         self.generic_visit(node)
-        alone = len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
-        path = self._facts.path(self._flow, node.func) if alone and isinstance(node.func, ast.Attribute) else None
+        alone = isinstance(node.func, ast.Attribute) and only_argument(node) is not None
+        path = self._facts.path(self._flow, node.func) if alone else None
         length = self._facts.length(path) if path else 0
         name = f"self.{'.'.join(path)}.forward" if path else ""
         if not length or (self._only is not None and name not in self._only):

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from diffkern.rewrite.source import LOCK, Source, compiled, recompile
+from diffkern.rewrite.syntax import arguments_of, nodes_in
 
 #: What a variable has that had no value when the span began or ended; no source that runs without spans reads it.
 UNBOUND = "diffkern: no value"
@@ -67,8 +68,8 @@ def with_span(module: nn.Module, run: Run, skip: int = 0) -> FunctionType | str:
         if not arguments:
             return "it takes no module"
         receiver = arguments[0].arg
-        lists = {name for name, child in module._modules.items() if isinstance(child, nn.ModuleList)}
-        places = [i for i, statement in enumerate(tree.body) if _loops_over(statement, receiver, lists)][skip:]
+        lists = {f"{receiver}.{name}" for name, child in module._modules.items() if isinstance(child, nn.ModuleList)}
+        places = [i for i, statement in enumerate(tree.body) if _loops_over(statement, lists)][skip:]
         if not places:
             return "it has no other loop over blocks" if skip else "it has no loop over blocks"
         first, end = places[0], places[-1] + 1
@@ -78,7 +79,7 @@ def with_span(module: nn.Module, run: Run, skip: int = 0) -> FunctionType | str:
             return reason
         written = _stored(span) - {receiver}
         later = sorted(written & _loaded(tail))
-        before = {argument.arg for argument in _arguments(tree.args)} | _stored(tree.body[:first])
+        before = {*arguments_of(tree, with_any_number=True)} | _stored(tree.body[:first])
         reads = tuple(sorted((_loaded(span) | set(later)) & before - {receiver}))
         function = _function_of(span, receiver, reads, later, source)
         found = Span(function, reads, (span[0].lineno, span[-1].end_lineno or 0))
@@ -91,17 +92,10 @@ def with_span(module: nn.Module, run: Run, skip: int = 0) -> FunctionType | str:
         return recompile(source.decorated, code, {_RUN: run_span, _LOCALS: builtins.locals})
 
 
-def _loops_over(statement: ast.stmt, receiver: str, lists: set[str]) -> bool:
-    """Whether a statement has a loop over one of the receiver's lists of modules."""
-    return any(
-        isinstance(part, ast.Attribute)
-        and part.attr in lists
-        and isinstance(part.value, ast.Name)
-        and part.value.id == receiver
-        for loop in ast.walk(statement)
-        if isinstance(loop, ast.For)
-        for part in ast.walk(loop.iter)
-    )
+def _loops_over(statement: ast.stmt, lists: set[str]) -> bool:
+    """Whether a statement has a loop over one of some lists of modules."""
+    read = nodes_in(loop.iter for loop in ast.walk(statement) if isinstance(loop, ast.For))
+    return any(isinstance(part, ast.Attribute) and ast.unparse(part) in lists for part in read)
 
 
 def _unfit(tree: ast.FunctionDef, span: list[ast.stmt]) -> str | None:
@@ -116,7 +110,7 @@ def _unfit(tree: ast.FunctionDef, span: list[ast.stmt]) -> str | None:
         if isinstance(node, ast.Name) and node.id in _SEE_FRAMES:
             return f"line {node.lineno} calls {node.id}, which sees more than variables"
     # A function that was made on one side sees variables that the other side sets.
-    inside = {id(node) for statement in span for node in ast.walk(statement)}
+    inside = {id(node) for node in nodes_in(span)}
     written = _stored(span)
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.Lambda)) and node is not tree and id(node) not in inside:
@@ -146,8 +140,7 @@ def _function_of(
     assert code is not None
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     closure: tuple[CellType, ...] = tuple([cells[name] for name in code.co_freevars])
-    made = FunctionType(code, function.__globals__, "span", (UNBOUND,) * len(parameters), closure)
-    return made
+    return FunctionType(code, function.__globals__, "span", (UNBOUND,) * len(parameters), closure)
 
 
 def _call_of(receiver: str, later: list[str], like: ast.stmt) -> list[ast.stmt]:
@@ -165,11 +158,6 @@ def _own_nodes(statement: ast.AST) -> Iterable[ast.AST]:
     for child in ast.iter_child_nodes(statement):
         if not isinstance(child, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
             yield from _own_nodes(child)
-
-
-def _arguments(arguments: ast.arguments) -> list[ast.arg]:
-    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return found + [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
 
 
 def _stored(statements: Iterable[ast.AST]) -> set[str]:
@@ -194,11 +182,7 @@ def _stored(statements: Iterable[ast.AST]) -> set[str]:
 
 def _loaded(statements: Iterable[ast.AST]) -> set[str]:
     """The variables that statements read, in nested functions as well; what is added to is read."""
-    names: set[str] = set()
-    for statement in statements:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Load, ast.Del)):
-                names.add(node.id)
-            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
-    return names
+    nodes = nodes_in(statements)
+    added = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
+    names = [node for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)]
+    return {node.id for node in (*names, *added) if isinstance(node, ast.Name)}

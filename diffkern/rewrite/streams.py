@@ -103,20 +103,20 @@ class Repeated:
 
 def _is_handed_in(scope: Scope, part: ast.expr) -> bool:
     """Whether a name stands for an argument, a slice, or one of several results of a call, which is none of a site."""
-    reaching = [*scope.flow.definitions.get(part, ())] if isinstance(part, ast.Name) else []
-    if len(reaching) != 1:
+    definition = scope.flow.only(part)
+    if definition is None:
         return False
-    source = reaching[0].value or reaching[0].source
-    unpacked = isinstance(source, ast.Call) and reaching[0].value is None and _site(scope, source) is None
-    return reaching[0].statement is None or unpacked or isinstance(source, ast.Subscript)
+    source = definition.value or definition.source
+    unpacked = isinstance(source, ast.Call) and definition.value is None and _site(scope, source) is None
+    return definition.statement is None or unpacked or isinstance(source, ast.Subscript)
 
 
 def _comes_from_norm(scope: Scope, part: ast.expr) -> bool:
     """Whether a name stands for the result of a modulated norm, or for one of two, which nothing else reads."""
-    reaching = [*scope.flow.definitions.get(part, ())] if isinstance(part, ast.Name) else []
-    if len(reaching) != 1 or reaching[0].uses != [part]:
+    definition = scope.flow.only(part)
+    if definition is None or definition.uses != [part]:
         return False
-    source = reaching[0].value or reaching[0].source
+    source = definition.value or definition.source
     if isinstance(source, ast.Name):
         return _comes_from_norm(scope, source)
     site = None if source is None else _site(scope, source)
@@ -139,11 +139,9 @@ def _joined_parts(scope: Scope) -> Iterator[ast.expr]:
 
 def _is_slice(scope: Scope, node: ast.expr) -> bool:
     """Whether a name stands for ``x[:, a:b]``."""
-    reaching = scope.flow.definitions.get(node, frozenset()) if isinstance(node, ast.Name) else ()
-    sources = [definition.source or definition.value for definition in reaching]
-    if len(sources) != 1 or not isinstance(sources[0], ast.Subscript):
-        return False
-    index = sources[0].slice
+    definition = scope.flow.only(node)
+    source = None if definition is None else definition.source or definition.value
+    index = source.slice if isinstance(source, ast.Subscript) else None
     return isinstance(index, ast.Tuple) and len(index.elts) == 2 and isinstance(index.elts[1], ast.Slice)
 
 

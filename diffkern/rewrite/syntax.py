@@ -27,9 +27,25 @@ def stored_in(*trees: ast.AST) -> set[str]:
     return {name for node in nodes_in(trees) for name in stored_by(node)}
 
 
-def arguments_of(tree: ast.FunctionDef) -> list[str]:
-    """The arguments of a function, but for those that take any number of values."""
-    return [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
+def arguments_of(tree: ast.FunctionDef, with_any_number: bool = False) -> list[str]:
+    """The arguments of a function, with those that take any number of values or without."""
+    one = [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs]
+    many = [argument for argument in (tree.args.vararg, tree.args.kwarg) if argument is not None]
+    return [argument.arg for argument in (*one, *(many if with_any_number else ()))]
+
+
+def only_argument(call: ast.AST) -> ast.expr | None:
+    """The argument of a call that has one, by its position; None for any other expression."""
+    if not isinstance(call, ast.Call) or len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
+        return None
+    return call.args[0]
+
+
+def root_of(node: ast.expr, through: tuple[type, ...] = (ast.Attribute, ast.Subscript)) -> ast.expr:
+    """What an expression reads attributes, or elements, of."""
+    while isinstance(node, through):
+        node = node.value  # type: ignore[attr-defined]
+    return node
 
 
 def only_target(statement: ast.AST | None) -> ast.expr | None:

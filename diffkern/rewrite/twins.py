@@ -21,7 +21,7 @@ from diffkern.cache import memory
 from diffkern.providers.dispatch_modes import functions_intercepted, modes_active, transforms_active
 from diffkern.rewrite.layers import call_function, call_layer, call_module, call_processor
 from diffkern.rewrite.source import LOCK, Source, recompile
-from diffkern.rewrite.syntax import names_in
+from diffkern.rewrite.syntax import names_in, root_of
 
 #: The names of twins in rewritten forwards.
 _SIGNATURE, _EMBEDDING = "_signature", "_timestep_embedding"
@@ -112,9 +112,8 @@ def put_twins(tree: ast.FunctionDef, function: FunctionType) -> set[str]:
 
 def _root(node: ast.expr) -> str:
     """The variable of which an expression reads attributes and elements."""
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+    root = root_of(node)
+    return root.id if isinstance(root, ast.Name) else ""
 
 
 def signature(method: Any) -> inspect.Signature:

@@ -104,15 +104,11 @@ class SiteVerifier:
 
         # As stock would: without patches on its children, and without their hooks.
         twin = functools.cache(lambda: clone_for_verification(module, list(site.plan.modules.values())))
-
         calls = site.fused_calls
         try:
             with LOCK, torch.no_grad(), preserved(first.device), sharing(self._costs):
-                found = kept_costs(
-                    (lambda: site.front(module, *copies()), lambda: site.original(twin(), *copies())),
-                    first.device,
-                    *key,
-                )
+                both = (lambda: site.front(module, *copies()), lambda: site.original(twin(), *copies()))
+                found = kept_costs(both, first.device, *key)
                 if first.device.type == "cpu":
                     asked = kept_costs((lambda: guard.enter(module),) * 2, first.device, "guard", *key[2:4])[0].host
                     share = asked / max(len(guard.sites) - len(guard.disabled), 1)
@@ -192,10 +188,9 @@ class SiteVerifier:
         unfit = put_in_place(site.plan.functions, site.original.__globals__) or _unfit(leaves)
         if unfit is not None:
             return unfit
-        twin = float64_twin(module, list(site.plan.modules.values()))
-        module = clone_for_verification(
-            module, list(site.plan.modules.values())
-        )  # whose hooks are for real calls alone
+        paths = list(site.plan.modules.values())
+        twin = float64_twin(module, paths)
+        module = clone_for_verification(module, paths)  # whose hooks are for real calls alone
         exact = self.numerics == "exact"
         draws = [random_like(leaves, seed, exact, _kept_dim(site)) for seed in range(draws_of(leaves, exact))]
         wide = [tuple([to_float64(leaf) for leaf in draw]) for draw in (draws[:1] if exact else draws)]
@@ -309,12 +304,9 @@ def _timed(site: FusedSite, module: nn.Module, leaf: Tensor) -> tuple[Hashable, 
 
 def _refusal(site: FusedSite, leaves: tuple[Any, ...], reason: str) -> Measurement:
     """A proof that failed before anything was measured."""
-    first, none = (
-        next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0, device="cpu")),
-        float("nan"),
-    )
-    dtype = str(first.dtype).removeprefix("torch.")
-    return Measurement(str(first.device), dtype, site.provider or "auto", none, none, False, False, reason)
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0, device="cpu"))
+    dtype, nan = str(first.dtype).removeprefix("torch."), float("nan")
+    return Measurement(str(first.device), dtype, site.provider or "auto", nan, nan, False, False, reason)
 
 
 def _first_difference(fused: Iterable[tuple[Tensor, ...]], stock: list[tuple[Tensor, ...]]) -> str:
@@ -397,10 +389,8 @@ def _agreeing(
                 fused = _as_tuple(site.compute(twin, site.unwritten(wide), way, "eager"))
         except (TypeError, ValueError, RuntimeError, IndexError):
             continue
-        if all(
-            one.shape == other.shape and relative_error(one, other) <= AGREEMENT
-            for one, other in zip(fused, reference, strict=True)
-        ):
+        pairs = zip(fused, reference, strict=True)
+        if all(one.shape == other.shape and relative_error(one, other) <= AGREEMENT for one, other in pairs):
             return options
     return None
 
