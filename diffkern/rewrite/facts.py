@@ -149,9 +149,6 @@ class Facts:
         """Whether a site may read an attribute, which its proof held fixed: a callee, or what guards ask for."""
         return True  # a name says nothing of the value
 
-    def forget_module(self) -> None:
-        """Keeps the answers alone: a plan outlives the module that it was made for."""
-
     @property
     def values(self) -> dict[str, object]:
         """The attributes that something was decided by."""

@@ -25,7 +25,7 @@ from diffkern.cache.in_call import current_call, once_in_call
 from diffkern.providers.dispatch_modes import modes_active, transforms_active
 from diffkern.rewrite.effects import METADATA, VIEWS
 from diffkern.rewrite.expressions import is_number
-from diffkern.rewrite.match import Match, Operand, Scope
+from diffkern.rewrite.match import Match, Operand, Scope, through_definitions
 from diffkern.rewrite.query_key import is_processor
 from diffkern.rewrite.site import FusedSite
 from diffkern.rewrite.template import Template
@@ -67,15 +67,12 @@ class PairMask:
                 yield found
 
 
-def _of_arguments(scope: Scope, node: ast.AST, match: Match) -> Match | None:
+def _of_arguments(scope: Scope, node: ast.expr, match: Match) -> Match | None:
     """The match with what makes the value of an expression; None if that is more than arguments and sizes."""
+    node, match = through_definitions(scope, node, match)
     if isinstance(node, ast.Constant):
         return match
     if isinstance(node, ast.Name):
-        definition = scope.flow.single(node)
-        if definition is not None:
-            assert definition.value is not None
-            return _of_arguments(scope, definition.value, replace(match, passed=(*match.passed, (node, definition))))
         reaching = scope.flow.definitions.get(node, frozenset())
         if reaching != {scope.flow.parameters.get(node.id)} and not is_number(scope.flow, node):
             return None
@@ -193,12 +190,8 @@ class MaskedAttentionSite(FusedSite):
         query, key, value, mask = [leaves[self._at[name]] for name in OPERANDS]
         shared = "parallel_config" in self._at and leaves[self._at["parallel_config"]] is not None  # among GPUs
         plain = type(value) is Tensor and all([type(x) in (Tensor, Deferred) and x.ndim == 4 for x in (query, key)])
-        if (
-            not (self.shortens and plain and mask.dtype is torch.bool)
-            or shared
-            or transforms_active()
-            or modes_active()
-        ):
+        seen = shared or transforms_active() or modes_active()
+        if seen or not (self.shortens and plain and mask.dtype is torch.bool):
             return 0
         # A trace would hold this mask's answer for any.
         if mask.is_meta or torch._C._get_tracing_state() is not None:

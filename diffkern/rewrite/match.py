@@ -135,9 +135,8 @@ class Sum:
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""
-        yield from _binary(ast.Add, self.a, self.b, scope, node, match)
         node, match = peel(scope, node, match)
-        yield from _in_place("add_", self.a, self.b, scope, node, match)
+        yield from _binary(ast.Add, "add_", self.a, self.b, scope, node, match)
         if is_addcmul(scope.flow, node):
             match = match.step(node)
             term, x, y = node.args  # type: ignore[attr-defined]
@@ -155,9 +154,8 @@ class Product:
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`Shape`."""
-        yield from _binary(ast.Mult, self.a, self.b, scope, node, match)
         node, match = peel(scope, node, match)
-        yield from _in_place("mul_", self.a, self.b, scope, node, match)
+        yield from _binary(ast.Mult, "mul_", self.a, self.b, scope, node, match)
         factor = next((one for one in getattr(self.b, "shapes", (self.b,)) if isinstance(one, OnePlus)), None)
         if factor is None:
             return
@@ -176,24 +174,20 @@ class Product:
 
 
 def _binary(
-    operator: type[ast.operator], a: Shape, b: Shape, scope: Scope, node: ast.expr, match: Match
+    operator: type[ast.operator], method: str, a: Shape, b: Shape, scope: Scope, node: ast.expr, match: Match
 ) -> Iterator[Match]:
-    node, match = peel(scope, node, match)
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, operator):
-        return
-    match = match.step(node)
-    for first, second in ((node.left, node.right), (node.right, node.left)):
+    """Yields the ways in which ``x + y``, or ``x.add_(y)`` where nothing else has its ``x``, is ``a`` and ``b``."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
+        yield from _in_either_order(a, b, node.left, node.right, scope, match.step(node))
+    elif _is_method(node, method, 1) and _is_new(scope, node):
+        for found in a.match(scope, node.func.value, match.step(node)):  # type: ignore[attr-defined]
+            yield from b.match(scope, node.args[0], found)  # type: ignore[attr-defined]
+
+
+def _in_either_order(a: Shape, b: Shape, x: ast.expr, y: ast.expr, scope: Scope, match: Match) -> Iterator[Match]:
+    for first, second in ((x, y), (y, x)):
         for found in a.match(scope, first, match):
             yield from b.match(scope, second, found)
-
-
-def _in_place(method: str, a: Shape, b: Shape, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
-    """Yields the ways in which ``x.add_(y)`` or ``x.mul_(y)`` is ``a`` and ``b``, where nothing else has its ``x``."""
-    if not _is_method(node, method, 1) or not _is_new(scope, node):
-        return
-    function = node.func  # type: ignore[attr-defined]
-    for found in a.match(scope, function.value, match.step(node)):
-        yield from b.match(scope, node.args[0], found)  # type: ignore[attr-defined]
 
 
 def _is_method(node: ast.expr, name: str, count: int) -> bool:
@@ -221,9 +215,7 @@ def _product_of(shape: Shape, x: ast.expr, y: ast.expr, scope: Scope, match: Mat
         for one in shape.shapes:
             yield from _product_of(one, x, y, scope, match)
     elif isinstance(shape, Product):
-        for first, second in ((x, y), (y, x)):
-            for found in shape.a.match(scope, first, match):
-                yield from shape.b.match(scope, second, found)
+        yield from _in_either_order(shape.a, shape.b, x, y, scope, match)
 
 
 @dataclass(frozen=True)

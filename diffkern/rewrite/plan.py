@@ -26,7 +26,7 @@ from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
 from diffkern.rewrite.masked import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.patches import PatchEmbedding
-from diffkern.rewrite.placement import Placer
+from diffkern.rewrite.placement import Placer, is_made_here, is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.query_key import (
     ROTATED_IN_PART,
     QueryKey,
@@ -36,7 +36,6 @@ from diffkern.rewrite.query_key import (
 )
 from diffkern.rewrite.rules import RULES, Rule
 from diffkern.rewrite.sequential import unroll_sequences
-from diffkern.rewrite.sharing import is_made_here, is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.source import Source, _imported_in_file, compiled
 from diffkern.rewrite.stores import name_starts, separate_pairs
 from diffkern.rewrite.streams import Repeated, SideBySide

@@ -96,7 +96,7 @@ def _decide_made(tree: ast.FunctionDef) -> bool:
 class _Decider(ast.NodeTransformer):
     def __init__(self, facts: Facts | None, stored: set[str], given: Mapping[str, Given]) -> None:
         self._facts, self._stored, self._given = facts, stored, given
-        self.decided = False
+        self.decided = self._inside = False
 
     def visit_If(self, node: ast.If) -> Any:
         """The branch that runs, if that is decided."""
@@ -115,21 +115,16 @@ class _Decider(ast.NodeTransformer):
         self.decided = True
         return self.visit(node.body if test else node.orelse)
 
-    def visit_Lambda(self, node: ast.Lambda) -> Any:
-        """Nothing in it: it runs at another time."""
+    def visit_Lambda(self, node: ast.AST) -> Any:
+        """Nothing in it, as in a class: it runs at another time, in a scope of its own."""
         return node
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> Any:
-        """Nothing in it: it is a scope of its own."""
-        return node
+    visit_ClassDef = visit_Lambda
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
         """The body of the function itself; nested functions, which run at another time, stay."""
-        return self.generic_visit(node) if not self._seen() else node
-
-    def _seen(self) -> bool:
-        seen, self._inside = getattr(self, "_inside", False), True
-        return seen
+        inside, self._inside = self._inside, True
+        return node if inside else self.generic_visit(node)
 
     def _value(self, node: ast.expr) -> Any:
         """The value of an expression, or UNKNOWN."""
