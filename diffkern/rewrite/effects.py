@@ -114,9 +114,7 @@ class Effects:
             return self._union(*node.elts)
         if isinstance(node, ast.IfExp):
             return self._union(node.body, node.orelse)
-        if isinstance(node, ast.BoolOp):
-            return self._union(*node.values)
-        if isinstance(node, ast.Dict):
+        if isinstance(node, (ast.BoolOp, ast.Dict)):
             return self._union(*node.values)
         if isinstance(node, ast.Call):
             if site_called(node) >= 0 or self._is_fresh_child(node.func):

@@ -16,7 +16,7 @@ from diffkern.rewrite.flow import Definition, Flow
 from diffkern.rewrite.match import Match, Operand, Scope
 from diffkern.rewrite.placement import Placement, cast_arguments
 from diffkern.rewrite.query_key import nested_function
-from diffkern.rewrite.syntax import Swap, nodes_in
+from diffkern.rewrite.syntax import Swap, nodes_in, path_of, stored_in
 
 #: Variables of inlined helpers and of sites.
 _TEMPORARY = re.compile(r"_[her]\d+_")
@@ -156,20 +156,9 @@ class _Render(ast.NodeTransformer):
 
 def attributes_read(region: Region) -> set[tuple[str, ...]]:
     """What a match reads of its module, as paths: its callees, and attributes in casts, views and arguments."""
-    paths = set()
-    inner = set()
-    for node in ast.walk(region.original):  # from the outside to the inside
-        if not isinstance(node, ast.Attribute) or node in inner:
-            continue
-        names: list[str] = []
-        base: ast.expr = node
-        while isinstance(base, ast.Attribute):
-            inner.add(base)
-            names.insert(0, base.attr)
-            base = base.value
-        if isinstance(base, ast.Name) and base.id == region.original.args.args[0].arg:
-            paths.add(tuple(names))
-    return paths
+    attributes = [node for node in ast.walk(region.original) if isinstance(node, ast.Attribute)]
+    inner, receiver = {node.value for node in attributes}, region.original.args.args[0].arg
+    return {path for node in attributes if node not in inner and (path := path_of(node, receiver)) is not None}
 
 
 def write_region(scope: Scope, root: ast.expr, match: Match, kept: Definition | None) -> Region:
@@ -246,8 +235,7 @@ def _undelete(flow: Flow, end: ast.stmt, dropped: list[ast.Name], removed: tuple
         if before[name] - {*removed} and name not in flow.parameters and flow.reaching(end, name) <= {*removed}
     ]
     if behind and not isinstance(end, ast.Return):
-        index = next(i for i, statement in enumerate(block) if statement is end)
-        block.insert(index + 1, ast.copy_location(ast.Delete([*behind]), end))
+        block.insert(block.index(end) + 1, ast.copy_location(ast.Delete([*behind]), end))
 
 
 def free_temporaries(block: list[ast.stmt], later: frozenset[str] = frozenset()) -> None:
@@ -257,7 +245,7 @@ def free_temporaries(block: list[ast.stmt], later: frozenset[str] = frozenset())
         block: Statements of the rewritten function; changed.
         later: Variables that statements behind the block may read.
     """
-    reads = [_names_in(statement, ast.Load) for statement in block]
+    reads = [_loaded(statement) for statement in block]
     bound = list(accumulate(map(_surely_bound, block), operator.or_))
     behind = later
     for index in reversed(range(len(block))):
@@ -276,27 +264,27 @@ def free_temporaries(block: list[ast.stmt], later: frozenset[str] = frozenset())
         behind |= reads[index]
 
 
-def _names_in(statement: ast.AST, context: type[ast.expr_context]) -> frozenset[str]:
+def _loaded(statement: ast.AST) -> frozenset[str]:
     names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-    return frozenset([node.id for node in names if isinstance(node.ctx, context)])
+    return frozenset([node.id for node in names if isinstance(node.ctx, ast.Load)])
 
 
 def _surely_bound(statement: ast.stmt) -> frozenset[str]:
     if isinstance(statement, ast.If):
         branches = [frozenset().union(*map(_surely_bound, block)) for block in (statement.body, statement.orelse)]
         return branches[0] & branches[1]
-    return _names_in(statement, ast.Store) if isinstance(statement, (ast.Assign, ast.AnnAssign)) else frozenset()
+    return frozenset(stored_in(statement)) if isinstance(statement, (ast.Assign, ast.AnnAssign)) else frozenset()
 
 
 def _replace(block: list[ast.stmt], old: ast.stmt, new: list[ast.stmt], like: ast.stmt) -> None:
-    index = next(i for i, statement in enumerate(block) if statement is old)
+    index = block.index(old)
     if not new and len(block) == 1:
         new = [ast.Pass()]
     block[index : index + 1] = [_located(statement, like) for statement in new]
 
 
 def _insert(block: list[ast.stmt], before: ast.stmt, new: list[ast.stmt]) -> None:
-    index = next(i for i, statement in enumerate(block) if statement is before)
+    index = block.index(before)
     block[index:index] = [_located(statement, before) for statement in new]
 
 

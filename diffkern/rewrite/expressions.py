@@ -60,7 +60,7 @@ def is_per_channel(node: ast.expr | None) -> bool:
 
 def is_number(flow: Flow, node: ast.expr, seen: frozenset[Definition] = frozenset()) -> bool:
     """Whether an expression is a Python number, or a shape: no tensor, as far as the source says."""
-    if isinstance(node, ast.Constant):
+    if isinstance(node, (ast.Constant, ast.Tuple, ast.List, ast.JoinedStr, ast.Compare, ast.Dict)):
         return True
     if isinstance(node, ast.Attribute):
         return node.attr in METADATA
@@ -68,8 +68,6 @@ def is_number(flow: Flow, node: ast.expr, seen: frozenset[Definition] = frozense
         return is_number(flow, node.value if isinstance(node, ast.Subscript) else node.operand, seen)
     if isinstance(node, ast.BinOp):
         return is_number(flow, node.left, seen) and is_number(flow, node.right, seen)
-    if isinstance(node, (ast.Tuple, ast.List, ast.JoinedStr, ast.Compare, ast.Dict)):
-        return True
     if isinstance(node, ast.Call):
         function = node.func
         if isinstance(function, ast.Name):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from diffkern.rewrite.facts import Facts
 from diffkern.rewrite.flow import Flow
 from diffkern.rewrite.match import Match, Scope, Shape, peel
-from diffkern.rewrite.syntax import only_target
+from diffkern.rewrite.syntax import only_target, statements_of
 from diffkern.rewrite.template import Template
 
 #: Variables for both halves, see :func:`separate_halves`.
@@ -57,12 +57,11 @@ def separate_halves(tree: ast.FunctionDef, facts: Facts) -> None:
         assert isinstance(statement, ast.Assign) and isinstance(pair, ast.Tuple)
         if len(pair.elts) != 2 or not all(isinstance(half, ast.Name) for half in pair.elts):
             continue
-        both = _BOTH.format(made)
-        halves = [ast.Subscript(ast.Name(both, ast.Load()), ast.Constant(i), ast.Load()) for i in range(2)]
-        new = [ast.Assign([ast.Name(both, ast.Store())], statement.value)]
-        new += [ast.Assign([half], value) for half, value in zip(pair.elts, halves, strict=True)]
-        at = next(i for i, other in enumerate(place.block) if other is statement)
-        place.block[at : at + 1] = [ast.fix_missing_locations(ast.copy_location(one, statement)) for one in new]
+        both, (a, b) = _BOTH.format(made), map(ast.unparse, pair.elts)
+        new = statements_of(f"{both} = 0\n{a} = {both}[0]\n{b} = {both}[1]", statement)
+        new[0].value = statement.value  # type: ignore[attr-defined]
+        at = place.block.index(statement)
+        place.block[at : at + 1] = new
         made += 1
 
 

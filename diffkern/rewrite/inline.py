@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from diffkern.rewrite.expressions import ROTATES, is_view
-from diffkern.rewrite.facts import PRESENT, Facts, Path
+from diffkern.rewrite.facts import PRESENT, Facts
 from diffkern.rewrite.functions import global_at
 from diffkern.rewrite.query_key import concatenated
 from diffkern.rewrite.source import Source
@@ -40,6 +40,7 @@ from diffkern.rewrite.syntax import (
     names_in,
     nodes_in,
     only_target,
+    path_of,
     root_of,
     separated,
     stored_by,
@@ -233,7 +234,7 @@ class _Inliner:
             if name in self._function.__code__.co_varnames or name in self._function.__code__.co_cellvars:
                 return None
         else:
-            path = _path(callee, self._facts.receiver)
+            path = path_of(callee, self._facts.receiver)
             if not path or self._facts.cls is None:
                 return None
             name, is_method = f"self.{'.'.join(path)}", True
@@ -389,14 +390,6 @@ def _is_viewed(node: ast.expr) -> bool:
             return False
         node = base
     return is_load(node)
-
-
-def _path(callee: ast.expr, receiver: str) -> Path | None:
-    """The attributes that lead from the module to a callee; None for other callees."""
-    if isinstance(callee, ast.Attribute):
-        base = _path(callee.value, receiver)
-        return None if base is None else (*base, callee.attr)
-    return () if isinstance(callee, ast.Name) and callee.id == receiver else None
 
 
 def _bound(call: ast.Call, helper: ast.FunctionDef, own: ast.expr | None = None) -> dict[str, ast.expr] | None:

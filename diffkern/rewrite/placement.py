@@ -156,9 +156,7 @@ class Placer:
     def _is_modulated_twice(self, definition: Definition, match: Match) -> bool:
         """Whether all other uses of a norm's result are modulations as well, each of which computes the norm."""
         value = definition.value
-        if not isinstance(value, ast.Call) or not any(name in match.modules for name in ("norm",)):
-            return False
-        if value not in match.steps:
+        if not isinstance(value, ast.Call) or "norm" not in match.modules or value not in match.steps:
             return False
         factors = {
             operand
@@ -258,11 +256,7 @@ def _any_parameter(read: frozenset[object]) -> bool:
 
 
 def _is_method_of_torch(call: ast.Call, receiver: str) -> bool:
-    function = call.func
-    if not isinstance(function, ast.Attribute):
-        return False
-    base = function.value
-    return not (isinstance(base, ast.Name) and base.id == receiver)
+    return isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) != receiver
 
 
 # --- results that may not lie in memory otherwise, or in that of another -----------------------------------

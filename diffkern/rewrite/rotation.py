@@ -173,7 +173,8 @@ def call_qk_norm_rope(
         raise ValueError("what is rotated does not begin behind the first stream")
     queries, keys, tables, start = [], [], [], 0
     norms: list[dict[str, Any]] = []
-    shared = all([value is operands.get(f"k{name[1:]}") for name, value in operands.items() if _is_table_of_q(name)])
+    of_q = [name for name in operands if name.startswith("q") and "_table" in name]
+    shared = all([operands[name] is operands.get(f"k{name[1:]}") for name in of_q])
     sides = "q" if shared else "qk"
     for i in range(streams_of(operands)):
         q, k = operands[f"q{i}"], operands[f"k{i}"]
@@ -256,10 +257,6 @@ def _tokens_first(table: Tensor | None) -> Tensor | None:
 def _no_rotation(like: Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> Tables:
     """Cosines and sines for what stays as it is beside what other tables rotate."""
     return torch.ones(columns, dtype=dtype, device=device), torch.zeros(columns, dtype=dtype, device=device)
-
-
-def _is_table_of_q(name: str) -> bool:
-    return name.startswith("q") and "_table" in name
 
 
 def _norms_of(site: FusedSite, module: nn.Module, stream: int, inputs: list[Tensor]) -> dict[str, Any] | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 
-from typing_extensions import override
-
-from diffkern.rewrite.syntax import blocks, only_target, separated, statements_of
+from diffkern.rewrite.syntax import Swap, blocks, only_target, separated, statements_of
 
 
 def without_store(statement: ast.stmt) -> ast.stmt:
@@ -61,7 +59,9 @@ def name_starts(tree: ast.FunctionDef) -> None:
             first, names = index, dict[str, str]()
             while index < len(block) and (start := _start_of_store(block[index])) is not None:
                 name = names.setdefault(start, f"_s{block[index].lineno}_start")
-                _Named(start, name).visit(block[index])
+                for node in [node for node in ast.walk(block[index]) if isinstance(node, ast.Subscript)]:
+                    if ast.unparse(node) == start:
+                        Swap(node, ast.copy_location(ast.Name(name, ast.Load()), node)).visit(block[index])
                 index += 1
             made = [one for start, name in names.items() for one in statements_of(f"{name} = {start}", block[first])]
             block[first:first] = made
@@ -79,16 +79,3 @@ def _start_of_store(statement: ast.stmt) -> str | None:
     of = start.value if isinstance(start, ast.Subscript) and isinstance(start.slice, ast.Constant) else None
     shape = isinstance(of, ast.Attribute) and of.attr == "shape" and isinstance(of.value, ast.Name)
     return ast.unparse(start) if shape and of.value.id != target.value.id else None  # type: ignore[union-attr, arg-type]
-
-
-class _Named(ast.NodeTransformer):
-    """Puts a name in the place of an expression."""
-
-    def __init__(self, text: str, name: str) -> None:
-        self._text, self._name = text, name
-
-    @override
-    def visit(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, ast.Subscript) and ast.unparse(node) == self._text:
-            return ast.copy_location(ast.Name(self._name, ast.Load()), node)
-        return self.generic_visit(node)

@@ -41,6 +41,14 @@ def only_argument(call: ast.AST) -> ast.expr | None:
     return call.args[0]
 
 
+def path_of(node: ast.expr, receiver: str) -> tuple[str, ...] | None:
+    """The attributes that lead from a variable to an expression; None for other expressions."""
+    if isinstance(node, ast.Attribute):
+        base = path_of(node.value, receiver)
+        return None if base is None else (*base, node.attr)
+    return () if isinstance(node, ast.Name) and node.id == receiver else None
+
+
 def root_of(node: ast.expr, through: tuple[type, ...] = (ast.Attribute, ast.Subscript)) -> ast.expr:
     """What an expression reads attributes, or elements, of."""
     while isinstance(node, through):
