@@ -7,7 +7,7 @@ One definition means that the name is that value; several mean a phi, where bran
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diffkern.rewrite.syntax import arguments_of, nodes_in
@@ -332,10 +332,6 @@ class Flow:
         if node not in self.order:
             self.order[node] = len(self.nodes)
             self.nodes.append(node)
-
-    def between(self, start: int, end: int) -> Iterator[ast.AST]:
-        """The nodes that are evaluated after ``start`` and before ``end``."""
-        return iter(self.nodes[start + 1 : end])
 
 
 def _joined(*envs: Env) -> Env:

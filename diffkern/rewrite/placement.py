@@ -202,15 +202,12 @@ class Placer:
                 return self._reaching(definition.statement, name, dropped)
         return reaching
 
-    def _span(self, match: Match, point: int) -> tuple[int, int]:
-        orders = [self._flow.order[step] for step in match.steps if step in self._flow.order]
-        return min(*orders, point), max(*orders, point)
-
     def _disturbed(self, match: Match, leaves: tuple[ast.expr, ...], point: int) -> str | None:
         """Why something in between may write to what the match reads."""
         read = frozenset[object]().union(*map(self._effects.storage, leaves))
         read |= frozenset[object]().union(*[self._effects.storage(name) for name, _ in match.passed])
-        for node in self._flow.between(*self._span(match, point)):
+        orders = [point, *[self._flow.order[step] for step in match.steps if step in self._flow.order]]
+        for node in self._flow.nodes[min(orders) + 1 : max(orders)]:
             if node in match.steps:
                 continue
             written = self._effects.written(node)
@@ -228,7 +225,7 @@ class Placer:
             and node not in match.steps
             and not _is_method_of_torch(node, self._scope.facts.receiver)
             for start, end in spans
-            for node in self._flow.between(start, end)
+            for node in self._flow.nodes[start + 1 : end]
         )
 
 

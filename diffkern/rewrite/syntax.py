@@ -87,12 +87,7 @@ def statements_of(text: str, like: ast.AST) -> list[ast.stmt]:
 
 
 def separated(statement: ast.stmt, value: ast.expr | None = None) -> list[ast.Assign]:
-    """``a, b = x, y`` as two statements; nothing if that is no such pair, or ``y`` reads ``a``.
-
-    Args:
-        statement: The statement.
-        value: What stands in the place of its value.
-    """
+    """``a, b = x, y`` as two statements, maybe with another value; nothing for others, or if ``y`` reads ``a``."""
     target, value = only_target(statement), value or getattr(statement, "value", None)
     if not isinstance(target, ast.Tuple) or not isinstance(value, ast.Tuple) or len(target.elts) != len(value.elts):
         return []
