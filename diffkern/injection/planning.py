@@ -119,10 +119,9 @@ def plan_modules(
     for path, module in walk(modules):
         name = "" if "" in modules else path.partition(".")[0]
         matched = _match(path, module, rewriters if is_denoiser(name) else called_once, report.numerics, liger, fp8)
-        is_inside = path.startswith(tuple(blocks))
         if fp8 is not None and matched is None:
             linears |= {path: module} if is_linear(module) else {}
-            matched = None if is_inside else _match_fp8(path, module, fp8)
+            matched = _match_fp8(path, module, fp8)
         fusion, how = (None, None) if matched is None else (matched.fusion, matched.how)
         has_fp8_form |= fusion is not None and fusion.allowance > 0
         layer = layer_name(module, fusion)
@@ -132,7 +131,7 @@ def plan_modules(
         already = patch_state(module) is not None
         if matched is None and not options and not already:
             continue
-        if fusion is not None and fusion.counts_itself and is_inside:
+        if fusion is not None and fusion.counts_itself and path.startswith(tuple(blocks)):
             continue  # which the block around it computes itself
         is_block = fusion is not None and fusion.is_block
         if is_block and options:

@@ -118,6 +118,7 @@ class Plan:
         helpers: Functions whose bodies were taken into it, or that an op computes in the place of: (path or global
             name) -> function, to be checked at calls.
         refused: Expressions that have the shape of a rule and stay as they are, with the reason.
+        repeats: Whether two sites compute the same expression, such as the one norm of two modulations.
     """
 
     sites: tuple[SitePlan, ...]
@@ -126,6 +127,7 @@ class Plan:
     facts: Facts
     helpers: Mapping[str, Callable[..., Any]]
     refused: tuple[tuple[int, str, str], ...] = field(default=())
+    repeats: bool = False
 
     def helpers_hold(self, module: nn.Module, namespace: Mapping[str, Any]) -> bool:
         """Whether the helpers of a module and its file are the ones that were read."""
@@ -197,7 +199,7 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
     code = compiled(tree, function, names, _imported_in_file(function))
     assert code is not None
     functions = {**projections, **helpers, **planner.replaced}
-    return Plan(tuple(planner.sites), code, text, facts, functions, tuple(planner.refused))
+    return Plan(tuple(planner.sites), code, text, facts, functions, tuple(planner.refused), planner.repeats)
 
 
 class _Planner:
@@ -210,6 +212,8 @@ class _Planner:
         self.helpers: set[str] = set()
         self.replaced: inline.Helpers = {}
         self._pure: dict[str, bool] = {}
+        self._computed: set[ast.expr] = set()
+        self.repeats = False
 
     def run(self) -> str | None:
         flow = Flow(self._source.tree)
@@ -307,6 +311,8 @@ class _Planner:
         same = next((known for known in self.sites if known.computes_what(site)), None)
         if same is None:
             self.sites.append(site)
+        self.repeats |= not self._computed.isdisjoint(match.steps)
+        self._computed.update(match.steps)
         replace_match(scope, root, match, region, placement, kept, (same or site).index)
         return None
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -172,9 +171,7 @@ class Rewriter:
         values = dict(found.facts.values)
         if any(child_of(module, path) is None for site in found.sites for path in site.modules.values()):
             values.update(settings_of(module))  # a method, which reads them
-        places = list(chain.from_iterable({*site.places} for site in found.sites))
-        once = not exact or len({*places}) == len(places)
-        guard = Guard(sites, module, found.helpers, function.__globals__, values, once)
+        guard = Guard(sites, module, found.helpers, function.__globals__, values, not (exact and found.repeats))
         off = [site for site in sites if site.plan.rule.op in self._off and not site.calls_layer]
         if exact:
             off += [site for site in sites if site.lies_otherwise]

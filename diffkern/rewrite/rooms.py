@@ -169,16 +169,18 @@ class JoinSite(FusedSite):
 
     def __call__(self, module: nn.Module, *leaves: Any) -> Any:
         """Computes the site for its leaves."""
-        compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:  # what is written in place has no backward
-            return self.run_original(module, *leaves, reason=AllowedInStrict(f"{self}: gradients are wanted"))
-        if _made and not (compiling or transforms_active() or modes_active()):
+        asked = not (torch.compiler.is_compiling() or torch.is_grad_enabled() or transforms_active() or modes_active())
+        if asked and _made:
             streams = list(self.operands(module, leaves).values())
             whole = _join(streams, self.plan.options["stream_dim"])  # type: ignore[arg-type]
             if whole is not None:
                 self.count_fused(module)
                 return whole
         return super().__call__(module, *leaves)
+
+    @override
+    def _no_gradients(self, module: nn.Module, leaves: tuple[Any, ...]) -> str:
+        return "gradients are wanted, and what is written in place has none"
 
 
 def _whole(a: Any, b: Any, dim: int) -> Tensor | None:
