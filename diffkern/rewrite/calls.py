@@ -114,6 +114,8 @@ def _group_norm_silu(site: FusedSite, module: nn.Module, operands: Operands, way
 
 
 def _add_norm_silu_pad(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider) -> Tensor:
+    if "norm" in site.plan.modules:
+        return _norm_silu_pad(site, module, operands, way, provider)
     residual, activation = operands.get("residual"), way.options.get("activation")
     if residual is None and activation is None:
         return _pad(site, module, operands, provider)
@@ -130,6 +132,16 @@ def _add_norm_silu_pad(site: FusedSite, module: nn.Module, operands: Operands, w
         residual = residual.unsqueeze(2)
     y = ops.add_norm_silu_pad(frames, bias, residual, norm=None, activation=activation, provider=provider)
     return y if x.ndim == 5 else y.squeeze(2)
+
+
+def _norm_silu_pad(site: FusedSite, module: nn.Module, operands: Operands, way: Way, provider: Provider) -> Tensor:
+    x, bias = _convolved(site, module, operands["x"])
+    arguments, pad = site.norm_arguments(module, x) or {}, (operands["front"], operands.get("back", 0))
+    if arguments.keys() == {"eps", "eps_mode"} and arguments["eps_mode"] == "add":
+        return ops.add_norm_silu_pad(x, bias, eps=arguments["eps"], pad=pad, provider=provider)
+    x = x if bias is None else x + bias.view(-1, 1, 1, 1)
+    y = ops.channel_rms_norm_silu(x, **arguments, provider=provider)
+    return ops.add_norm_silu_pad(y, norm=None, activation=None, pad=pad, provider=provider)
 
 
 def _pad(site: FusedSite, module: nn.Module, operands: Operands, provider: Provider) -> Tensor:

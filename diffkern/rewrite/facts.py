@@ -137,6 +137,14 @@ class Facts:
         """Whether such a submodule holds what makes a modulation, beside norms."""
         return self._answer("modulates", path, False)
 
+    def forward_of_convolution(self, path: Path) -> FunctionType | None:
+        """The forward of a submodule that holds a convolution over videos and nothing else; None for others."""
+        return self._answer("forward_of_convolution", path, None)
+
+    def drops_nothing(self, path: Path) -> bool:
+        """Whether the child is a dropout by the probability 0."""
+        return self._answer("drops_nothing", path, False)
+
     def activation(self, path: Path) -> str | None:
         """The activation that the child computes, "any" for one that the proof has to find; None for others."""
         return self._answer("activation", path, None)
@@ -244,6 +252,21 @@ class ModuleFacts(Facts):
         child = child_of(self._module, path)
         return self._forward_of_norms(path) is not None and any(type(p) in _MODULATES for p in child._modules.values())  # type: ignore[union-attr]
 
+    def _forward_of_convolution(self, path: Path) -> FunctionType | None:
+        child = child_of(self._module, path)
+        if child is None or child._parameters or child._buffers or len(child._modules) != 1:
+            return None
+        inside = (*path, *child._modules)
+        if type(child_of(self._module, inside)) is not nn.Conv3d or not self._is_convolution(inside):
+            return None
+        forward = type(child).forward
+        as_is = untouched(child, type(child)) and not calls_otherwise(type(child))
+        return forward if as_is and isinstance(forward, FunctionType) else None
+
+    def _drops_nothing(self, path: Path) -> bool:
+        child = child_of(self._module, path)
+        return type(child) is nn.Dropout and untouched(child, nn.Dropout) and child.p == 0
+
     def _is_projection(self, path: Path) -> bool:
         child = child_of(self._module, path)
         return hasattr(child, "in_features") or hasattr(child, "to_out")
@@ -292,6 +315,8 @@ def settings_test(module: nn.Module) -> str:
     """
     if type(module) is nn.GELU:
         return f"child.approximate == {module.approximate!r}"
+    if type(module) is nn.Dropout:
+        return "child.p == 0"
     found, tests = norm_of(module), []
     if found is None:
         return ""

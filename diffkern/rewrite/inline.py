@@ -16,6 +16,7 @@ from typing import Any
 
 from diffkern.rewrite.expressions import ROTATES, is_view
 from diffkern.rewrite.facts import PRESENT, Facts
+from diffkern.rewrite.frames import pads_frames
 from diffkern.rewrite.functions import global_at
 from diffkern.rewrite.query_key import concatenated
 from diffkern.rewrite.source import Source
@@ -243,6 +244,7 @@ class _Inliner:
                 helper, is_method = helper.__func__, False
             elif helper is None:
                 name, helper = f"{name}.forward", self._facts.forward_of_norms(path)
+                helper = helper or self._facts.forward_of_convolution(path)
         if not isinstance(helper, FunctionType) or not self._is_within_reach(helper):
             return None
         if helper.__closure__ or (self._only is not None and name not in self._only):
@@ -270,6 +272,8 @@ class _Inliner:
         if name.endswith(".forward"):  # which calls norms, and multiplies what they return
             body = copy.deepcopy(tree)
             decide_branches(body, None, given)
+            if self._facts.forward_of_convolution(tuple(name.split(".")[1:-1])):
+                return body if is_straight(body) and pads_frames(body) else None
             modulates = bool(modulating(self._facts, {name}))  # by what its own layers make, or by its arguments
             if not is_straight(body, (ast.GeneratorExp,) * modulates):
                 return None

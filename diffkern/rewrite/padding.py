@@ -18,14 +18,15 @@ from torch import Tensor
 from diffkern.blocks.layout import is_last
 from diffkern.ops.copying import in_words
 from diffkern.rewrite.expressions import FUNCTIONAL
-from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, peel
+from diffkern.rewrite.match import Leaf, Linear, Match, Operand, Scope, Shape, peel
 from diffkern.rewrite.query_key import concatenated
+from diffkern.rewrite.syntax import only_argument
 from diffkern.rewrite.template import Template
 
 _FUNCTIONS = tuple(f"{name}.pad" for name in FUNCTIONAL)
 _SIZES = "1, 1, _n, 1, 1", "(1, 1, _n, 1, 1)"
 #: The first frame and the last one, so many times.
-_FIRST, _FINAL = (
+FIRST, FINAL = (
     Template(*[f"_x[:, :, {one}{rest}].repeat({n})" for rest in ("", ", :, :", ", ...") for n in _SIZES])
     for one in (":1", "-1:")
 )
@@ -52,7 +53,12 @@ class Padded:
 
 @dataclass(frozen=True)
 class RepeatedFrames:
-    """``torch.cat([x[:, :, :1].repeat(1, 1, n, 1, 1), x], dim=2)``, with copies of the last frame behind it or not."""
+    """``torch.cat([x[:, :, :1].repeat(1, 1, n, 1, 1), x], dim=2)``, with copies of the last frame behind it or not.
+
+    ``x`` is an operand unless it has a shape of its own.
+    """
+
+    argument: Shape | None = None
 
     def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
         """See :class:`diffkern.rewrite.match.Shape`."""
@@ -60,14 +66,41 @@ class RepeatedFrames:
         if found is None or found[1] != 2 or len(found[0]) not in (2, 3):
             return
         first, x, *final = found[0]
-        match = replace(match.step(node), operands={"x": Operand(x)})
-        for name, part, frame in [("front", first, _FIRST), *[("back", part, _FINAL) for part in final]]:
+        definition = scope.flow.single(x)
+        match = match.step(node)
+        for name, part, frame in [("front", first, FIRST), *[("back", part, FINAL) for part in final]]:
             filled = frame.fill(scope, *peel(scope, part, match), {"_x": x})
             if filled is None or not isinstance(x, ast.Name):
                 return
             blanks, match = filled
             match = replace(match, operands={**match.operands, name: Operand(blanks["_n"])})
-        yield match
+            if self.argument is not None and definition is not None:
+                load = match.steps[-1].value  # type: ignore[attr-defined]
+                match = replace(match, passed=(*match.passed, (load, definition)))
+        if self.argument is None:
+            yield replace(match, operands={"x": Operand(x), **match.operands})
+        elif definition is not None:
+            yield from self.argument.match(scope, x, match)
+
+
+@dataclass(frozen=True)
+class Undropped:
+    """A shape, or a dropout of it by the probability 0, which is that itself."""
+
+    shape: Shape
+
+    def match(self, scope: Scope, node: ast.expr, match: Match) -> Iterator[Match]:
+        """See :class:`diffkern.rewrite.match.Shape`."""
+        yield from self.shape.match(scope, node, match)
+        node, match = peel(scope, node, match)
+        argument = only_argument(node)
+        if argument is None:
+            return
+        dropout = node.func  # type: ignore[attr-defined]
+        path = scope.facts.path(scope.flow, dropout)
+        if path is not None and scope.facts.drops_nothing(path):
+            match = replace(match.step(node), modules={**match.modules, "dropout": dropout})
+            yield from self.shape.match(scope, argument, match)
 
 
 def padded(x: Tensor, padding: Sequence[int], mode: str) -> Tensor:

@@ -31,7 +31,7 @@ from diffkern.rewrite.match import (
     Shape,
     Sum,
 )
-from diffkern.rewrite.padding import Padded, RepeatedFrames
+from diffkern.rewrite.padding import Padded, RepeatedFrames, Undropped
 from diffkern.rewrite.patches import PatchEmbedding, PatchesSite
 from diffkern.rewrite.query_key import (
     JOINED_FIRST,
@@ -116,6 +116,9 @@ _CONVOLVED_GLU = Product(
     HalfOfChannels(0, _CONVOLVED),
 )
 
+#: ``silu`` of a norm over channels, of what a convolution gives or of anything else.
+_NORMED_FOR_FRAMES = Undropped(Activated("norm", _SILU, Norm(Either((_CONVOLVED, Leaf("x"))), over=CHANNELS)))
+
 RULES = (
     Rule("linear attention", "linear_attention", LinearAttention(), is_left_to_compiler=True),
     Rule("query and key norm, rotation", "qk_norm_rope", RotatedTogether()),
@@ -145,6 +148,7 @@ RULES = (
         is_left_to_compiler=True,
     ),
     Rule("division by one", "qk_norm_rope", DividedByOne(), site=DividedSite),
+    Rule("norm, SiLU, padding of frames", "add_norm_silu_pad", RepeatedFrames(_NORMED_FOR_FRAMES)),
     Rule("padding", "add_norm_silu_pad", Padded()),
     Rule("padding of frames", "add_norm_silu_pad", RepeatedFrames()),
     Rule("embedding, norm, SiLU", "group_norm_silu", _embedded(Leaf("x"))),

@@ -420,8 +420,9 @@ def _options_of_op(site: FusedSite, found: dict[str, object]) -> dict[str, Any] 
     if op in ("group_norm_silu", "channel_rms_norm_silu"):
         activation = options.get("norm_activation")
         return {"activation": activation} if activation in ("silu", None) else None
-    if op == "add_norm_silu_pad" and "convolution_activation" in options:
-        return {"activation": "silu"} if options["convolution_activation"] == "silu" else None
+    activations = [options[name] for name in ("convolution_activation", "norm_activation") if name in options]
+    if op == "add_norm_silu_pad" and activations:
+        return {"activation": "silu"} if activations == ["silu"] else None
     if options.get("gate_activation") not in (None, "tanh", "sigmoid"):
         return None
     return options
