@@ -26,6 +26,7 @@ from diffkern.rewrite.identity import DividedByOne, ImageOfTokens
 from diffkern.rewrite.masked import MaskedAttention, PairMask
 from diffkern.rewrite.match import Match, Scope
 from diffkern.rewrite.patches import PatchEmbedding
+from diffkern.rewrite.pixels import InOrderSite, PutBefore
 from diffkern.rewrite.placement import Placer, is_made_here, is_viewed, is_written, needs_own_memory
 from diffkern.rewrite.query_key import (
     ROTATED_IN_PART,
@@ -186,7 +187,8 @@ def plan(source: Source, facts: Facts, at_calls: bool = False) -> Plan | str:
             break
         wanted, tree = planner.helpers, as_written  # what no site needs stays a call
         source = replace(source, tree=tree)
-    if all(isinstance(site.rule.shape, (MaskedAttention, Repeated, SideBySide)) for site in planner.sites):
+    rules = [site.rule for site in planner.sites if not issubclass(site.rule.site, InOrderSite)]
+    if all(isinstance(rule.shape, (MaskedAttention, Repeated, SideBySide)) for rule in rules):
         return planner.refused[0][2] if planner.refused else "no rule finds anything in it"
     _join_in_place(tree, planner.sites, facts)
     _attend_unrotated(tree, planner.sites)
@@ -244,12 +246,13 @@ class _Planner:
                 reason = _misfit(scope, match)
                 moves = "stream_dim" in match.options or kind == ROTATED_IN_PART
                 moves |= isinstance(rule.shape, (ImageOfTokens, PatchEmbedding, Repeated))
+                moves |= issubclass(rule.site, InOrderSite)
                 if reason is None and moves and is_viewed(effects, node):
                     reason = "what reads it takes views that need heads before tokens in memory"
                 once = isinstance(rule.shape, PairMask)
                 if reason is None and once and is_written(effects, frozenset({node})):
                     reason = "it is written into, and would be shared"
-                shares = isinstance(rule.shape, (ImageOfTokens, Repeated, SideBySide))
+                shares = isinstance(rule.shape, (ImageOfTokens, PutBefore, Repeated, SideBySide))
                 if shares and needs_own_memory(effects, node, match):
                     reason = ""
                 divides = isinstance(rule.shape, DividedByOne)

@@ -33,6 +33,7 @@ from diffkern.rewrite.match import (
 )
 from diffkern.rewrite.padding import Padded, RepeatedFrames, Undropped
 from diffkern.rewrite.patches import PatchEmbedding, PatchesSite
+from diffkern.rewrite.pixels import Pixels, PixelsSite, PutBefore, PutBeforeSite, RepeatedChannels, RepeatedChannelsSite
 from diffkern.rewrite.query_key import (
     JOINED_FIRST,
     JOINED_LAST,
@@ -147,10 +148,14 @@ RULES = (
         Either((DividedByOne(_CONVOLVED_SUM), _CONVOLVED_SUM)),
         is_left_to_compiler=True,
     ),
+    Rule("pixels, residual", "add_norm_silu_pad", Sum(Pixels(), Leaf("residual")), site=PixelsSite),
+    Rule("pixels", "add_norm_silu_pad", Pixels(), site=PixelsSite),
+    Rule("concatenation with nothing", "add_norm_silu_pad", PutBefore(), site=PutBeforeSite),
     Rule("division by one", "qk_norm_rope", DividedByOne(), site=DividedSite),
     Rule("norm, SiLU, padding of frames", "add_norm_silu_pad", RepeatedFrames(_NORMED_FOR_FRAMES)),
     Rule("padding", "add_norm_silu_pad", Padded()),
     Rule("padding of frames", "add_norm_silu_pad", RepeatedFrames()),
+    Rule("repetition of channels", "add_norm_silu_pad", RepeatedChannels(), site=RepeatedChannelsSite),
     Rule("embedding, norm, SiLU", "group_norm_silu", _embedded(Leaf("x"))),
     Rule("key or value of a text, once a text", "qk_norm_rope", OfText(), site=TextSite),
     Rule("norm, SiLU", "group_norm_silu", _activated(GROUPS)),
