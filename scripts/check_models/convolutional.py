@@ -88,7 +88,6 @@ RUN_IN_PART = {
     "kandinsky6_sr_bank": "a call runs the adapters of one scale",
     "controlnet_union": "its controls have no strengths of their own",
     "kvae_video": "its norms have ways for caches that a short video does not take",
-    "ltx2": "its convolutions pad in front alone or on both sides, as a call says",
     "kl_temporal": "with a single layer the mid block of its decoder runs no attention",
 }
 
