@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from diffkern.blocks import recipe_for
 from diffkern.blocks.pieces import calls_otherwise, untouched
 from diffkern.matching import NormSemantics, full_name, match, parameter_of
 from diffkern.rewrite.flow import Flow
@@ -138,7 +139,10 @@ class Facts:
         return self._answer("modulates", path, False)
 
     def forward_of_convolution(self, path: Path) -> FunctionType | None:
-        """The forward of a submodule that holds a convolution over videos and nothing else; None for others."""
+        """The forward of a submodule that holds a convolution over videos and nothing else; None for others.
+
+        One with a form of its own is called, as are the blocks around it.
+        """
         return self._answer("forward_of_convolution", path, None)
 
     def drops_nothing(self, path: Path) -> bool:
@@ -261,6 +265,7 @@ class ModuleFacts(Facts):
             return None
         forward = type(child).forward
         as_is = untouched(child, type(child)) and not calls_otherwise(type(child))
+        as_is = as_is and recipe_for(full_name(type(child))) is None
         return forward if as_is and isinstance(forward, FunctionType) else None
 
     def _drops_nothing(self, path: Path) -> bool:
